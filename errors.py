@@ -1,0 +1,57 @@
+"""Every error redline raises on purpose, and the one way it words unknown names."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class RedlineError(Exception):
+    """Base of every error raised by redline."""
+
+
+class UsageError(RedlineError, ValueError):
+    """An argument or option is invalid; the message says which rule it broke and what to do."""
+
+
+class SpaceError(UsageError):
+    """A search space is declared or used wrongly."""
+
+
+class ScheduleError(UsageError):
+    """A primitive cannot be applied; the schedule is left as it was."""
+
+
+class TraceError(ScheduleError):
+    """A module cannot be traced; names the operation and the line of model code that caused it."""
+
+
+class WorkloadError(UsageError):
+    """A model, its data or its description cannot be turned into a workload."""
+
+
+class StudyError(UsageError):
+    """A run's folder cannot be created, opened or resumed."""
+
+
+class RunnerError(RedlineError, RuntimeError):
+    """The machinery that runs trials failed, not the trial: a lost agent, a lost node."""
+
+
+class MissingDependency(RedlineError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
+
+
+class OutOfMemory(RedlineError, MemoryError):
+    """Raise from a tuned callable to record the trial as `oom`."""
+
+
+def unknown(kind: str, name: object, known: Iterable[object]) -> str:
+    """The sentence for an unknown name: what was given, the nearest known name, and all of them.
+
+    >>> unknown("knob", "micro_bach", ["tp", "micro_batch"])
+    "unknown knob 'micro_bach'; did you mean 'micro_batch'? Known: micro_batch, tp."
+    """
+    names = sorted(str(each) for each in known)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else "."
+    listing = ", ".join(names) if names else "none"
+    return f"unknown {kind} '{name}'{hint} Known: {listing}."

@@ -1,0 +1,126 @@
+"""The devices at hand, found without touching them."""
+
+import importlib.util
+import os
+import platform
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import psutil
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A kind of device and how many of it there are. Detection creates no CUDA context."""
+
+    type: str
+    """`cuda` or `cpu`, as torch names it."""
+    name: str
+    """Marketing name."""
+    count: int
+    """Devices present; a machine's CPU counts as one."""
+    memory_mib: int
+    """Memory of one device, MiB."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability."""
+    features: frozenset[str] = frozenset()
+    """CPU: native number formats, of `bf16` and `fp16`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A YAML-ready mapping."""
+        out = asdict(self)
+        out["capability"] = ".".join(map(str, self.capability)) if self.capability else None
+        out["features"] = sorted(self.features)
+        return out
+
+
+@lru_cache(maxsize=1)
+def detect() -> Device:
+    """The machine's accelerators, or its CPU where there are none."""
+    return _cuda() or _cpu()
+
+
+def available_memory_mib() -> int:
+    """Host memory that can be taken without swapping, MiB; a control group's limit counts."""
+    available = psutil.virtual_memory().available
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None:
+        available = min(available, limit - (used or 0))
+    return max(0, available // MIB)
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        with open(f"/sys/fs/cgroup/{name}") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _cuda() -> Device | None:
+    if importlib.util.find_spec("pynvml") is None:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            chosen = [each.strip() for each in visible.split(",") if each.strip()]
+            handles = [_handle(pynvml, each, handles) for each in chosen]
+        if not handles:
+            return None
+        first = handles[0]
+        name = pynvml.nvmlDeviceGetName(first)
+        return Device(
+            type="cuda",
+            name=name.decode() if isinstance(name, bytes) else name,
+            count=len(handles),
+            memory_mib=min(int(pynvml.nvmlDeviceGetMemoryInfo(each).total) for each in handles) // MIB,
+            capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(first)),
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handle(pynvml: Any, chosen: str, handles: list[Any]) -> Any:
+    if chosen.isdigit():
+        return handles[int(chosen)] if int(chosen) < len(handles) else pynvml.nvmlDeviceGetHandleByIndex(int(chosen))
+    return pynvml.nvmlDeviceGetHandleByUUID(chosen)
+
+
+def _cpu() -> Device:
+    flags, name = set(), platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    name = value.strip()
+                elif key.strip() == "flags":
+                    flags = set(value.split())
+                    break
+    except OSError:
+        flags = set()
+    features = set()
+    if flags & {"avx512_bf16", "amx_bf16"}:
+        features.add("bf16")
+    if flags & {"avx512_fp16", "amx_fp16"}:
+        features.add("fp16")
+    return Device(
+        type="cpu",
+        name=f"{name} ({psutil.cpu_count(logical=True)} cores)",
+        count=1,
+        memory_mib=psutil.virtual_memory().total // MIB,
+        features=frozenset(features),
+    )

@@ -1,0 +1,157 @@
+"""What a dry run found out: status, speed, memory, timings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How a trial ended. Every status but `ok` comes with a reason."""
+
+    OK = "ok"
+    """Ran to the end; `throughput` is set."""
+    OOM = "oom"
+    """Device or host memory ran out, however it showed."""
+    TIMEOUT = "timeout"
+    """Outlived its deadline and was killed."""
+    CRASH = "crash"
+    """Any other failure; `reason` is the last exception or the signal."""
+    WRONG = "wrong"
+    """Ran, but the loss is not finite or not that of the reference schedule."""
+    SKIPPED = "skipped"
+    """Never run: predicted not to fit, or dominated by a known OOM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank of a trial measured."""
+
+    rank: int
+    """Global rank, 0 to world size - 1."""
+    status: Status
+    """How this rank ended."""
+    reason: str = ""
+    """Why, when not `ok`."""
+    step_ms: float | None = None
+    """Median time of one optimizer step, ms."""
+    peak_memory_mib: float | None = None
+    """Peak memory: CUDA reserved bytes, or the growth of the process's resident set on a CPU, MiB."""
+    peak_allocated_mib: float | None = None
+    """CUDA: peak of the bytes in live tensors, MiB. None on a CPU."""
+    allocation_retries: int = 0
+    """CUDA: times the allocator had to flush its cache to go on; above 0 the trial ran close to OOM."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """Outcome of one dry run. Quantities that were not reached are None."""
+
+    status: Status
+    """How the trial ended."""
+    reason: str = ""
+    """Why, in one line; empty for a plain `ok`."""
+    throughput: float | None = None
+    """What the search maximises, in `unit`; higher is better."""
+    unit: str = ""
+    """Unit of `throughput`: `tokens/s`, `samples/s`, or empty for a callable's own number."""
+    samples_per_second: float | None = None
+    """Sequences (or images) per second over all devices."""
+    tokens_per_second: float | None = None
+    """Tokens per second over all devices."""
+    step_ms: float | None = None
+    """Median time of one optimizer step on the slowest rank, ms."""
+    step_ms_spread: float | None = None
+    """Half-width of the 95 % confidence interval of `step_ms`, ms."""
+    peak_memory_mib: float | None = None
+    """Largest peak memory of a rank, MiB; for an `oom`, what it held plus what it asked for, where known."""
+    memory_limit_mib: float | None = None
+    """Memory a rank could use, MiB."""
+    tflops_per_device: float | None = None
+    """Model FLOPs (recomputation not counted) per second and device, 1e12."""
+    mfu: float | None = None
+    """Model FLOPs utilisation, 0 to 1: `tflops_per_device` over the device's peak at this precision."""
+    devices: int | None = None
+    """Devices the trial ran on."""
+    loss: float | None = None
+    """Loss of the first step."""
+    losses: tuple[float, ...] = ()
+    """Losses of the first steps, for the comparison with the reference."""
+    started: float | None = None
+    """Unix time at which the trial started, s."""
+    seconds_total: float | None = None
+    """From request to result, s."""
+    seconds_overhead: float | None = None
+    """`seconds_total` less build, warm-up and measurement: what trying costs, s."""
+    seconds_build: float | None = None
+    """Model, schedule, weights and optimizer, s."""
+    seconds_warmup: float | None = None
+    """Steps (and compilation) before the step time was steady, s."""
+    seconds_measure: float | None = None
+    """The measured steps, s."""
+    log: str = ""
+    """Path of the file with everything the ranks printed, relative to the run's folder."""
+    ranks: tuple[RankReport, ...] = ()
+    """One report a rank that got to report."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the trial counts as a success."""
+        return self.status is Status.OK
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping, without fields that are None or empty."""
+        out = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "ranks":
+                value = [{f.name: getattr(rank, f.name) for f in fields(rank)} for rank in value]
+            elif each.name == "losses":
+                value = list(value)
+            if value is not None and value != "" and value != []:
+                out[each.name] = value
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
+        """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read."""
+        known = {each.name for each in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        values["status"] = Status(values["status"])
+        values["losses"] = tuple(values.get("losses", ()))
+        rank_fields = {each.name for each in fields(RankReport)}
+        values["ranks"] = tuple(
+            RankReport(**{k: Status(v) if k == "status" else v for k, v in rank.items() if k in rank_fields})
+            for rank in values.get("ranks", ())
+        )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A configuration that was chosen, why, what was predicted, and what came of it."""
+
+    number: int
+    """Position in the study, from 0."""
+    config: Any
+    """The `Config` that is tried."""
+    sampler: str = ""
+    """Who proposed it: a sampler's name, `default`, or `user`."""
+    predicted_throughput: float | None = None
+    """Estimated throughput before the run, in the measurement's unit."""
+    predicted_memory_mib: float | None = None
+    """Estimated peak memory before the run, MiB."""
+    measurement: Measurement | None = None
+    """The outcome; None while the trial is pending."""
+    remeasured: tuple[float, ...] = field(default=())
+    """Throughputs of the interleaved re-measurements at the end of the search."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the trial has not ended yet."""
+        return self.measurement is None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the trial ended as a success."""
+        return self.measurement is not None and self.measurement.ok

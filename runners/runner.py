@@ -1,0 +1,63 @@
+"""The protocol of everything that tries a configuration."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ..results import Measurement
+from ..space import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What a correct candidate must reproduce: the losses of the reference configuration's first steps."""
+
+    losses: tuple[float, ...]
+    """Losses of the first steps, in order."""
+    config_id: str = ""
+    """Id of the configuration they come from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRequest:
+    """One configuration to try, and the terms on which it is tried."""
+
+    config: Config
+    """The configuration."""
+    number: int
+    """The trial's number; names its log."""
+    log: Path | None = None
+    """File for everything the ranks print; None discards it."""
+    timeout_s: float | None = None
+    """Deadline from request to result, s; None for none."""
+    best_step_ms: float | None = None
+    """Fastest time so far for one step of the same samples; a candidate clearly slower stops early."""
+    reference: Reference | None = None
+    """Losses to be reproduced; None for the trial that sets them."""
+
+
+class Runner(ABC):
+    """Dry-runs configurations. `run` may be called from `slots` threads at once."""
+
+    name: ClassVar[str]
+    """The name on the command line."""
+    slots: int = 1
+    """How many trials can run at the same time."""
+
+    @abstractmethod
+    def run(self, request: TrialRequest) -> Measurement:
+        """The outcome of one trial. Failures of the candidate are measurements, not exceptions.
+
+        Raises:
+            RunnerError: the machinery failed (a lost agent or node); the trial may be tried again.
+        """
+
+    def close(self) -> None:
+        """Ends every running trial and releases what the runner holds. May be called twice."""
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
