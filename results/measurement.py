@@ -1,5 +1,6 @@
 """What a dry run found out: status, speed, memory, timings."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -43,6 +44,31 @@ class RankReport:
     """CUDA: times the allocator had to flush its cache to go on; above 0 the trial ran close to OOM."""
 
 
+_TEXTS = frozenset({"reason", "unit", "log"})
+
+
+def _to_json(value: Any) -> Any:
+    # numpy and torch scalars know their plain value; json knows neither them nor NaN.
+    if isinstance(value, Status):
+        return str(value)
+    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        value = float(value)
+        return value if math.isfinite(value) else str(value)
+    return value
+
+
+def _from_json(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    known = {each.name for each in fields(cls)}
+    values = {name: value for name, value in data.items() if name in known}
+    values["status"] = Status(values["status"])
+    for name, value in values.items():
+        if isinstance(value, str) and name != "status" and name not in _TEXTS:
+            values[name] = float(value)
+    return values
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
     """Outcome of one dry run. Quantities that were not reached are None."""
@@ -77,6 +103,8 @@ class Measurement:
     """Loss of the first step."""
     losses: tuple[float, ...] = ()
     """Losses of the first steps, for the comparison with the reference."""
+    samples_per_step: int | None = None
+    """Samples of one optimizer step over all devices."""
     started: float | None = None
     """Unix time at which the trial started, s."""
     seconds_total: float | None = None
@@ -100,14 +128,19 @@ class Measurement:
         return self.status is Status.OK
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready mapping, without fields that are None or empty."""
-        out = {}
+        """A JSON-ready mapping, without fields that are None or empty.
+
+        Numbers are plain Python ones; those JSON has no word for are the texts `nan`, `inf`, `-inf`.
+        """
+        out: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name == "ranks":
-                value = [{f.name: getattr(rank, f.name) for f in fields(rank)} for rank in value]
+                value = [{f.name: _to_json(getattr(rank, f.name)) for f in fields(rank)} for rank in value]
             elif each.name == "losses":
-                value = list(value)
+                value = [_to_json(loss) for loss in value]
+            else:
+                value = _to_json(value)
             if value is not None and value != "" and value != []:
                 out[each.name] = value
         return out
@@ -115,15 +148,9 @@ class Measurement:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
         """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read."""
-        known = {each.name for each in fields(cls)}
-        values = {name: value for name, value in data.items() if name in known}
-        values["status"] = Status(values["status"])
-        values["losses"] = tuple(values.get("losses", ()))
-        rank_fields = {each.name for each in fields(RankReport)}
-        values["ranks"] = tuple(
-            RankReport(**{k: Status(v) if k == "status" else v for k, v in rank.items() if k in rank_fields})
-            for rank in values.get("ranks", ())
-        )
+        values = _from_json(cls, data)
+        values["losses"] = tuple(float(loss) for loss in values.get("losses", ()))
+        values["ranks"] = tuple(RankReport(**_from_json(RankReport, rank)) for rank in values.get("ranks", ()))
         return cls(**values)
 
 

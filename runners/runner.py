@@ -15,6 +15,8 @@ class Reference:
 
     losses: tuple[float, ...]
     """Losses of the first steps, in order."""
+    samples_per_step: int | None = None
+    """Samples in one optimizer step; candidates with another number see other data and are not compared."""
     config_id: str = ""
     """Id of the configuration they come from."""
 
@@ -31,8 +33,8 @@ class TrialRequest:
     """File for everything the ranks print; None discards it."""
     timeout_s: float | None = None
     """Deadline from request to result, s; None for none."""
-    best_step_ms: float | None = None
-    """Fastest time so far for one step of the same samples; a candidate clearly slower stops early."""
+    best_throughput: float | None = None
+    """Best so far, in the workload's unit; a candidate clearly slower stops early."""
     reference: Reference | None = None
     """Losses to be reproduced; None for the trial that sets them."""
 

@@ -1,0 +1,155 @@
+"""From a trial's request to a job for the ranks, and from their outcome to a measurement."""
+
+import time
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+from ..models import Workload
+from ..models.device import Device
+from ..results import Measurement, RankReport, Status
+from ..space import Config
+from . import truth
+from .dry_run import DryRun, DryRunReport
+from .job import Job, Outcome, RankOutcome, Rendezvous
+from .runner import Runner, TrialRequest
+from .timing import TimingPlan
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTerms:
+    """What holds for every trial of a run."""
+
+    device: Device
+    """Where trials run."""
+    devices: int = 1
+    """Devices of one trial, which is also its number of ranks."""
+    memory_limit_mib: float | None = None
+    """Memory a rank may take, MiB."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Deadline of a trial that brings none of its own, s."""
+    threads: int | None = None
+    """CPU threads of a rank."""
+    plan: TimingPlan = field(default_factory=TimingPlan)
+    """How long a candidate is measured."""
+    seed: int = 0
+    """Seed of weights and data."""
+
+
+class DryRunner(Runner):
+    """Runs dry runs of a workload; subclasses say where."""
+
+    def __init__(self, workload: Workload, terms: TrialTerms) -> None:
+        self.workload = workload
+        self.terms = terms
+
+    @abstractmethod
+    def dispatch(self, job: Job) -> Outcome:
+        """Runs the job on free devices and returns its outcome; called from up to `slots` threads."""
+
+    def run(self, request: TrialRequest) -> Measurement:
+        started, begin = time.time(), time.perf_counter()
+        outcome = self.dispatch(self._job(request))
+        return self._measurement(request, outcome, started, time.perf_counter() - begin)
+
+    def _job(self, request: TrialRequest) -> Job:
+        import cloudpickle
+
+        terms = self.terms
+        program = DryRun(
+            workload=self.workload,
+            config=request.config,
+            plan=terms.plan,
+            best_throughput=request.best_throughput,
+            seed=terms.seed,
+        )
+        return Job(
+            program=cloudpickle.dumps(program),
+            ranks=terms.devices,
+            rendezvous=Rendezvous(world_size=terms.devices),
+            device_type=terms.device.type,
+            threads=terms.threads,
+            memory_limit_mib=terms.memory_limit_mib,
+            timeout_s=request.timeout_s or terms.timeout_s,
+            log=str(request.log) if request.log else None,
+        )
+
+    def _measurement(
+        self, request: TrialRequest, outcome: Outcome, started: float, seconds_total: float
+    ) -> Measurement:
+        reports = [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
+        common = {
+            "devices": self.terms.devices,
+            "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
+            "started": started,
+            "seconds_total": seconds_total,
+            "log": f"logs/{request.log.name}" if request.log else "",
+            "ranks": tuple(_rank_report(each) for each in outcome.ranks),
+        }
+        if outcome.status is not Status.OK or not reports:
+            needs = [each.needed_memory_mib for each in outcome.ranks if each.needed_memory_mib]
+            peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
+            return Measurement(
+                status=outcome.status,
+                reason=outcome.reason,
+                peak_memory_mib=max(needs or peaks, default=None),
+                **common,
+            )
+        return self._timed(request.config, request, reports, common)
+
+    def _timed(self, config: Config, request: TrialRequest, reports: list[DryRunReport], common: dict) -> Measurement:
+        slowest = max(reports, key=lambda each: each.step_ms)
+        samples_per_second = slowest.samples_per_step / slowest.step_ms * 1e3
+        tokens_per_second = None
+        if slowest.tokens_per_step:
+            tokens_per_second = slowest.tokens_per_step / slowest.step_ms * 1e3
+        tflops = None
+        if slowest.flops_per_step:
+            tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / self.terms.devices
+        retries = sum(each.allocation_retries for each in reports)
+        wrong = truth.check(
+            slowest.losses,
+            request.reference,
+            last_loss=slowest.last_loss,
+            precision=str(config.get("precision", "fp32")),
+            stochastic=slowest.stochastic,
+            samples_per_step=slowest.samples_per_step,
+        )
+        notes = [wrong or slowest.note]
+        if retries and not wrong:
+            notes.append(f"near OOM: {retries} allocation retries")
+        timed = {"seconds_build": slowest.seconds_build, "seconds_warmup": slowest.seconds_warmup}
+        timed["seconds_measure"] = slowest.seconds_measure
+        return Measurement(
+            status=Status.WRONG if wrong else Status.OK,
+            reason="; ".join(each for each in notes if each),
+            throughput=tokens_per_second if self.workload.unit == "tokens/s" else samples_per_second,
+            unit=self.workload.unit,
+            samples_per_second=samples_per_second,
+            tokens_per_second=tokens_per_second,
+            step_ms=slowest.step_ms,
+            step_ms_spread=slowest.spread_ms,
+            peak_memory_mib=max(each.peak_memory_mib for each in reports),
+            tflops_per_device=tflops,
+            loss=slowest.losses[0],
+            losses=slowest.losses,
+            samples_per_step=slowest.samples_per_step,
+            seconds_overhead=max(0.0, common["seconds_total"] - sum(timed.values())),
+            **timed,
+            **common,
+        )
+
+
+def _rank_report(outcome: RankOutcome) -> RankReport:
+    report = outcome.report
+    known = isinstance(report, DryRunReport)
+    return RankReport(
+        rank=outcome.rank,
+        status=outcome.status,
+        reason=outcome.reason,
+        step_ms=report.step_ms if known else None,
+        peak_memory_mib=report.peak_memory_mib if known else outcome.peak_memory_mib,
+        peak_allocated_mib=report.peak_allocated_mib if known else None,
+        allocation_retries=report.allocation_retries if known else 0,
+    )

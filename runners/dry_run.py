@@ -1,0 +1,171 @@
+"""What one rank of a trial does: build the candidate, warm it up, time it, tell."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..models import Training, Workload
+from ..space import Config
+from .rank import RankContext
+from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
+
+RENDEZVOUS_TIMEOUT_S = 120
+FIRST_LOSSES = 3
+"""Losses kept for the comparison with the reference."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRunReport:
+    """What a rank found out."""
+
+    step_ms: float
+    """Median time of one optimizer step, of the slowest rank, ms."""
+    spread_ms: float
+    """Half-width of its 95 % confidence interval, ms."""
+    steps: int
+    """Steps measured."""
+    samples_per_step: int
+    """Samples of one optimizer step over all ranks."""
+    tokens_per_step: int | None
+    """Tokens of it; None where the data has none."""
+    flops_per_step: float | None
+    """Model FLOPs of it over all ranks; None where they could not be counted."""
+    losses: tuple[float, ...]
+    """Mean losses of the first steps."""
+    last_loss: float
+    """Loss of the last step."""
+    stochastic: bool
+    """Whether the model draws random numbers in training."""
+    seconds_build: float
+    """Model, schedule, weights, optimizer, s."""
+    seconds_warmup: float
+    """Until steady, s."""
+    seconds_measure: float
+    """Measured steps, s."""
+    peak_memory_mib: float
+    """This rank's peak, MiB."""
+    peak_allocated_mib: float | None
+    """CUDA: peak of live tensors, MiB."""
+    allocation_retries: int
+    """CUDA: times the allocator flushed its cache."""
+    note: str = ""
+    """Why the measurement was cut short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """A program for the ranks of one trial. Call it with the rank's context."""
+
+    workload: Workload
+    """What is trained."""
+    config: Config
+    """How."""
+    plan: TimingPlan = field(default_factory=TimingPlan)
+    """How long it is measured."""
+    best_throughput: float | None = None
+    """Best so far, in the workload's unit, to stop slow candidates early."""
+    seed: int = 0
+    """Seed of weights and data."""
+
+    def __call__(self, context: RankContext) -> DryRunReport:
+        import torch
+
+        begin = time.perf_counter()
+        device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
+        if context.world_size > 1:
+            context.phase("rendezvous")
+            _join(context)
+        context.phase("build")
+        training = Training(
+            self.workload,
+            self.config,
+            device,
+            seed=self.seed,
+            rank=context.rank,
+            world_size=context.world_size,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds_build = time.perf_counter() - begin
+
+        first: list[Any] = []
+        last: Any = None
+
+        def step() -> None:
+            nonlocal last
+            last = training.step()  # read only at the end: reading waits for the device
+            if len(first) < FIRST_LOSSES:
+                first.append(last)
+
+        context.phase("first steps")
+        clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
+        timing = measure(
+            step, clock, self.plan, best_step_ms=self._best_step_ms(training), agree=_agreement(context.world_size)
+        )
+        return DryRunReport(
+            step_ms=timing.step_ms,
+            spread_ms=timing.spread_ms,
+            steps=timing.steps,
+            samples_per_step=training.samples_per_step,
+            tokens_per_step=training.tokens_per_step,
+            flops_per_step=training.flops_per_step(),
+            losses=tuple(float(loss) for loss in first),
+            last_loss=float(last),
+            stochastic=is_stochastic(training.model),
+            seconds_build=seconds_build,
+            seconds_warmup=timing.seconds_warmup,
+            seconds_measure=timing.seconds_measure,
+            peak_memory_mib=context.memory.peak_mib(),
+            peak_allocated_mib=context.memory.peak_allocated_mib(),
+            allocation_retries=context.memory.allocation_retries(),
+            note=timing.stopped_early,
+        )
+
+    def _best_step_ms(self, training: Training) -> float | None:
+        if not self.best_throughput:
+            return None
+        per_step = training.tokens_per_step if self.workload.unit == "tokens/s" else training.samples_per_step
+        return per_step / self.best_throughput * 1e3 if per_step else None
+
+
+def is_stochastic(model: Any) -> bool:
+    """Whether a module has a dropout that is not zero, as a module or as an attribute (`attention_dropout`)."""
+    for module in model.modules():
+        if type(module).__name__.startswith("Dropout") and getattr(module, "p", 0) > 0:
+            return True
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                return True
+    return False
+
+
+def _join(context: RankContext) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl" if context.device_type == "cuda" else "gloo",
+        init_method=context.init_method,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+    )
+
+
+def _agreement(world_size: int):
+    """Elementwise maximum of a list over all ranks."""
+    if world_size == 1:
+        return lambda values: values
+    import torch
+    import torch.distributed as dist
+
+    # On NCCL a device tensor; the synchronisation comes with the reading of the clock anyway.
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+    def slowest(values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    return slowest

@@ -1,0 +1,76 @@
+"""What travels between a runner, a host agent and the ranks of a trial."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..results import Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where the ranks of a trial meet."""
+
+    host: str = "127.0.0.1"
+    """Address of the host of rank 0."""
+    port: int = 0
+    """Port on it; 0 lets the agent pick a free one (single-host trials only)."""
+    world_size: int = 1
+    """Ranks over all hosts."""
+    first_rank: int = 0
+    """Rank of the first process on this host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One trial's work on one host."""
+
+    program: bytes
+    """A cloudpickled callable: `program(RankContext) -> picklable report`, run by every rank."""
+    ranks: int = 1
+    """Processes to start on this host."""
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    """How they find each other."""
+    device_type: str = "cpu"
+    """`cpu` or `cuda`."""
+    device_ids: tuple[str, ...] = ()
+    """CUDA devices for the ranks, in order; empty leaves the agent's own visible devices."""
+    threads: int | None = None
+    """Intra-operator threads of a rank; None leaves torch's default."""
+    memory_limit_mib: float | None = None
+    """Memory a rank may take, MiB; None for no limit."""
+    timeout_s: float | None = None
+    """Deadline counted from the job's arrival at the agent, s."""
+    log: str | None = None
+    """File for what the ranks print; None discards it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOutcome:
+    """How one rank ended."""
+
+    rank: int
+    """Global rank."""
+    status: Status
+    """`ok`, or what ended it."""
+    reason: str = ""
+    """Why, when not `ok`."""
+    report: Any = None
+    """What the program returned, when `ok`."""
+    peak_memory_mib: float | None = None
+    """Peak memory of the rank, where it lived to tell, MiB."""
+    needed_memory_mib: float | None = None
+    """For an `oom`: what the rank held plus what it asked for, MiB."""
+    secondary: bool = False
+    """Failed because it lost a peer, not by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a job ended on one host."""
+
+    status: Status
+    """The worst that happened."""
+    reason: str = ""
+    """Why, in one line."""
+    ranks: tuple[RankOutcome, ...] = ()
+    """Those that ended by themselves, in order of rank."""

@@ -1,0 +1,62 @@
+"""Trials on this machine, without Ray."""
+
+import queue
+from dataclasses import replace
+
+from ..errors import UsageError
+from ..models import Workload
+from .dispatch import DryRunner, TrialTerms
+from .host import HostAgent
+from .job import Job, Outcome
+
+
+class LocalRunner(DryRunner):
+    """One host agent here; as many trials at once as devices allow.
+
+    Args:
+        workload: what is trained.
+        terms: devices, limits and deadlines of every trial.
+        concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
+
+    Raises:
+        UsageError: a trial needs more devices than there are.
+    """
+
+    name = "local"
+
+    def __init__(self, workload: Workload, terms: TrialTerms, *, concurrency: int | None = None) -> None:
+        super().__init__(workload, terms)
+        cuda = terms.device.type == "cuda"
+        if cuda and terms.devices > terms.device.count:
+            raise UsageError(
+                f"devices must be at most the {terms.device.count} present ({terms.device.name}), "
+                f"but got devices={terms.devices}"
+            )
+        at_once = terms.device.count // terms.devices if cuda else 1
+        if concurrency is not None:
+            if cuda and concurrency > at_once:
+                raise UsageError(
+                    f"{concurrency} trials at once need {concurrency * terms.devices} devices, "
+                    f"but there are {terms.device.count}"
+                )
+            at_once = concurrency
+        self.slots = at_once
+        self._free: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
+        for slot in range(at_once):
+            first = slot * terms.devices
+            self._free.put(tuple(str(each) for each in range(first, first + terms.devices)) if cuda else ())
+        self._agent = HostAgent(getattr(workload, "imports", ()))
+
+    def dispatch(self, job: Job) -> Outcome:
+        ids = self._free.get()
+        try:
+            return self._agent.run(replace(job, device_ids=ids))
+        finally:
+            self._free.put(ids)
+
+    def wait_ready(self) -> None:
+        """Returns when the first trial would start at once."""
+        self._agent.wait_ready()
+
+    def close(self) -> None:
+        self._agent.close()

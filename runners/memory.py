@@ -1,0 +1,107 @@
+"""A rank's memory: its limit and its peak.
+
+On a CPU the limit is RLIMIT_DATA, which counts private writable mappings (`man 2 setrlimit`, Linux 4.7
+and later), and the peak is that of the anonymous resident set; both count from the fork, so that the
+interpreter and the libraries, which every candidate shares, cost nothing. On CUDA the limit is the
+allocator's share of the device and the peak what it reserved.
+"""
+
+import resource
+from abc import ABC, abstractmethod
+from typing import Any
+
+MIB = 1024 * 1024
+
+
+def _status(*names: str) -> list[int]:
+    """Fields of /proc/self/status, KiB."""
+    values = dict.fromkeys(names, 0)
+    with open("/proc/self/status") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name in values:
+                values[name] = int(rest.split()[0])
+    return [values[name] for name in names]
+
+
+class MemoryMeter(ABC):
+    """Limits and measures the memory of this process on its device."""
+
+    @abstractmethod
+    def limit(self, limit_mib: float) -> None:
+        """Makes every allocation past `limit_mib` fail."""
+
+    @abstractmethod
+    def peak_mib(self) -> float:
+        """Peak since the meter was made, MiB."""
+
+    @abstractmethod
+    def held_mib(self) -> float:
+        """What is held now, MiB."""
+
+    def peak_allocated_mib(self) -> float | None:
+        """Peak of the bytes in live tensors where the allocator tells, MiB."""
+        return None
+
+    def allocation_retries(self) -> int:
+        """Times the allocator flushed its cache to serve a request."""
+        return 0
+
+
+class HostMemoryMeter(MemoryMeter):
+    """Memory of a CPU rank. Make it right after the fork, before anything is allocated."""
+
+    def __init__(self) -> None:
+        (self._base_kib,) = _status("RssAnon")
+
+    def limit(self, limit_mib: float) -> None:
+        """Sets RLIMIT_DATA to what the process has mapped already plus `limit_mib`."""
+        (mapped_kib,) = _status("VmData")
+        limit = mapped_kib * 1024 + int(limit_mib * MIB)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+    def lift(self) -> None:
+        """Takes the limit away, so that a failed rank has the memory to report."""
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def peak_mib(self) -> float:
+        # The kernel keeps a high-water mark of the whole resident set only. File pages (libraries) are
+        # touched once and stay, so what is there now is what was there at the peak.
+        peak_kib, file_kib, shared_kib = _status("VmHWM", "RssFile", "RssShmem")
+        return max(0.0, (peak_kib - file_kib - shared_kib - self._base_kib) / 1024)
+
+    def held_mib(self) -> float:
+        (now_kib,) = _status("RssAnon")
+        return max(0.0, (now_kib - self._base_kib) / 1024)
+
+
+class CudaMemoryMeter(MemoryMeter):
+    """Memory of a CUDA rank, by torch's caching allocator."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._cuda = torch.cuda
+        self._device = device
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def limit(self, limit_mib: float) -> None:
+        """Caps the caching allocator; context and NCCL are outside of it."""
+        total_mib = self._cuda.get_device_properties(self._device).total_memory / MIB
+        self._cuda.set_per_process_memory_fraction(min(1.0, limit_mib / total_mib), self._device)
+
+    def peak_mib(self) -> float:
+        return self._cuda.max_memory_reserved(self._device) / MIB
+
+    def held_mib(self) -> float:
+        return self._cuda.memory_allocated(self._device) / MIB
+
+    def peak_allocated_mib(self) -> float | None:
+        return self._cuda.max_memory_allocated(self._device) / MIB
+
+    def allocation_retries(self) -> int:
+        return int(self._cuda.memory_stats(self._device).get("num_alloc_retries", 0))

@@ -1,0 +1,126 @@
+"""What a freshly forked rank does: take its place, run the program, report."""
+
+import faulthandler
+import os
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from ..results import Status
+from . import failure
+from .job import Job, RankOutcome
+from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+
+DUMP_STACKS = signal.SIGUSR1
+"""Signal that makes a rank print the stack of every thread to its log."""
+
+
+@dataclass
+class RankContext:
+    """What a program knows about the rank it runs on."""
+
+    rank: int
+    """Global rank."""
+    local_rank: int
+    """Rank on this host."""
+    world_size: int
+    """Ranks over all hosts."""
+    device_type: str
+    """`cpu` or `cuda`."""
+    init_method: str
+    """Where torch.distributed meets."""
+    memory_limit_mib: float | None
+    """Memory this rank may take, MiB."""
+    memory: MemoryMeter
+    """Measures it."""
+    reports: Connection
+    """To the supervisor."""
+    phase_name: str = "start"
+    """What the rank is doing."""
+
+    def phase(self, name: str) -> None:
+        """Tells the supervisor what comes next, so that a failure can say where it happened."""
+        self.phase_name = name
+        self.reports.send(("phase", name))
+
+
+def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection) -> None:
+    """Runs the job's program as one rank of it and ends the process. Never returns."""
+    code = 1
+    try:
+        faulthandler.enable(file=sys.stderr, all_threads=True)
+        faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
+        outcome = _run(job, local_rank, init_method, reports)
+        reports.send(("outcome", outcome))
+        code = 0
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> RankOutcome:
+    rank = job.rendezvous.first_rank + local_rank
+    meter: MemoryMeter = HostMemoryMeter()
+    context = None
+    try:
+        import torch
+
+        if job.threads:
+            torch.set_num_threads(job.threads)
+        random.seed(0)
+        torch.manual_seed(0)
+        if job.device_type == "cuda":
+            torch.cuda.set_device(local_rank)
+            meter = CudaMemoryMeter(torch.device("cuda", local_rank))
+        else:
+            # The thread pool's stacks belong to the framework: have it before the limit counts.
+            torch.mm(torch.ones(256, 256), torch.ones(256, 256)).sum().item()
+        if job.memory_limit_mib is not None:
+            meter.limit(job.memory_limit_mib)
+        context = RankContext(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=job.rendezvous.world_size,
+            device_type=job.device_type,
+            init_method=init_method,
+            memory_limit_mib=job.memory_limit_mib,
+            memory=meter,
+            reports=reports,
+        )
+        import cloudpickle
+
+        program = cloudpickle.loads(job.program)
+        report = program(context)
+        return RankOutcome(rank=rank, status=Status.OK, report=report, peak_memory_mib=meter.peak_mib())
+    except (Exception, SystemExit) as error:  # every way a candidate can fail is its outcome
+        return _failed(rank, job, meter, context, error)
+
+
+def _failed(
+    rank: int, job: Job, meter: MemoryMeter, context: RankContext | None, error: BaseException
+) -> RankOutcome:
+    needed = None
+    out_of_memory = failure.is_oom(error)
+    if out_of_memory:
+        # While the traceback still holds the frames, what they hold is still there to be counted.
+        needed = meter.held_mib() + (failure.requested_mib(error) or 0.0)
+        needed = max(needed, job.memory_limit_mib or 0.0)
+        traceback.clear_frames(error.__traceback__)
+    if isinstance(meter, HostMemoryMeter):
+        meter.lift()
+    traceback.print_exception(error)
+    where = f" (during {context.phase_name})" if context else ""
+    return RankOutcome(
+        rank=rank,
+        status=Status.OOM if out_of_memory else Status.CRASH,
+        reason=failure.one_line(error) + where,
+        peak_memory_mib=meter.peak_mib(),
+        needed_memory_mib=needed,
+        secondary=not out_of_memory and failure.is_peer_lost(error),
+    )

@@ -1,0 +1,222 @@
+"""The process that watches one trial on one host: starts its ranks, decides how it ended, leaves nothing behind."""
+
+import os
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from ..results import Status
+from . import failure
+from .job import Job, Outcome, RankOutcome
+from .log import LogFile
+from .process import adopt_orphans, die_with_parent, kill_descendants
+from .rank import DUMP_STACKS, run_rank
+
+GRACE_S = 0.2
+"""After the first failure: how long others may report theirs, to tell the cause from its echoes."""
+STACKS_S = 0.5
+"""After a deadline: how long the ranks have to print their stacks."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    pidfd: int
+    reports: Connection
+    output: int
+    phase: str = "start"
+    outcome: RankOutcome | None = None
+    returncode: int | None = None
+    open_output: bool = True
+    last_words: bytes = b""
+
+
+@dataclass
+class Supervisor:
+    """Runs one job. Lives in a process of its own, forked from the agent."""
+
+    job: Job
+    """What to run."""
+    client: Connection
+    """Who asked; when it hangs up, the trial is abandoned."""
+    _ranks: list[_Rank] = field(default_factory=list)
+
+    def run(self) -> Outcome | None:
+        """The job's outcome, or None if the client hung up. Every process it started is gone."""
+        adopt_orphans()
+        begin = time.monotonic()
+        folder = tempfile.mkdtemp(prefix="redline-rendezvous-")
+        try:
+            with LogFile(self.job.log) as log:
+                try:
+                    self._start(folder)
+                    return self._watch(log, begin)
+                finally:
+                    self._end(log)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self, folder: str) -> None:
+        rendezvous = self.job.rendezvous
+        if rendezvous.port:
+            init_method = f"tcp://{rendezvous.host}:{rendezvous.port}"
+        else:
+            init_method = f"file://{folder}/store"
+        for local_rank in range(self.job.ranks):
+            receiver, sender = Pipe(duplex=False)
+            output, stdout = os.pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            me = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(me)
+                os.dup2(stdout, 1)
+                os.dup2(stdout, 2)
+                for fd in (stdout, output, receiver.fileno(), self.client.fileno()):
+                    os.close(fd)
+                for other in self._ranks:
+                    os.close(other.output)
+                    other.reports.close()
+                    os.close(other.pidfd)
+                if self.job.device_ids:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.job.device_ids)
+                run_rank(self.job, local_rank, init_method, sender)
+            os.close(stdout)
+            sender.close()
+            os.set_blocking(output, False)
+            self._ranks.append(
+                _Rank(rendezvous.first_rank + local_rank, pid, os.pidfd_open(pid), receiver, output)
+            )
+
+    def _watch(self, log: LogFile, begin: float) -> Outcome | None:
+        deadline = begin + self.job.timeout_s if self.job.timeout_s else None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.client, selectors.EVENT_READ, ("client", None))
+            for rank in self._ranks:
+                selector.register(rank.reports, selectors.EVENT_READ, ("reports", rank))
+                selector.register(rank.output, selectors.EVENT_READ, ("output", rank))
+                selector.register(rank.pidfd, selectors.EVENT_READ, ("exit", rank))
+            while True:
+                now = time.monotonic()
+                if all(rank.outcome and rank.outcome.status is Status.OK for rank in self._ranks):
+                    return self._outcome()
+                if any(rank.outcome and rank.outcome.status is not Status.OK for rank in self._ranks):
+                    self._gather(selector, log, now + GRACE_S)
+                    return self._outcome()
+                if deadline is not None and now >= deadline:
+                    return self._timeout(selector, log)
+                if not self._turn(selector, log, deadline):
+                    return None
+
+    def _gather(self, selector: selectors.BaseSelector, log: LogFile, end: float) -> None:
+        """After a failure, waits a moment for the outcomes of the other ranks."""
+        while time.monotonic() < end and not all(rank.outcome for rank in self._ranks):
+            if not self._turn(selector, log, end):
+                return
+
+    def _turn(self, selector: selectors.BaseSelector, log: LogFile, until: float | None) -> bool:
+        """Handles the next events, waiting for them until `until`. False when the client hung up."""
+        wait = None if until is None else max(0.0, until - time.monotonic())
+        for key, _ in selector.select(wait):
+            kind, rank = key.data
+            if kind == "client":
+                return False
+            if kind == "output" and not self._drain(rank, log):
+                selector.unregister(rank.output)
+            elif kind == "reports" and not self._receive(rank):
+                selector.unregister(rank.reports)
+            elif kind == "exit":
+                selector.unregister(rank.pidfd)
+                self._exited(rank, log)
+        return True
+
+    def _receive(self, rank: _Rank) -> bool:
+        try:
+            kind, value = rank.reports.recv()
+        except (EOFError, OSError):
+            return False
+        if kind == "phase":
+            rank.phase = value
+        elif rank.outcome is None:
+            rank.outcome = value
+        return True
+
+    def _exited(self, rank: _Rank, log: LogFile) -> None:
+        _, status = os.waitpid(rank.pid, 0)
+        rank.returncode = os.waitstatus_to_exitcode(status)
+        while rank.outcome is None and rank.reports.poll(0) and self._receive(rank):
+            continue
+        if rank.outcome is None:
+            if rank.open_output:
+                self._drain(rank, log)
+            kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"))
+            rank.outcome = RankOutcome(
+                rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})"
+            )
+
+    def _drain(self, rank: _Rank, log: LogFile) -> bool:
+        """Copies what a rank printed, a bounded amount at a time. False at the end of its output."""
+        label = rank.number if self.job.rendezvous.world_size > 1 else None
+        for _ in range(64):
+            try:
+                data = os.read(rank.output, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                rank.open_output = False
+                return False
+            log.write(data, rank=label)
+            rank.last_words = (rank.last_words + data)[-4096:]
+        return True
+
+    def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:
+        alive = [rank for rank in self._ranks if rank.outcome is None]
+        for rank in alive:
+            log.write(
+                f"\nredline: no result within {self.job.timeout_s:g} s (during {rank.phase}); stacks follow\n".encode(),
+                rank=rank.number if self.job.rendezvous.world_size > 1 else None,
+            )
+            os.kill(rank.pid, DUMP_STACKS)
+        end = time.monotonic() + STACKS_S
+        while time.monotonic() < end and self._turn(selector, log, end):
+            continue
+        phases = sorted({rank.phase for rank in alive})
+        ranks = ", ".join(str(rank.number) for rank in alive)
+        who = f" on rank {ranks}" if self.job.rendezvous.world_size > 1 else ""
+        reason = f"no result within {self.job.timeout_s:g} s (during {', '.join(phases)}{who})"
+        return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
+
+    def _outcome(self) -> Outcome:
+        failed = [rank.outcome for rank in self._ranks if rank.outcome and rank.outcome.status is not Status.OK]
+        if not failed:
+            return Outcome(status=Status.OK, ranks=self._reported())
+        # A lost peer is an echo; a signal or an allocation failure is a cause.
+        cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
+        where = f"rank {cause.rank}: " if self.job.rendezvous.world_size > 1 else ""
+        return Outcome(status=cause.status, reason=where + cause.reason, ranks=self._reported())
+
+    def _reported(self) -> tuple[RankOutcome, ...]:
+        return tuple(rank.outcome for rank in self._ranks if rank.outcome is not None)
+
+    def _end(self, log: LogFile) -> None:
+        for rank in self._ranks:
+            if rank.returncode is None and rank.outcome is None:
+                os.kill(rank.pid, signal.SIGKILL)
+        kill_descendants()
+        for rank in self._ranks:
+            while rank.open_output and self._drain(rank, log) and self._more(rank):
+                continue
+
+    @staticmethod
+    def _more(rank: _Rank) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(rank.output, selectors.EVENT_READ)
+            return bool(selector.select(0))

@@ -1,0 +1,40 @@
+"""One host agent for all tests of a session: starting one costs seconds, a trial a tenth of one."""
+
+import cloudpickle
+import psutil
+import pytest
+
+from redline.runners.host import HostAgent
+from redline.runners.job import Job, Outcome, Rendezvous
+
+
+class Bench:
+    """Runs programs as trials and checks that nothing is left of them."""
+
+    def __init__(self) -> None:
+        self.agent = HostAgent()
+
+    def run(self, program, *, ranks: int = 1, **job) -> Outcome:
+        job.setdefault("timeout_s", 60)
+        return self.agent.run(
+            Job(
+                program=cloudpickle.dumps(program),
+                ranks=ranks,
+                rendezvous=Rendezvous(world_size=ranks),
+                threads=1,
+                **job,
+            )
+        )
+
+    def left_behind(self) -> list[psutil.Process]:
+        """Processes below the agent, which must be none between trials (but for a moment's reaping)."""
+        agent = psutil.Process(self.agent.pid)
+        _, alive = psutil.wait_procs(agent.children(recursive=True), timeout=2)
+        return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="session")
+def bench():
+    made = Bench()
+    yield made
+    made.agent.close()

@@ -1,0 +1,303 @@
+"""Every way of dying, with real processes: the outcome is told, the next trial runs, nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import cloudpickle
+import psutil
+import pytest
+
+from redline.results import Status
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def healthy(context):
+    import torch
+
+    return float(torch.ones(10).sum())
+
+
+@pytest.fixture(autouse=True)
+def next_trial_runs_and_nothing_is_left(bench):
+    yield
+    assert bench.left_behind() == []
+    outcome = bench.run(healthy)
+    assert (outcome.status, outcome.ranks[0].report) == (Status.OK, 10.0)
+
+
+def test_a_rank_is_a_fresh_process_with_its_own_memory(bench):
+    def pid(context):
+        return os.getpid()
+
+    first, second = bench.run(pid), bench.run(pid)
+    assert first.ranks[0].report != second.ranks[0].report
+
+
+def test_cuda_style_oom_is_oom(bench):
+    def program(context):
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.OOM
+    assert "Tried to allocate 2.00 GiB" in outcome.reason
+    assert outcome.ranks[0].needed_memory_mib >= 2048
+
+
+def test_cpu_allocator_failure_under_the_limit_is_oom_with_the_need(bench):
+    def program(context):
+        import torch
+
+        held = torch.ones(100, 1024, 1024, dtype=torch.uint8)
+        return torch.ones(300, 1024, 1024, dtype=torch.uint8).max() + held.max()
+
+    outcome = bench.run(program, memory_limit_mib=256)
+    assert outcome.status is Status.OOM
+    assert "DefaultCPUAllocator" in outcome.reason
+    assert outcome.ranks[0].needed_memory_mib == pytest.approx(400, rel=0.1)
+
+
+def test_what_fits_under_the_limit_is_ok_and_its_peak_is_measured(bench):
+    def program(context):
+        import torch
+
+        return int(torch.ones(200, 1024, 1024, dtype=torch.uint8).max())
+
+    outcome = bench.run(program, memory_limit_mib=256)
+    assert outcome.status is Status.OK
+    assert outcome.ranks[0].peak_memory_mib == pytest.approx(200, rel=0.1)
+
+
+def test_memory_error_is_oom(bench):
+    def program(context):
+        return len(bytearray(1 << 40))
+
+    outcome = bench.run(program, memory_limit_mib=256)
+    assert outcome.status is Status.OOM
+    assert "MemoryError" in outcome.reason
+
+
+def test_numpy_allocation_failure_is_oom(bench):
+    def program(context):
+        import numpy
+
+        return numpy.ones(1 << 28).sum()
+
+    assert bench.run(program, memory_limit_mib=256).status is Status.OOM
+
+
+def test_an_oom_behind_another_exception_is_oom(bench):
+    def program(context):
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise RuntimeError("could not build the model") from error
+
+    assert bench.run(program).status is Status.OOM
+
+
+def test_bad_alloc_that_aborts_the_process_is_oom(bench):
+    def program(context):
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n")
+        os.abort()
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.OOM
+    assert "SIGABRT" in outcome.reason
+
+
+def test_sigkill_as_the_kernels_oom_killer_sends_it_is_oom(bench):
+    def program(context):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.OOM
+    assert "SIGKILL" in outcome.reason
+
+
+def test_segfault_is_a_crash_that_names_the_signal(bench, tmp_path):
+    def program(context):
+        import ctypes
+
+        ctypes.string_at(0)
+
+    outcome = bench.run(program, log=str(tmp_path / "0.log"))
+    assert outcome.status is Status.CRASH
+    assert "SIGSEGV" in outcome.reason
+    assert "Segmentation fault" in (tmp_path / "0.log").read_text()
+
+
+def test_os_exit_is_a_crash_that_names_the_code(bench):
+    def program(context):
+        os._exit(7)
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.CRASH
+    assert "code 7" in outcome.reason
+
+
+def test_sys_exit_is_a_crash(bench):
+    def program(context):
+        sys.exit("no such thing")
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.CRASH
+    assert "no such thing" in outcome.reason
+
+
+def test_an_exception_is_a_crash_with_its_traceback_in_the_log(bench, tmp_path):
+    def program(context):
+        raise KeyError("missing weight")
+
+    outcome = bench.run(program, log=str(tmp_path / "0.log"))
+    assert outcome.status is Status.CRASH
+    assert outcome.reason.startswith("KeyError: 'missing weight'")
+    assert "Traceback" in (tmp_path / "0.log").read_text()
+
+
+def _collective(context, fail):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=context.init_method, rank=context.rank, world_size=context.world_size
+    )
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if context.rank == 1:
+        fail()
+    dist.barrier()
+    return float(total)
+
+
+def test_two_ranks_meet_and_both_report(bench):
+    outcome = bench.run(lambda context: _collective(context, lambda: None), ranks=2)
+    assert outcome.status is Status.OK
+    assert [each.report for each in outcome.ranks] == [2.0, 2.0]
+
+
+def test_exception_in_one_rank_while_the_other_waits_ends_both_at_once(bench, tmp_path):
+    def fail():
+        raise ValueError("rank one fails")
+
+    begin = time.monotonic()
+    outcome = bench.run(lambda context: _collective(context, fail), ranks=2, log=str(tmp_path / "0.log"))
+    assert outcome.status is Status.CRASH
+    assert outcome.reason.startswith("rank 1: ValueError: rank one fails")
+    assert time.monotonic() - begin < 10
+    assert "[rank 1] ValueError: rank one fails" in (tmp_path / "0.log").read_text()
+
+
+def test_oom_in_one_rank_decides_though_the_other_reports_a_lost_peer(bench):
+    def fail():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    outcome = bench.run(lambda context: _collective(context, fail), ranks=2)
+    assert outcome.status is Status.OOM
+    assert outcome.reason.startswith("rank 1: killed by SIGKILL")
+
+
+def test_a_hang_is_a_timeout_with_the_stack_in_the_log(bench, tmp_path):
+    def waits_for_godot(context):
+        context.phase("waiting")
+        time.sleep(600)
+
+    begin = time.monotonic()
+    outcome = bench.run(waits_for_godot, timeout_s=1, log=str(tmp_path / "0.log"))
+    assert outcome.status is Status.TIMEOUT
+    assert outcome.reason == "no result within 1 s (during waiting)"
+    assert time.monotonic() - begin < 5
+    assert "waits_for_godot" in (tmp_path / "0.log").read_text()
+
+
+def test_a_hang_that_ignores_every_signal_it_can_is_a_timeout(bench):
+    def program(context):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+
+    assert bench.run(program, timeout_s=1).status is Status.TIMEOUT
+
+
+def test_a_hundred_megabytes_of_output_neither_block_nor_fill_the_disk(bench, tmp_path):
+    def program(context):
+        line = "x" * 99 + "\n"
+        for _ in range(1000):
+            sys.stdout.write(line * 1000)
+        print("the end")
+        return "done"
+
+    log = tmp_path / "0.log"
+    outcome = bench.run(program, log=str(log))
+    assert (outcome.status, outcome.ranks[0].report) == (Status.OK, "done")
+    assert log.stat().st_size < 10 * 1024 * 1024
+    text = log.read_text()
+    assert text.startswith("xxx")
+    assert "bytes left out" in text
+    assert text.endswith("the end\n")
+
+
+def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
+    pids = tmp_path / "pids"
+
+    def program(context):
+        for _ in range(2):
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+        # A daemon by the double fork: orphaned, in a session of its own.
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                pids.write_text(str(os.getpid()))
+                time.sleep(600)
+            os._exit(0)
+        while not pids.exists() or not pids.read_text():
+            time.sleep(0.01)
+        return "left them"
+
+    outcome = bench.run(program)
+    assert outcome.status is Status.OK
+    assert not psutil.pid_exists(int(pids.read_text()))
+    sleeping = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+    assert sleeping == []
+
+
+def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
+    pidfile = tmp_path / "pid"
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import cloudpickle, os, time\n"
+            "from redline.runners.host import HostAgent\n"
+            "from redline.runners.job import Job\n"
+            "def program(context):\n"
+            f"    open({str(pidfile)!r}, 'w').write(str(os.getpid()))\n"
+            "    time.sleep(600)\n"
+            "HostAgent().run(Job(program=cloudpickle.dumps(program)))\n",
+        ]
+    )
+    end = time.monotonic() + 60
+    while not (pidfile.exists() and pidfile.read_text()):
+        assert time.monotonic() < end, "the trial did not start"
+        time.sleep(0.05)
+    rank = psutil.Process(int(pidfile.read_text()))
+    family = [rank, *rank.parents()[:2]]  # the rank, its supervisor, the agent
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
+def test_the_agent_never_initialises_cuda(bench):
+    def program(context):
+        import torch
+
+        return torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()
+
+    assert bench.run(program).ranks[0].report is False
