@@ -1,0 +1,86 @@
+"""build: turns a schedule into a module and an optimizer that are ready to train."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ScheduleError
+from .materialise import materialise
+from .schedule import PHASES, Schedule, find_module
+
+
+@dataclass(slots=True)
+class Context:
+    """What deferred work may know and change while a schedule is built."""
+
+    device: torch.device
+    """Where the weights live."""
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    """Makes the optimizer; deferred work may put another in its place."""
+
+
+def build(
+    sch: Schedule,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Makes the scheduled model ready to train; the schedule takes no primitive afterwards.
+
+    Weights are moved to the device; those on the meta device are allocated there and initialised from the
+    seed: by the Hugging Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal
+    weights whatever was scheduled. Then casts, checkpointing, compilation and data sharding take effect, in
+    this order. Names in `state_dict` stay those of the original model.
+
+    Args:
+        sch: the schedule, at its root.
+        optimizer: called with the parameters, returns the optimizer; without it None is returned for one.
+        loss: `loss(output, target)`, for a model cut into pipeline stages.
+        device: where to train; default: where the weights are, or the CPU for a model on the meta device.
+        seed: of the initial weights.
+        init: `init(module)` sets a module's own tensors and returns true, where the module has no rule.
+
+    Returns:
+        The module (in training mode as it was) and the optimizer.
+
+    Raises:
+        ScheduleError: not the root; built already; weights that nothing initialises.
+    """
+    tree = sch.tree
+    if sch.path:
+        raise ScheduleError(f"build: call it on the root's schedule, but it was called on '{sch.path}'")
+    if tree.built:
+        raise ScheduleError("build: a schedule is built once, and this one already is")
+    for each in tree.deferred:
+        find_module(tree.module, each.path)
+    target = torch.device(device) if device is not None else _home(tree.module)
+    context = Context(device=target, optimizer=optimizer)
+    materialise(tree.module, target, seed, init)
+    tree.built = True
+    finish(sch, context)
+    return tree.module, optimizer and context.optimizer(tree.module.parameters())
+
+
+def finish(sch: Schedule, context: Context) -> None:
+    """Applies what was deferred, innermost modules first within a phase, and attaches annotations."""
+    for phase in PHASES:
+        due = [each for each in sch.tree.deferred if each.phase == phase]
+        for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
+            at = Schedule(sch.tree, each.path)
+            each.apply(at, at.module, context, **each.arguments)
+    for (path, name), values in sch.tree.annotations.items():
+        tensor = getattr(find_module(sch.tree.module, path), name)
+        for key, value in values.items():
+            setattr(tensor, key, value)
+
+
+def _home(module: nn.Module) -> torch.device:
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cpu")

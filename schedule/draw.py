@@ -1,0 +1,50 @@
+"""A schedule drawn as text."""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+
+def draw(sch: "Schedule") -> str:
+    """The module tree below a schedule, a line a module, each with what was applied to it.
+
+    Neighbours that are the same and carry the same primitives share a line: `1-11: GPT2Block  x11`.
+    """
+    applied: dict[str, list[str]] = {}
+    for step in sch.tree.steps:
+        applied.setdefault(step.path, []).append(str(step))
+    lines = [_label(sch.module) + _marks(applied.get(sch.path, ()))]
+    _children(sch.module, sch.path, applied, "", lines)
+    return "\n".join(lines)
+
+
+def _children(
+    module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]
+) -> None:
+    groups: list[tuple[list[str], list[str]]] = []
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        body = [_label(child) + _marks(applied.get(below, ()))]
+        _children(child, below, applied, "", body)
+        if groups and groups[-1][1] == body and name.isdigit():
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], body))
+    for index, (names, body) in enumerate(groups):
+        last = index == len(groups) - 1
+        label = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+        count = f"  x{len(names)}" if len(names) > 1 else ""
+        lines.append(f"{indent}{'└─ ' if last else '├─ '}{label}: {body[0]}{count}")
+        lines.extend(f"{indent}{'   ' if last else '│  '}{line}" for line in body[1:])
+
+
+def _label(module: nn.Module) -> str:
+    name, extra = type(module).__name__, module.extra_repr()
+    return f"{name}({extra})" if extra and "\n" not in extra else name
+
+
+def _marks(steps: "list[str] | tuple[str, ...]") -> str:
+    return f"  [{'; '.join(steps)}]" if steps else ""

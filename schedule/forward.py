@@ -1,0 +1,81 @@
+"""Layers around a module's forward, put there without a wrapper module.
+
+A wrapper would change the names in `state_dict`; a closure would not survive deepcopy and pickling. So a
+module's `forward` becomes a `Forward`, an object that refers to its module and is copied along with it.
+"""
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+
+class Layer(ABC):
+    """Something done around a module's forward. Instances hold plain data and are copied with the module."""
+
+    order: ClassVar[int] = 0
+    """Layers with a higher order lie further out."""
+
+    @abstractmethod
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module's output; `inner(*args, **kwargs)` runs what lies within."""
+
+
+class Forward:
+    """A module's forward with layers around it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.original = module.__dict__.get("forward")
+        self.layers: list[Layer] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(len(self.layers), *args, **kwargs)
+
+    def _run(self, depth: int, *args: Any, **kwargs: Any) -> Any:
+        if depth == 0:
+            if self.original is not None:
+                return self.original(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        inner = functools.partial(self._run, depth - 1)
+        return self.layers[depth - 1](self.module, inner, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        if self.original is not None:
+            return inspect.signature(self.original)
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def add_layer(module: nn.Module, layer: Layer) -> None:
+    """Puts a layer around a module's forward, at its place by `order`."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, Forward):
+        forward = Forward(module)
+        module.__dict__["forward"] = forward
+    forward.layers.append(layer)
+    forward.layers.sort(key=lambda each: each.order)
+
+
+def layers_of(module: nn.Module, kind: type[Layer] = Layer) -> list[Layer]:
+    """The layers of a kind around a module's forward, inmost first."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, Forward):
+        return []
+    return [each for each in forward.layers if isinstance(each, kind)]
+
+
+def remove_layer(module: nn.Module, layer: Layer) -> None:
+    """Takes a layer off; the last one taken off restores the module's own forward."""
+    forward = module.__dict__["forward"]
+    forward.layers.remove(layer)
+    if not forward.layers:
+        if forward.original is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = forward.original

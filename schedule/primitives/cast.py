@@ -1,0 +1,81 @@
+"""cast: keep a module's weights and compute in another number format."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ...errors import ScheduleError
+from ..forward import Layer, add_layer
+from ..registry import register_primitive
+from ..schedule import Schedule
+
+
+@register_primitive
+def cast(sch: Schedule, dtype: torch.dtype) -> None:
+    """Turns this module's floating parameters and saved buffers, and what it is given, to `dtype`.
+
+    Below the root, what the module returns goes back to the format it was given, so that its surroundings
+    notice nothing. Buffers that are not part of `state_dict` (rotary frequencies) keep their precision.
+    A weight tied to one outside of this module is cast for both.
+
+    Raises:
+        ScheduleError: not a floating-point format, or cast already.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ScheduleError(
+            f"cast on '{sch.name}': dtype must be a floating-point torch.dtype, but got {dtype!r}"
+        )
+    if dtype.itemsize < 2:
+        raise ScheduleError(
+            f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16"
+        )
+    if sch.deferred(_apply):
+        raise ScheduleError(f"cast on '{sch.name}': a module is cast once, and it already is")
+    sch.defer("cast", _apply, dtype=dtype)
+
+
+class Cast(Layer):
+    """Converts floating inputs to a format and, where asked, the outputs back."""
+
+    order = 20
+
+    def __init__(self, dtype: torch.dtype, restore: bool) -> None:
+        self.dtype = dtype
+        self.restore = restore
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given: list[torch.dtype] = []
+
+        def enter(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                given.append(value.dtype)
+                return value.to(self.dtype)
+            return value
+
+        args, kwargs = tree_map(enter, (args, kwargs))
+        output = inner(*args, **kwargs)
+        if not self.restore or not given:
+            return output
+        back = given[0]
+
+        def leave(value: Any) -> Any:
+            return value.to(back) if isinstance(value, torch.Tensor) and value.dtype == self.dtype else value
+
+        return tree_map(leave, output)
+
+
+def _apply(sch: Schedule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
+    for each in module.modules():
+        for param in each._parameters.values():
+            if param is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+        for name, buffer in each._buffers.items():
+            saved = name not in each._non_persistent_buffers_set
+            if buffer is not None and saved and buffer.is_floating_point():
+                each._buffers[name] = buffer.to(dtype)
+    add_layer(module, Cast(dtype, restore=bool(sch.path)))

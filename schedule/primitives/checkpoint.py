@@ -1,0 +1,86 @@
+"""checkpoint: recompute a module's activations in the backward pass instead of keeping them."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ...errors import ScheduleError
+from ..forward import Layer, add_layer
+from ..registry import register_primitive
+from ..schedule import Schedule
+
+Policy = Callable[..., Any]
+
+
+@register_primitive
+def checkpoint(sch: Schedule, policy: Policy | list[Any] | None = None) -> None:
+    """Recomputes this module's activations in the backward pass instead of keeping them.
+
+    Random state is restored for the recomputation, so dropout draws the same mask. Without gradients (or in
+    evaluation under `torch.no_grad`) the module runs as it is.
+
+    Args:
+        policy: None recomputes everything. A list of operators (`[torch.ops.aten.mm.default]`) keeps the
+            outputs of these and recomputes the rest; a function `policy(context, op, *args, **kwargs)`
+            returns a `torch.utils.checkpoint.CheckpointPolicy` for each operator.
+
+    Raises:
+        ScheduleError: the module is checkpointed already; the policy is none of these.
+
+    Source: https://pytorch.org/docs/stable/checkpoint.html
+    """
+    _check_policy(policy)
+    if sch.deferred(_apply):
+        raise ScheduleError(f"checkpoint on '{sch.name}': a module is checkpointed once, and it already is")
+    sch.defer("checkpoint", _apply, policy=policy)
+
+
+class Checkpointed(Layer):
+    """Runs what lies within under activation checkpointing."""
+
+    order = 60
+
+    def __init__(self, policy: Any = None) -> None:
+        self.policy = policy
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        args, kwargs = _without_cache(args, kwargs)
+        extra = {}
+        if self.policy is not None:
+            extra["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
+        return torch_checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=True, **extra, **kwargs)
+
+
+def _apply(sch: Schedule, module: nn.Module, context: Any, policy: Any) -> None:
+    add_layer(module, Checkpointed(policy))
+
+
+def _check_policy(policy: Any) -> None:
+    if policy is None or callable(policy):
+        return
+    if isinstance(policy, (list, tuple)) and all(isinstance(op, torch._ops.OpOverload) for op in policy):
+        return
+    raise ScheduleError(
+        "checkpoint: policy must be None, a function or a list of operator overloads such as "
+        f"torch.ops.aten.mm.default, but got {policy!r}"
+    )
+
+
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A key-value cache would be written a second time when the module is recomputed; training needs none.
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    if cache_utils is None:
+        return args, kwargs
+    args = tuple(None if isinstance(each, cache_utils.Cache) else each for each in args)
+    kwargs = {key: None if isinstance(value, cache_utils.Cache) else value for key, value in kwargs.items()}
+    return args, kwargs

@@ -1,0 +1,53 @@
+"""compile: run a module through torch.compile, in place."""
+
+from typing import Any
+
+from torch import nn
+
+from ...errors import ScheduleError
+from ..registry import register_primitive
+from ..schedule import Schedule
+
+
+@register_primitive
+def compile(sch: Schedule, **options: Any) -> None:
+    """Compiles this module with `torch.compile`, in place: no wrapper, names in `state_dict` unchanged.
+
+    Compilation happens at the first call after `build`. Compile the repeated blocks rather than the whole
+    model: identical blocks share the compiled code.
+
+    Args:
+        options: keyword arguments of `torch.compile`, such as `mode`, `fullgraph`, `dynamic`, `backend`.
+
+    Raises:
+        ScheduleError: it is compiled already; an unknown option.
+
+    Source: https://pytorch.org/docs/stable/generated/torch.compile.html
+    """
+    if sch.deferred(_apply):
+        raise ScheduleError(f"compile on '{sch.name}': a module is compiled once, and it already is")
+    check_options(sch, options)
+    sch.defer("compile", _apply, options=options)
+
+
+def check_options(sch: Schedule, options: dict[str, Any]) -> None:
+    """Refuses what `torch.compile` would not take."""
+    import inspect
+
+    import torch
+
+    from ...errors import unknown
+
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, known)}")
+    backend = options.get("backend", "inductor")
+    if isinstance(backend, str):
+        names = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in names:
+            raise ScheduleError(f"compile on '{sch.name}': {unknown('backend', backend, names)}")
+
+
+def _apply(sch: Schedule, module: nn.Module, context: Any, options: dict[str, Any]) -> None:
+    module.compile(**options)

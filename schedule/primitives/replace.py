@@ -1,0 +1,83 @@
+"""replace: put another module in a module's place."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ScheduleError
+from ..forward import layers_of
+from ..registry import register_primitive
+from ..schedule import Schedule, places
+from ..transfer import transfer
+
+
+@register_primitive
+def replace(sch: Schedule, new: nn.Module | Callable[..., Any], subgraph: Any = None) -> None:
+    """Puts another module in this one's place, or a function in the place of subgraphs of a traced one.
+
+    Parameters and buffers whose names and shapes match are kept (the same objects, so ties hold), as are
+    hooks and the training mode. What could not be kept is said in a warning.
+
+    Args:
+        new: a module, or a factory that is called with the old module and returns one; the factory runs on
+            the old module's device, `meta` included. With `subgraph`, a module or function of its inputs.
+        subgraph: one match or a list of matches from `find`; None replaces the module itself.
+
+    Raises:
+        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding).
+    """
+    if subgraph is not None:
+        from ..subgraph import replace_subgraph
+
+        replace_subgraph(sch, new, subgraph)
+        return
+    made = make(sch, sch.module, new)
+    put(sch, sch.module, made)
+
+
+def make(sch: Schedule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
+    """The module that is to take the place of `old`; nothing is changed yet."""
+    for path, each in old.named_modules():
+        if layers_of(each) or "_shards" in each.__dict__:
+            raise ScheduleError(
+                f"replace on '{sch.name}': a module must be replaced before it is sharded, traced or fused, "
+                f"but '{path or sch.name}' already is"
+            )
+    if isinstance(new, nn.Module):
+        return new
+    if not callable(new):
+        raise ScheduleError(
+            f"replace on '{sch.name}': new must be a module or a factory called with the old module, "
+            f"but got {type(new).__name__}"
+        )
+    device = next((t.device for t in [*old.parameters(), *old.buffers()]), None)
+    if device is None:
+        made = new(old)
+    else:
+        with torch.device(device):
+            made = new(old)
+    if not isinstance(made, nn.Module):
+        raise ScheduleError(
+            f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
+        )
+    return made
+
+
+def put(sch: Schedule, old: nn.Module, new: nn.Module) -> None:
+    """Puts `new` at every place where `old` stands, and warns of what was not kept."""
+    if new is old:
+        return
+    root = sch.tree.module
+    where = places(root, old)
+    # Sought before anything moves: `new` may contain `old`.
+    notes = [] if old in set(new.modules()) else transfer(old, new)
+    new.train(old.training)
+    if old is root:
+        sch.tree.module = new
+    for parent, name, _ in where:
+        parent._modules[name] = new
+    if notes:
+        warnings.warn(f"replace on '{sch.name}': not kept: {'; '.join(notes)}", stacklevel=4)
