@@ -1,5 +1,20 @@
 """What is known: measurements, the ledger, trials.csv and what is made from them."""
 
+from .ledger import Ledger
 from .measurement import Measurement, RankReport, Status, Trial
+from .run import RunFolder
+from .table import frame as table_frame
+from .table import read as read_table
+from .view import View
 
-__all__ = ["Measurement", "RankReport", "Status", "Trial"]
+__all__ = [
+    "Ledger",
+    "Measurement",
+    "RankReport",
+    "RunFolder",
+    "Status",
+    "Trial",
+    "View",
+    "read_table",
+    "table_frame",
+]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 
@@ -47,6 +48,11 @@ class RankReport:
 _TEXTS = frozenset({"reason", "unit", "log"})
 
 
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(cls))
+
+
 def _to_json(value: Any) -> Any:
     # numpy and torch scalars know their plain value; json knows neither them nor NaN.
     if isinstance(value, Status):
@@ -60,7 +66,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    known = {each.name for each in fields(cls)}
+    known = _names(cls)
     values = {name: value for name, value in data.items() if name in known}
     values["status"] = Status(values["status"])
     for name, value in values.items():
@@ -133,16 +139,18 @@ class Measurement:
         Numbers are plain Python ones; those JSON has no word for are the texts `nan`, `inf`, `-inf`.
         """
         out: dict[str, Any] = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "ranks":
-                value = [{f.name: _to_json(getattr(rank, f.name)) for f in fields(rank)} for rank in value]
-            elif each.name == "losses":
+        for name in _names(Measurement):
+            value = getattr(self, name)
+            if name == "ranks":
+                value = [
+                    {each: _to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value
+                ]
+            elif name == "losses":
                 value = [_to_json(loss) for loss in value]
             else:
                 value = _to_json(value)
             if value is not None and value != "" and value != []:
-                out[each.name] = value
+                out[name] = value
         return out
 
     @classmethod
@@ -150,7 +158,9 @@ class Measurement:
         """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read."""
         values = _from_json(cls, data)
         values["losses"] = tuple(float(loss) for loss in values.get("losses", ()))
-        values["ranks"] = tuple(RankReport(**_from_json(RankReport, rank)) for rank in values.get("ranks", ()))
+        values["ranks"] = tuple(
+            RankReport(**_from_json(RankReport, rank)) for rank in values.get("ranks", ())
+        )
         return cls(**values)
 
 

@@ -1,0 +1,50 @@
+"""best.yaml: the winner, and all that is needed to believe and to reproduce it."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import summary
+from .measurement import Trial
+
+
+def document(
+    trials: Sequence[Trial], *, command: Sequence[str], environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What best.yaml says about these trials.
+
+    `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
+    and `gain` the winner's throughput over the default's. Throughputs are medians of the re-measurements
+    where there are any. `reproduce` is the command line, quoted for a shell.
+    """
+    winner, base = summary.best(trials), summary.default(trials)
+    out: dict[str, Any] = {"best": _entry(winner) if winner else None}
+    if winner is None:
+        out["why"] = summary.why_nothing(trials)
+    out["default"] = _entry(base) if base else None
+    out["gain"] = summary.gain(trials)
+    out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
+    out["environment"] = dict(environment)
+    out["reproduce"] = shlex.join(command)
+    return out
+
+
+def _entry(trial: Trial) -> dict[str, Any]:
+    config = trial.config
+    out: dict[str, Any] = {"trial": trial.number}
+    if hasattr(config, "id"):
+        out["id"] = config.id
+    out["configuration"] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    out["sampler"] = trial.sampler
+    if trial.measurement is None:
+        return out | {"status": "pending"}
+    out["status"] = trial.measurement.status
+    if trial.ok:
+        out["throughput"] = summary.standing(trial)
+        out["unit"] = trial.measurement.unit
+    if trial.remeasured:
+        out["remeasured"] = list(trial.remeasured)
+    prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
+    out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
+    out["measurement"] = trial.measurement.to_dict()
+    return out

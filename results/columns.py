@@ -1,0 +1,125 @@
+"""The columns of trials.csv, and how a value is written in one."""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import StudyError
+from .measurement import Trial
+
+FIXED = (
+    "trial", "status", "reason", "throughput", "unit", "samples_per_second", "tokens_per_second",
+    "step_ms", "step_ms_spread", "peak_memory_mib", "memory_limit_mib", "tflops_per_device", "mfu",
+    "predicted_throughput", "predicted_memory_mib", "devices", "sampler", "loss", "started",
+    "seconds_total", "seconds_overhead", "seconds_build", "seconds_warmup", "seconds_measure", "log",
+)  # fmt: skip
+"""The columns before the knobs, in order. `started` is Unix time, s."""
+
+TEXTS = frozenset({"status", "reason", "unit", "sampler", "log"})
+"""Those of them that hold text."""
+
+INTEGERS = frozenset({"trial", "devices"})
+"""Those that hold whole numbers; the rest are real."""
+
+KNOB = "knob."
+"""What the name of a knob's column starts with."""
+
+MAX_TEXT = 2000
+"""Characters after which a text is cut; the trial's log and the ledger have all of it."""
+
+_BREAKS = re.compile("[\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029]+")
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufeff]")
+_DIGITS = {"loss": 9}
+
+
+def header(knobs: Iterable[str]) -> tuple[str, ...]:
+    """The names of all columns of a study with these knobs."""
+    return (*FIXED, *(KNOB + name for name in knobs))
+
+
+def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
+    """The cells of a finished trial's row as plain values; None where there is nothing to say.
+
+    Raises:
+        StudyError: the configuration has a knob that has no column.
+    """
+    knobs = tuple(knobs)
+    stray = [name for name in trial.config if name not in knobs]
+    if stray:
+        raise StudyError(
+            f"trial {trial.number} has the knob '{stray[0]}', which has no column in trials.csv; "
+            f"its columns were fixed for {', '.join(knobs)}"
+        )
+    own = {
+        "trial": trial.number,
+        "predicted_throughput": trial.predicted_throughput,
+        "predicted_memory_mib": trial.predicted_memory_mib,
+        "sampler": trial.sampler,
+    }
+    fixed = [own[name] if name in own else getattr(trial.measurement, name) for name in FIXED]
+    return [_scalar(each) for each in (*fixed, *(trial.config.get(name) for name in knobs))]
+
+
+def line(cells: Iterable[str]) -> str:
+    """One line of CSV with its end; a cell that needs quotes gets them."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerow(cells)
+    return out.getvalue()
+
+
+def row(trial: Trial, knobs: Iterable[str]) -> str:
+    """The line of a finished trial.
+
+    Raises:
+        StudyError: the configuration has a knob that has no column.
+    """
+    knobs = tuple(knobs)
+    names = header(knobs)
+    return line(cell(value, name) for name, value in zip(names, values(trial, knobs)))
+
+
+def cell(value: Any, name: str = "") -> str:
+    """`value` as text: empty for None, `true` or `false` for a flag, one line for a text.
+
+    Knobs are written exactly. Measured numbers have 7 significant digits, the loss 9, `started` milliseconds.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return fold(value)
+    if isinstance(value, int) or name.startswith(KNOB):
+        return repr(value)
+    if name == "started" and math.isfinite(value):
+        return f"{value:.3f}"
+    return number(value, _DIGITS.get(name, 7))
+
+
+def number(value: float, digits: int = 7) -> str:
+    """A real number with that many significant digits, without an exponent unless it is tiny or huge."""
+    if not math.isfinite(value):
+        return str(float(value))
+    text = f"{value:.{digits}g}"
+    if "e" in text and 1 <= abs(value) < 1e15:
+        return f"{value:.0f}"
+    return text
+
+
+def fold(text: str) -> str:
+    """`text` on one line: line breaks become a space, other control characters their escapes."""
+    text = _BREAKS.sub(" ", text)
+    text = _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def _scalar(value: Any) -> Any:
+    # numpy's and torch's scalars print their type; a StrEnum is a str already.
+    if not isinstance(value, (str, int, float, type(None))) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, str):
+        return str(value)
+    return float(value) if isinstance(value, float) else value

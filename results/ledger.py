@@ -1,0 +1,325 @@
+"""The ledger: every trial of a study, in an Optuna storage."""
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StudyError, unknown
+from .distributions import distribution
+from .files import plain
+from .measurement import Measurement, Status, Trial
+from .storage import contained, is_path, open_storage, open_study, quiet, words
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+    from .journal import Journal
+
+
+class Ledger:
+    """The trials of one study: on disk after every step, and in memory, so that asking costs nothing.
+
+    One Optuna trial a trial: the knobs as parameters, the throughput as value of an `ok` (state COMPLETE);
+    `skipped` is PRUNED, any other status FAIL. User attributes hold the whole configuration (`config`, its id
+    in `config_id`, derived knobs also as `knob.<name>`), `sampler`, `predicted_throughput`,
+    `predicted_memory_mib`, `status`, `reason` and `measurement`; the study's hold the metadata and, since
+    Optuna's finished trials cannot change, `remeasured`: trial -> throughputs.
+
+    Made by `Ledger.open` and `Ledger.load`. May be used from several threads.
+    """
+
+    def __init__(
+        self,
+        storage: "BaseStorage",
+        study_id: int,
+        *,
+        where: str,
+        knobs: Mapping[str, Sequence[Any] | None],
+        make_config: Callable[[Mapping[str, Any]], Any],
+        journal: "Journal | None" = None,
+        read_only: bool = False,
+    ) -> None:
+        self._storage = storage
+        self._study_id = study_id
+        self._where = where
+        self._journal = journal
+        self._read_only = read_only
+        self._distributions = {name: distribution(values) for name, values in knobs.items() if values}
+        self._lock = threading.RLock()
+        self._trials: dict[int, Trial] = {}
+        self._ids: dict[int, int] = {}
+        self._load(make_config)
+
+    @classmethod
+    def open(
+        cls,
+        source: "str | Path | BaseStorage | None",
+        *,
+        name: str,
+        metadata: Mapping[str, Any],
+        knobs: Mapping[str, Sequence[Any] | None] | None = None,
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        exist_ok: bool = True,
+    ) -> "Ledger":
+        """The ledger of the study `name`, created if it is not there.
+
+        A journal file is mended first (see `journal.repair`): the caller holds the lock of its folder.
+
+        Args:
+            source: path of a journal file, URL of an Optuna storage, such a storage, or None for memory only.
+            name: the study's name.
+            metadata: user attributes of the study; a study that has others is refused.
+            knobs: the values of each knob; None for the values of a derived one.
+            make_config: makes a configuration from the mapping that was stored.
+            exist_ok: whether the study may already be there.
+
+        Raises:
+            StudyError: the storage cannot be opened or written, or holds a study of that name with other
+                metadata, or one at all unless `exist_ok`.
+            MissingDependency: the storage needs a package that is not installed.
+        """
+        where = words(source)
+        with quiet(), contained(where):
+            storage, journal = open_storage(source, mend=True)
+            try:
+                study_id = open_study(storage, where, name, plain(metadata), exist_ok)
+                return cls(
+                    storage,
+                    study_id,
+                    where=where,
+                    knobs=knobs or {},
+                    make_config=make_config,
+                    journal=journal,
+                )
+            except BaseException:
+                if journal is not None:
+                    journal.close()
+                raise
+
+    @classmethod
+    def load(
+        cls,
+        source: "str | Path | BaseStorage",
+        *,
+        name: str | None = None,
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+    ) -> "Ledger":
+        """The ledger of an existing study to read, also while another process writes it.
+
+        Args:
+            source: as for `open`.
+            name: the study's name; None if there is only one.
+            make_config: as for `open`.
+
+        Raises:
+            StudyError: there is no such storage or study.
+            MissingDependency: the storage needs a package that is not installed.
+        """
+        where = words(source)
+        with quiet(), contained(where):
+            if is_path(source) and not Path(source).is_file():
+                raise StudyError(f"there is no ledger at {where}")
+            storage, _ = open_storage(source, mend=False)
+            studies = {study.study_name: study._study_id for study in storage.get_all_studies()}
+            if name is None and len(studies) == 1:
+                name = next(iter(studies))
+            if name is None:
+                listing = (
+                    f"{len(studies)} studies, so one must be named: {', '.join(studies)}"
+                    if studies
+                    else "no study"
+                )
+                raise StudyError(f"{where} holds {listing}")
+            if name not in studies:
+                raise StudyError(f"{where}: {unknown('study', name, studies)}")
+            return cls(storage, studies[name], where=where, knobs={}, make_config=make_config, read_only=True)
+
+    def start(
+        self,
+        config: Any,
+        *,
+        sampler: str,
+        predicted_throughput: float | None = None,
+        predicted_memory_mib: float | None = None,
+    ) -> Trial:
+        """A new pending trial of `config`, stored before this returns.
+
+        Raises:
+            StudyError: it cannot be stored, or a knob has a value the study does not know.
+        """
+        import optuna
+
+        values = plain(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+        attributes: dict[str, Any] = {"config": values, "sampler": sampler}
+        if hasattr(config, "id"):
+            attributes["config_id"] = config.id
+        if predicted_throughput is not None:
+            attributes["predicted_throughput"] = float(predicted_throughput)
+        if predicted_memory_mib is not None:
+            attributes["predicted_memory_mib"] = float(predicted_memory_mib)
+        attributes |= {
+            f"knob.{knob}": value for knob, value in values.items() if knob not in self._distributions
+        }
+        parameters = {knob: value for knob, value in values.items() if knob in self._distributions}
+        try:
+            template = optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING,
+                params=parameters,
+                distributions={knob: self._distributions[knob] for knob in parameters},
+                user_attrs=attributes,
+            )
+        except ValueError as error:
+            raise StudyError(f"configuration {values} is not of this study: {error}") from error
+        with self._lock, contained(self._where):
+            self._writable()
+            if self._journal is not None:
+                self._journal.recover()
+            trial_id = self._storage.create_new_trial(self._study_id, template)
+            trial = Trial(
+                number=self._storage.get_trial_number_from_id(trial_id),
+                config=config,
+                sampler=sampler,
+                predicted_throughput=attributes.get("predicted_throughput"),
+                predicted_memory_mib=attributes.get("predicted_memory_mib"),
+            )
+            self._ids[trial.number] = trial_id
+            self._trials[trial.number] = trial
+        return trial
+
+    def finish(self, number: int, measurement: Measurement) -> Trial:
+        """The pending trial `number` with its outcome, stored before this returns.
+
+        Raises:
+            StudyError: there is no such pending trial; an `ok` lacks a finite throughput; or the storage
+                could not be written. In the last case `trials()` has the outcome nevertheless, and so has
+                the storage if the reserve sufficed: the message says which.
+        """
+        if measurement.ok and (measurement.throughput is None or not math.isfinite(measurement.throughput)):
+            raise StudyError(
+                f"trial {number} is ok with throughput {measurement.throughput}; it must be a finite number"
+            )
+        with self._lock:
+            self._writable()
+            trial = self._known(number)
+            if not trial.pending:
+                raise StudyError(f"trial {number} has already finished ({trial.measurement.status})")
+            done = self._trials[number] = replace(trial, measurement=measurement)
+            try:
+                with contained(self._where), self._together():
+                    self._store(self._ids[number], measurement)
+            except StudyError as error:
+                raise StudyError(f"the outcome of trial {number} could not be stored: {error}") from error
+            self._raise_trouble(f"trial {number}")
+        return done
+
+    def remeasure(self, number: int, throughputs: Sequence[float]) -> Trial:
+        """The `ok` trial `number` with `throughputs` as all its re-measurements, replacing earlier ones.
+
+        Raises:
+            StudyError: there is no such `ok` trial, or the storage could not be written (see `finish`).
+        """
+        with self._lock:
+            self._writable()
+            trial = self._known(number)
+            if not trial.ok:
+                raise StudyError(f"trial {number} did not succeed, so there is nothing to measure again")
+            values = tuple(float(each) for each in throughputs)
+            if not all(math.isfinite(each) for each in values):
+                raise StudyError(f"re-measured throughputs must be finite numbers, but got {values}")
+            done = self._trials[number] = replace(trial, remeasured=values)
+            remeasured = {
+                str(each.number): each.remeasured for each in self._trials.values() if each.remeasured
+            }
+            try:
+                with contained(self._where), self._together():
+                    self._storage.set_study_user_attr(self._study_id, "remeasured", remeasured)
+            except StudyError as error:
+                raise StudyError(
+                    f"the re-measurement of trial {number} could not be stored: {error}"
+                ) from error
+            self._raise_trouble(f"the re-measurement of trial {number}")
+        return done
+
+    def trial(self, number: int) -> Trial:
+        """The trial of that number.
+
+        Raises:
+            StudyError: there is none.
+        """
+        with self._lock:
+            return self._known(number)
+
+    def trials(self) -> list[Trial]:
+        """All trials in the order of their numbers; the pending ones have no measurement."""
+        with self._lock:
+            return list(self._trials.values())  # numbers only ever grow, and replacing keeps the place
+
+    def pending(self) -> list[Trial]:
+        """The trials that have not ended, in the order of their numbers."""
+        return [trial for trial in self.trials() if trial.pending]
+
+    def close(self) -> None:
+        """Gives back the space kept for the last record, and the connection. May be called twice."""
+        if self._journal is not None:
+            self._journal.close()
+        self._storage.remove_session()
+
+    def _load(self, make_config: Callable[[Mapping[str, Any]], Any]) -> None:
+        remeasured = self._storage.get_study_user_attrs(self._study_id).get("remeasured", {})
+        for frozen in self._storage.get_all_trials(self._study_id, deepcopy=False):
+            attributes = frozen.user_attrs
+            if "config" not in attributes:
+                continue  # enqueued by somebody else, through Optuna's dashboard or its API
+            outcome = attributes.get("measurement")
+            self._ids[frozen.number] = frozen._trial_id
+            self._trials[frozen.number] = Trial(
+                number=frozen.number,
+                config=make_config(attributes["config"]),
+                sampler=attributes.get("sampler", ""),
+                predicted_throughput=attributes.get("predicted_throughput"),
+                predicted_memory_mib=attributes.get("predicted_memory_mib"),
+                measurement=Measurement.from_dict(outcome) if outcome else None,
+                remeasured=tuple(remeasured.get(str(frozen.number), ())),
+            )
+            if outcome and not frozen.state.is_finished() and not self._read_only:
+                # Killed between the outcome and the state, which are one write but may be torn.
+                self._store(frozen._trial_id, self._trials[frozen.number].measurement)
+
+    def _store(self, trial_id: int, measurement: Measurement) -> None:
+        from optuna.trial import TrialState
+
+        state, values = TrialState.FAIL, None
+        if measurement.ok:
+            state, values = TrialState.COMPLETE, [float(measurement.throughput)]
+        elif measurement.status is Status.SKIPPED:
+            state = TrialState.PRUNED
+        # The outcome goes first: it makes the trial finished even if the rest is lost.
+        self._storage.set_trial_user_attr(trial_id, "measurement", measurement.to_dict())
+        self._storage.set_trial_user_attr(trial_id, "status", str(measurement.status))
+        if measurement.reason:
+            self._storage.set_trial_user_attr(trial_id, "reason", measurement.reason)
+        self._storage.set_trial_state_values(trial_id, state, values)
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        return self._journal.together() if self._journal is not None else contextlib.nullcontext()
+
+    def _known(self, number: int) -> Trial:
+        if number not in self._trials:
+            raise StudyError(f"there is no trial {number} among the {len(self._trials)} of {self._where}")
+        return self._trials[number]
+
+    def _writable(self) -> None:
+        if self._read_only:
+            raise StudyError(f"{self._where} was opened to read only")
+
+    def _raise_trouble(self, what: str) -> None:
+        trouble = self._journal.trouble if self._journal is not None else None
+        if trouble is not None:
+            raise StudyError(
+                f"{what} is stored, but there is no space for another in {self._where} "
+                f"({trouble.strerror or trouble}); free some and continue with --resume"
+            ) from trouble

@@ -1,0 +1,176 @@
+"""run.yaml: what a run was asked to do, and whether two requests can share its trials."""
+
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import StudyError
+from . import environment, table
+from .files import plain, read_yaml
+from .names import LEDGER, RUN, TABLE
+from .storage import without_password
+
+FORMAT = 1
+"""Version of run.yaml's format; raised when older versions could misread it."""
+
+BINDING = ("workload", "space", "devices", "seq_len", "global_batch", "memory_limit_mib")
+"""What must be the same for trials to be comparable. Of a workload that has an `id` only that counts."""
+
+INFORMATIVE = ("model", "sampler", "seed", "runner", "trial_timeout_s")
+"""What may change on the way, but is worth a word."""
+
+_MEMORY_TOLERANCE = 0.05
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The contents of a run.yaml.
+
+    Raises:
+        StudyError: it cannot be read, is damaged, or comes from a newer redline.
+    """
+    document = read_yaml(path)
+    version = document.get("format")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise StudyError(
+            f"'{path}' is not a run of redline: its format is {version!r}, not a number; give another --out"
+        )
+    if version > FORMAT:
+        raise StudyError(
+            f"'{path}' was written by a newer redline (format {version}, this one knows up to {FORMAT}); "
+            "upgrade with `pip install --upgrade redline` or give another --out"
+        )
+    if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
+        raise StudyError(f"'{path}' does not say what was asked; restore it or give another --out")
+    return document
+
+
+def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str, Any]:
+    """What run.yaml says of a new run in the folder `path`; a storage's password is left out."""
+    return {
+        "format": FORMAT,
+        "run": uuid.uuid4().hex,
+        "study": path.resolve().name or "redline",
+        "storage": storage and without_password(storage),
+        "created": _now(),
+        "asked": plain(asked),
+        "environment": environment.facts(),
+    }
+
+
+def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[dict[str, Any], list[str]]:
+    """What run.yaml says of the run in the folder `path` when it is taken up again, and what is to be told.
+
+    Raises:
+        StudyError: it was asked something else (what), or something needed is missing.
+    """
+    if not (path / RUN).exists():
+        raise StudyError(
+            f"'{path}' cannot be resumed: {RUN} is missing, so what was asked is not known; "
+            "restore it or give another --out"
+        )
+    document = read(path / RUN)
+    stored = document.get("storage")
+    # A run killed right at its start has no ledger yet, but no rows either.
+    if not stored and not (path / LEDGER).exists() and _rows(path / TABLE):
+        raise StudyError(
+            f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
+            "would be lost; restore it or give another --out"
+        )
+    asked = plain(asked)
+    refused = conflicts(document["asked"], asked)
+    if storage is not None and without_password(storage) != stored:
+        refused.append(f"storage: was {stored or LEDGER}, now {without_password(storage)}")
+    if refused:
+        raise StudyError(
+            f"'{path}' cannot be resumed, it was asked something else: {'; '.join(refused)}. "
+            "Ask the same again, or give another --out"
+        )
+    before = document.get("environment", {})
+    for each in document.setdefault("resumed", []):
+        before = each
+    versions = environment.versions()
+    changed = changes(document["asked"], asked)
+    notes = [
+        *changed,
+        *(
+            f"{each} (speeds measured before and after may not compare)"
+            for each in version_changes(before.get("versions", {}), versions)
+        ),
+    ]
+    document["resumed"].append({"at": _now(), "versions": versions, "changes": changed})
+    return document, notes
+
+
+def conflicts(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What keeps `now` from continuing `was`, as `key: was X, now Y`; empty if nothing does."""
+    return [each for key in BINDING for each in _differences(key, _binding(was, key), _binding(now, key))]
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two requests but does not keep one from continuing the other."""
+    return [each for key in INFORMATIVE for each in _differences(key, was.get(key), now.get(key))]
+
+
+def version_changes(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which versions differ, in the same words."""
+    return [each for key in sorted({*was, *now}) for each in _differences(key, was.get(key), now.get(key))]
+
+
+def _binding(asked: Mapping[str, Any], key: str) -> Any:
+    value = asked.get(key)
+    if key == "workload" and isinstance(value, Mapping) and "id" in value:
+        return {"id": value["id"]}
+    # What YAML makes of it, so that a tuple equals the list it was written as.
+    return yaml.safe_load(yaml.safe_dump(plain(value)))
+
+
+def _differences(key: str, was: Any, now: Any) -> list[str]:
+    was, now = _by_name(was), _by_name(now)
+    if isinstance(was, dict) and isinstance(now, dict):
+        names = [*was, *(name for name in now if name not in was)]
+        return [
+            each for name in names for each in _differences(f"{key}.{name}", was.get(name), now.get(name))
+        ]
+    if _is_number(was) and _is_number(now):
+        # A kernel update already changes by a little what memory a machine reports.
+        tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0
+        same = math.isclose(was, now, rel_tol=tolerance)
+    else:
+        same = _flow(was) == _flow(now)  # and not ==, for which True is 1
+    return [] if same else [f"{key}: was {_words(was)}, now {_words(now)}"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _by_name(value: Any) -> Any:
+    """A list of mappings that have names, as a mapping: a knob is compared with its namesake."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
+        names = [str(each["name"]) for each in value]
+        if len(set(names)) == len(names):
+            return dict(zip(names, value))
+    return value
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _words(value: Any) -> str:
+    text = "not given" if value is None else _flow(value)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def _rows(path: Path) -> int:
+    return len(table.read(path)[0]) if path.exists() else 0
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,258 @@
+"""A run's folder: what a search leaves in `--out`, and how it is taken up again."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import StudyError
+from . import best, environment, request, table
+from .files import cannot_write, make_folder, write_yaml
+from .ledger import Ledger
+from .lock import FolderLock
+from .measurement import Measurement, Trial
+from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
+
+
+class RunFolder:
+    """The folder of a run that this process works on: it holds its lock, writes its files, keeps its trials.
+
+    Made by `RunFolder.open`; `View` is for reading. May be used from several threads.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        document: Mapping[str, Any],
+        ledger: Ledger,
+        rows: table.Table,
+        lock: FolderLock,
+        *,
+        resumed: bool,
+        notes: Sequence[str],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.path = path
+        self.document = document
+        """The contents of run.yaml."""
+        self.ledger = ledger
+        """The trials' ledger; write to it through this folder, so that trials.csv follows."""
+        self.resumed = resumed
+        """Whether the folder held this run before."""
+        self.notes = tuple(notes)
+        """What the user should know of how it was taken up: changed versions, a changed sampler."""
+        self._rows = rows
+        self._lock = lock
+        self._warn = warn
+        self._behind: str | None = None
+        self._mutex = threading.RLock()
+        for trial in ledger.trials():
+            self._rows.put(trial)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        asked: Mapping[str, Any],
+        *,
+        knobs: Mapping[str, Sequence[Any] | None],
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        storage: str | None = None,
+        resume: bool = False,
+        warn: Callable[[str], None] = lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2),
+    ) -> "RunFolder":
+        """Starts a run in `path`, or takes up the one that is there.
+
+        Args:
+            path: the folder; created if it is not there. Files of others in it are left alone.
+            asked: what run.yaml keeps. `request.BINDING` are the keys that a resumed run must repeat,
+                `request.INFORMATIVE` those worth a note when they change; others are free.
+            knobs: the values of each knob, in the order of their columns; None for a derived one.
+            make_config: makes a configuration from a mapping of its values.
+            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder, or when
+                resuming for the one run.yaml names (it keeps no password).
+            resume: continue the run that is there; with none there, start one.
+            warn: told of what goes wrong without ending the run.
+
+        Raises:
+            StudyError: the folder or storage cannot be used (locked, full, read-only, damaged), holds a run
+                and `resume` is off, or a run that was asked something else. Nothing in it is changed then.
+        """
+        path = Path(path)
+        created = make_folder(path)
+        lock = None
+        try:
+            lock = FolderLock(path)
+            resumed = holds_run(path)
+            if resumed and not resume:
+                raise StudyError(
+                    f"'{path}' already holds a run{_of(path)}; continue it with --resume, "
+                    "or give another --out for a new one"
+                )
+            document, notes = (
+                request.resume(path, asked, storage) if resumed else (request.begin(path, asked, storage), [])
+            )
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            if created:
+                _remove(path, ".lock")
+            raise
+        ledger = None
+        try:
+            if not resumed:
+                # Before the ledger, so that a run killed in between can be resumed.
+                write_yaml(path / RUN, document)
+            ledger = Ledger.open(
+                storage or document.get("storage") or path / LEDGER,
+                name=document["study"],
+                metadata={"run": document["run"]},
+                knobs=knobs,
+                make_config=make_config,
+                exist_ok=resumed,
+            )
+            rows = table.Table(path / TABLE, knobs)
+            folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
+            (path / LOGS).mkdir(exist_ok=True)
+            rows.write()
+            if resumed:
+                write_yaml(path / RUN, document)
+        except BaseException as error:
+            if ledger is not None:
+                ledger.close()
+            if not resumed:
+                _remove(path, RUN, LEDGER, TABLE, LOGS, *([".lock"] if created else []))
+            lock.release()
+            if isinstance(error, OSError):
+                raise cannot_write(path, error) from error
+            raise
+        return folder
+
+    def start(
+        self,
+        config: Any,
+        *,
+        sampler: str,
+        predicted_throughput: float | None = None,
+        predicted_memory_mib: float | None = None,
+    ) -> Trial:
+        """A new pending trial, stored before this returns.
+
+        Raises:
+            StudyError: it cannot be stored.
+        """
+        return self.ledger.start(
+            config,
+            sampler=sampler,
+            predicted_throughput=predicted_throughput,
+            predicted_memory_mib=predicted_memory_mib,
+        )
+
+    def finish(self, number: int, measurement: Measurement) -> Trial:
+        """The trial `number` with its outcome, in the ledger and in trials.csv before this returns.
+
+        A table that cannot be written is a warning, and written with the next trial.
+
+        Raises:
+            StudyError: the ledger could not be written; the outcome is in `trials()` nevertheless, and in
+                trials.csv if that can be written.
+        """
+        try:
+            trial = self.ledger.finish(number, measurement)
+        except StudyError:
+            self._tabulate(self.ledger.trial(number))
+            raise
+        self._tabulate(trial)
+        return trial
+
+    def remeasure(self, number: int, throughputs: Sequence[float]) -> Trial:
+        """The `ok` trial `number` with these as all its re-measurements.
+
+        Raises:
+            StudyError: there is no such trial, or the ledger could not be written.
+        """
+        return self.ledger.remeasure(number, throughputs)
+
+    def trials(self) -> list[Trial]:
+        """All trials in the order of their numbers, pending ones too."""
+        return self.ledger.trials()
+
+    def pending(self) -> list[Trial]:
+        """The trials to be run (again) under their numbers: those in flight when the run was interrupted."""
+        return self.ledger.pending()
+
+    def log_name(self, number: int) -> str:
+        """Path of a trial's log relative to the folder, as `Measurement.log` keeps it."""
+        return f"{LOGS}/{number}.log"
+
+    def log_path(self, number: int) -> Path:
+        """Path of a trial's log; its folder exists."""
+        return self.path / LOGS / f"{number}.log"
+
+    def write_best(self, command: Sequence[str], *, devices: Mapping[str, Any] | None = None) -> Path:
+        """Writes best.yaml from the trials so far, and returns its path.
+
+        Args:
+            command: the arguments of the command that reproduces the winner.
+            devices: the devices at hand, for the environment.
+
+        Raises:
+            StudyError: it cannot be written; the old one is untouched.
+        """
+        path = self.path / BEST
+        facts = environment.facts(devices)
+        try:
+            write_yaml(path, best.document(self.trials(), command=command, environment=facts))
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return path
+
+    def close(self) -> None:
+        """Lets go of the folder. May be called twice."""
+        if self._behind is not None:
+            self._tabulate(None)
+        self.ledger.close()
+        self._lock.release()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _tabulate(self, trial: Trial | None) -> None:
+        with self._mutex:
+            if trial is not None:
+                self._rows.put(trial)
+            try:
+                self._rows.write()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if reason != self._behind:
+                    self._warn(
+                        f"cannot write '{self._rows.path}': {reason}; it is tried again after the next "
+                        "trial, and the ledger has everything"
+                    )
+                self._behind = reason
+            else:
+                self._behind = None
+
+
+def _remove(path: Path, *names: str) -> None:
+    """Takes back what was begun in a folder; the folder too, if that leaves it empty and it was new."""
+    for name in names:
+        with contextlib.suppress(OSError):  # the error that led here is the one to report
+            (path / name).rmdir() if name == LOGS else (path / name).unlink(missing_ok=True)
+    if ".lock" in names:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def _of(path: Path) -> str:
+    try:
+        model = request.read(path / RUN)["asked"].get("model")
+    except StudyError:  # whatever is wrong with it, the folder is taken
+        return ""
+    return f" of {model}" if model else ""

@@ -1,0 +1,112 @@
+"""What the trials of a study say when they are taken together."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from .columns import number
+from .measurement import Status, Trial
+
+
+def standing(trial: Trial) -> float | None:
+    """What a trial is judged by: the median of its re-measurements, else its throughput; None unless `ok`."""
+    if not trial.ok:
+        return None
+    return median(trial.remeasured) if trial.remeasured else trial.measurement.throughput
+
+
+def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
+    """The `ok` trials, best first, at most `count` of them.
+
+    Those that were measured again come before the others: they led, and what counts is what held up.
+    Of two equal ones the earlier leads.
+    """
+    successes = [trial for trial in trials if trial.ok]
+    successes.sort(key=lambda trial: (not trial.remeasured, -standing(trial), trial.number))
+    return successes[:count]
+
+
+def best(trials: Sequence[Trial]) -> Trial | None:
+    """The winner; None if no trial succeeded."""
+    return next(iter(leaders(trials, 1)), None)
+
+
+def default(trials: Sequence[Trial]) -> Trial | None:
+    """The first trial of the default configuration; None if there is none."""
+    return next((trial for trial in trials if trial.sampler == "default"), None)
+
+
+def gain(trials: Sequence[Trial]) -> float | None:
+    """The winner's throughput over the default configuration's; None if either has none."""
+    winner, base = best(trials), default(trials)
+    if winner is None or base is None or not standing(base):
+        return None
+    return standing(winner) / standing(base)
+
+
+def counts(trials: Sequence[Trial]) -> dict[Status, int]:
+    """How many finished trials have each status; every status is there, in the enum's order."""
+    found = Counter(trial.measurement.status for trial in trials if not trial.pending)
+    return {status: found[status] for status in Status}
+
+
+def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
+    """Per finished trial, in the order of numbers, the highest throughput up to and including it; None before
+    the first success. Re-measurements do not count: they come after the search."""
+    series: list[float | None] = []
+    top: float | None = None
+    for trial in trials:
+        if trial.pending:
+            continue
+        if trial.ok and (top is None or trial.measurement.throughput > top):
+            top = trial.measurement.throughput
+        series.append(top)
+    return series
+
+
+def smallest_need(trials: Sequence[Trial]) -> Trial | None:
+    """The `oom` trial that asked for the least memory; None if no `oom` knows what it needed."""
+    known = [
+        trial
+        for trial in trials
+        if not trial.pending
+        and trial.measurement.status is Status.OOM
+        and trial.measurement.peak_memory_mib is not None
+    ]
+    return min(known, key=lambda trial: trial.measurement.peak_memory_mib, default=None)
+
+
+def why_nothing(trials: Sequence[Trial]) -> str:
+    """Why there is no winner, in a sentence or two; empty if there is one.
+
+    Names the smallest memory need seen, and of other failures the most common reason.
+    """
+    if best(trials) is not None:
+        return ""
+    finished = [trial for trial in trials if not trial.pending]
+    if not finished:
+        return "no trial has finished"
+    found = counts(finished)
+    listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
+    said = [f"none of {len(finished)} trials succeeded: {listing}."]
+    need = smallest_need(finished)
+    if need is not None:
+        said.append(
+            f"The smallest need seen is {_mib(need.measurement.peak_memory_mib)} (trial {need.number})."
+        )
+        if need.measurement.memory_limit_mib is not None:
+            said.append(f"The limit is {_mib(need.measurement.memory_limit_mib)}.")
+    explained = {Status.OOM, Status.SKIPPED} if need is not None else set()
+    reasons = Counter(
+        f"{trial.measurement.status}: {trial.measurement.reason.strip()}"
+        for trial in finished
+        if trial.measurement.status not in explained and trial.measurement.reason.strip()
+    )
+    if reasons:
+        reason, times = reasons.most_common(1)[0]
+        said.append(f"Most common{f' ({times} times)' if times > 1 else ''}: {reason}")
+    return " ".join(said)
+
+
+def _mib(value: float) -> str:
+    return f"{number(value, 5)} MiB"

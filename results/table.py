@@ -1,0 +1,231 @@
+"""trials.csv: one row a finished trial, valid at every moment."""
+
+import bisect
+import csv
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StudyError
+from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, values
+from .files import write_atomic
+from .measurement import Measurement, Status, Trial
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+ESSENTIAL = ("trial", "status", "throughput")
+"""The columns without which a table says nothing."""
+
+_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
+_COUNT = re.compile(r"0|[1-9][0-9]{0,17}")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_UNREAL = ("nan", "inf", "-inf")
+
+
+class Table:
+    """Writes trials.csv. Each row is formatted once; the file is replaced as a whole.
+
+    Args:
+        path: the file; its folder exists.
+        knobs: the names of all knobs, derived ones too, in the order of their columns.
+    """
+
+    def __init__(self, path: Path, knobs: Iterable[str]) -> None:
+        self.path = path
+        self.knobs = tuple(knobs)
+        self._header = line(header(self.knobs)).encode()
+        self._numbers: list[int] = []
+        self._rows: list[bytes] = []
+
+    def put(self, trial: Trial) -> None:
+        """Takes in a finished trial, replacing its row if it has one; a pending one is no row.
+
+        Raises:
+            StudyError: the configuration has a knob that has no column.
+        """
+        if trial.pending:
+            return
+        data = row(trial, self.knobs).encode()
+        place = bisect.bisect_left(self._numbers, trial.number)
+        if place < len(self._numbers) and self._numbers[place] == trial.number:
+            self._rows[place] = data
+        else:
+            self._numbers.insert(place, trial.number)
+            self._rows.insert(place, data)
+
+    def write(self) -> None:
+        """Replaces the file.
+
+        Raises:
+            OSError: it cannot be written; the old file is untouched.
+        """
+        # After a power cut the ledger tells, and resuming writes the table anew; so no fsync.
+        write_atomic(self.path, b"".join([self._header, *self._rows]), durable=False)
+
+
+def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
+    """The finished trials as a table with the columns and types of `read`."""
+    names = header(knobs)
+    cells = [
+        values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]])
+        for trial in trials
+        if not trial.pending
+    ]
+    return _frame({name: [each[i] for each in cells] for i, name in enumerate(names)})
+
+
+def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
+    """A trials.csv, however it was mistreated, and what was wrong with it.
+
+    The table has all columns of the format (empty where the file lacks one), then the knobs' and any others.
+    `trial` is int64, `devices` Int64, other measured columns float64, texts str; a knob's column is bool,
+    int64 or float64 where all its values are, else object with None where the knob is absent. Rows that are
+    cut off or do not make sense are left out, and the list says which.
+
+    Raises:
+        StudyError: there is no such file, or not even the columns `trial`, `status` and `throughput`.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
+    problems: list[str] = []
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problems.append(f"{path}: not UTF-8 at byte {error.start}; what cannot be read is shown as \ufffd")
+        text = data.decode("utf-8-sig", errors="replace")
+    # A row of the format is one line, so a damaged one does not reach into the next.
+    *lines, rest = text.split("\n")
+    names = _columns(path, lines[0] if lines else rest, problems)
+    found: dict[int, list[str]] = {}
+    for number, each in enumerate(lines[1:], start=2):
+        if each.strip():
+            cells, fault = _cells(each, names)
+            if fault is None and int(cells[names.index("trial")]) in found:
+                problems.append(
+                    f"{path}, line {number}: trial {cells[names.index('trial')]} again; the later row counts"
+                )
+            if fault is None:
+                found[int(cells[names.index("trial")])] = cells
+            else:
+                problems.append(f"{path}, line {number}: {fault}; the row is left out")
+    if lines and rest:
+        problems.append(f"{path}, line {len(lines) + 1}: cut off; the row is left out")
+    missing = [name for name in FIXED if name not in names]
+    if missing:
+        problems.append(f"{path}: no column {', '.join(missing)}; left empty")
+    rows = [found[number] for number in sorted(found)]
+    table: dict[str, list[Any]] = {}
+    for name in (*FIXED, *(each for each in names if each not in FIXED)):
+        place = names.index(name) if name in names else None
+        texts = [""] * len(rows) if place is None else [each[place] for each in rows]
+        table[name] = _values(name, texts)
+    return _frame(table), problems
+
+
+def trials(table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict) -> list[Trial]:
+    """The trials a table tells of; knobs without a value are absent from their configurations."""
+    out = []
+    for record in table.astype(object).where(table.notna(), None).to_dict("records"):
+        knobs = {name[len(KNOB) :]: value for name, value in record.items() if name.startswith(KNOB)}
+        measured = {name: value for name, value in record.items() if value is not None and name in FIXED}
+        out.append(
+            Trial(
+                number=record["trial"],
+                config=make_config({name: value for name, value in knobs.items() if value is not None}),
+                sampler=record["sampler"],
+                predicted_throughput=record["predicted_throughput"],
+                predicted_memory_mib=record["predicted_memory_mib"],
+                measurement=Measurement.from_dict(measured),
+            )
+        )
+    return out
+
+
+def _columns(path: Path, first: str, problems: list[str]) -> list[str]:
+    try:
+        names = next(csv.reader([first.removesuffix("\r")], strict=True), [])
+    except csv.Error:
+        names = []
+    lacking = [name for name in ESSENTIAL if name not in names]
+    if lacking:
+        shown = f"starts with {first[:80]!r}" if first.strip() else "is empty"
+        raise StudyError(
+            f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}"
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        problems.append(f"{path}: column {', '.join(twice)} is there twice; the first counts")
+    return names
+
+
+def _cells(text: str, names: Sequence[str]) -> tuple[list[str], str | None]:
+    """The cells of one line, and what is wrong with it."""
+    try:
+        cells = next(csv.reader([text.removesuffix("\r")], strict=True))
+    except csv.Error as error:
+        return [], f"not CSV ({error})"
+    if len(cells) != len(names):
+        return cells, f"{len(cells)} cells instead of {len(names)}"
+    for name, value in zip(names, cells):
+        if name == "status" and value not in list(Status):
+            return cells, f"status '{value}' is none of {', '.join(Status)}"
+        if name not in FIXED or name in TEXTS or (value == "" and name != "trial"):
+            continue
+        if name in INTEGERS and not _COUNT.fullmatch(value):
+            return cells, f"{name} '{value}' is not a whole number"
+        if name not in INTEGERS and value not in _UNREAL and not _REAL.fullmatch(value):
+            return cells, f"{name} '{value}' is not a number"
+    return cells, None
+
+
+def _values(name: str, texts: Sequence[str]) -> list[Any]:
+    if name in TEXTS:
+        return list(texts)
+    if name in INTEGERS:
+        return [int(each) if each else None for each in texts]
+    if name in FIXED:
+        return [float(each) if each else None for each in texts]
+    if not name.startswith(KNOB):
+        return [each or None for each in texts]
+    given = [each for each in texts if each]
+    kinds: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
+        (lambda each: each in ("true", "false"), lambda each: each == "true"),
+        (_INTEGER.fullmatch, int),
+        (_REAL.fullmatch, lambda each: int(each) if _INTEGER.fullmatch(each) else float(each)),
+    )
+    for fits, make in kinds:
+        if all(fits(each) for each in given):
+            return [make(each) if each else None for each in texts]
+    return [each or None for each in texts]
+
+
+def _frame(table: Mapping[str, list[Any]]) -> "DataFrame":
+    import pandas
+
+    return pandas.DataFrame({name: _series(name, cells) for name, cells in table.items()})
+
+
+def _series(name: str, cells: list[Any]) -> "Series":
+    import pandas
+
+    if name in TEXTS:
+        return pandas.Series(["" if each is None else str(each) for each in cells], dtype="str")
+    if name == "trial":
+        return pandas.Series(cells, dtype="int64")
+    if name in INTEGERS:
+        return pandas.Series(cells, dtype="Int64")
+    if name in FIXED:
+        return pandas.Series(cells, dtype="float64")
+    kinds = {type(each) for each in cells}
+    if kinds == {bool}:
+        return pandas.Series(cells, dtype="bool")
+    if kinds == {int} and all(abs(each) < 2**63 for each in cells):
+        return pandas.Series(cells, dtype="int64")
+    if kinds and kinds <= {int, float}:
+        return pandas.Series(cells, dtype="float64")
+    return pandas.Series(cells, dtype="object")
