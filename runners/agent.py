@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 
-from .process import adopt_orphans, die_with_parent, kill_descendants
+from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def _serve(listener: Listener) -> None:
                 else:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    os.waitpid(key.data, 0)
+                    reap()
 
 
 def _fork_supervisor(client: Connection, listener: Listener) -> tuple[int, int]:

@@ -38,35 +38,28 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
     """
     end = time.monotonic() + deadline_s
     me = psutil.Process()
-    while True:
-        while _reap():
-            continue
-        alive = [each for each in me.children(recursive=True) if each.is_running()]
-        alive = [each for each in alive if _state(each) != psutil.STATUS_ZOMBIE]
-        if not alive:
-            while _reap():
-                continue
-            return
-        for each in alive:
+    while reap():
+        for each in me.children(recursive=True):
             try:
                 os.kill(each.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > end:
-            raise TimeoutError(f"processes survive SIGKILL: {[each.pid for each in alive]}")
-        time.sleep(0.002)
+            left = [each.pid for each in me.children(recursive=True)]
+            raise TimeoutError(f"processes survive SIGKILL: {left}")
+        time.sleep(0.001)
 
 
-def _state(process: psutil.Process) -> str:
-    try:
-        return process.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE
+def reap() -> bool:
+    """Collects the children that have ended; whether there are any left.
 
-
-def _reap() -> bool:
-    try:
-        pid, _ = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return pid != 0
+    A process whose first thread has ended looks like a zombie while the others still run, so only the
+    kernel's own answer counts.
+    """
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
