@@ -1,0 +1,418 @@
+"""The valid choices of one component, by joining knob after knob and dropping what cannot become valid.
+
+Partial choices are rows of a table, one column of codes (indices into a knob's values; -1 where the knob is
+absent) a knob. Joining a knob pairs every row with every value, and keeps a pair where every rule may still
+hold: a rule whose knobs are all chosen is evaluated; of another, interval arithmetic over what is left to
+choose, and divisibility for products, tell whether it can hold at all. Everything is vectorised.
+
+A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out after every join.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import SpaceError
+from .knob import DerivedKnob
+from .operators import UNDEFINED, Column
+from .plan import Step, plan
+from .rules import Predicate, Rule, settled, truth
+from .structure import Check, Lookup, Ranges, Structure
+from .values import Value
+
+MAX_ROWS = 5_000_000
+"""Most rows of a table, while it is built and at the end."""
+MAX_PAIRS = 1_000_000_000
+"""Most pairs of row and value looked at for one component."""
+_CHUNK = 1 << 19  # pairs looked at in one go: bounds the memory
+_DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them
+_ABSENT = -1
+
+
+class TooLarge(SpaceError):
+    """A component has more valid choices than are enumerated."""
+
+
+@dataclass(eq=False, slots=True)
+class Table:
+    """Chosen codes, one array of length `rows` a knob; callables' results as codes of `Interned` values."""
+
+    rows: int
+    codes: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def take(self, rows: np.ndarray | slice) -> "Table":
+        """The rows at these indices."""
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+        return Table(count, {name: column[rows] for name, column in self.codes.items()})
+
+
+class Interned:
+    """The distinct values a callable returned, in the order they came; rows hold their codes."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._codes: dict[tuple[type, Value], int] = {}
+        self._array = np.array([], object)
+
+    def code(self, value: Value) -> int:
+        """The code of a value; a new one for a value not seen before."""
+        key = (type(value), value)
+        found = self._codes.get(key)
+        if found is None:
+            found = self._codes[key] = len(self.values)
+            self.values.append(value)
+        return found
+
+    def column(self, codes: np.ndarray) -> np.ndarray:
+        """The values at `codes`: bool, int64 or float64 where all are, else objects."""
+        if len(self._array) != len(self.values):
+            kinds = {type(value) for value in self.values}
+            dtype = {frozenset({bool}): bool, frozenset({int}): np.int64}.get(frozenset(kinds), object)
+            self._array = np.array(self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype)
+        # No values, or a row where it is absent: any value will do, the rules that ask do not apply there.
+        return self._array[codes] if self.values else np.zeros(codes.shape)
+
+
+class Component:
+    """Knobs that share rules among themselves and with no other knob.
+
+    Args:
+        structure: the rules.
+        names: the component's knobs, in the order of the space.
+    """
+
+    def __init__(self, structure: Structure, names: tuple[str, ...]) -> None:
+        self.structure = structure
+        self.names = names
+        members = frozenset(names)
+        self.checks = [check for check in structure.checks if check.bases & members]
+        self.interned = {
+            check.label.name: Interned()
+            for check in self.checks
+            if isinstance(check.label, DerivedKnob) and isinstance(check.rule, Predicate)
+        }
+        self._alive = {name: self._unary(name) for name in names}
+        self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
+        self._hulls = {
+            name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)
+        }
+
+    def enumerate(self) -> Table:
+        """Every valid choice, in the lexicographic order of the knobs' values.
+
+        Raises:
+            TooLarge: there are more than `MAX_ROWS`, or finding them takes too long.
+        """
+        return self._sorted(self._join())
+
+    def draw(self, rng: np.random.Generator, keep: int) -> Table:
+        """Up to about `keep` distinct valid choices, drawn by joining random partial choices; not uniform."""
+
+        def thin(table: Table, most: int) -> np.ndarray:
+            return rng.choice(table.rows, most, replace=False)
+
+        for width in (keep, 8 * keep, 64 * keep):  # a dead end: look wider
+            table = self._join(thin, width)
+            if table.rows:
+                break
+        return table
+
+    def closest(self, distance: Callable[[Table], np.ndarray], keep: int) -> Table:
+        """Valid choices near the least `distance` of a (partial) table's rows."""
+
+        def thin(table: Table, most: int) -> np.ndarray:
+            return np.argsort(distance(table), kind="stable")[:most]
+
+        return self._join(thin, keep)
+
+    # -- joining ---------------------------------------------------------------------------------------------
+
+    def _join(self, thin: Callable[[Table, int], np.ndarray] | None = None, keep: int = 0) -> Table:
+        table, pairs = Table(1), 0
+        if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
+            return Table(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
+        with np.errstate(all="ignore"):
+            for step in self._steps:
+                if thin is not None:
+                    most = min(keep, max(16, MAX_ROWS // 2 // max(1, len(self._alive[step.name]))))
+                    if table.rows > most:
+                        table = table.take(thin(table, most))
+                pairs += table.rows * len(self._alive[step.name])
+                if pairs > MAX_PAIRS:
+                    raise self._too_large()
+                table = self._extend(table, step)
+        if thin is not None and table.rows > keep:
+            table = table.take(thin(table, keep))
+        return table
+
+    def _extend(self, table: Table, step: Step) -> Table:
+        alive = self._alive[step.name]
+        active = self._active(table, step.name)
+        parts, total = [], 0
+        if active is not None:
+            absent = table.take(np.flatnonzero(~active))
+            table = table.take(np.flatnonzero(active))
+            if absent.rows and not (self.structure.strict and step.name in step.required):
+                absent.codes[step.name] = np.full(absent.rows, _ABSENT, alive.dtype)
+                for name in step.interned:
+                    absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
+                parts.append(absent)
+                total = absent.rows
+        chunk = max(1, _CHUNK // max(1, len(alive)))
+        for start in range(0, table.rows, chunk):
+            piece = table.take(slice(start, min(start + chunk, table.rows)))
+            parts.append(self._pair(piece, step))
+            total += parts[-1].rows
+            if total > MAX_ROWS:
+                raise self._too_large()
+        if len(parts) == 1:
+            return parts[0]
+        names = [*table.codes, step.name, *step.interned]
+        if not parts:
+            return Table(0, {name: np.zeros(0, np.int32) for name in names})
+        return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
+
+    def _active(self, table: Table, name: str) -> np.ndarray | None:
+        """Rows in which the knob exists; None for all of them."""
+        when = self.structure.knobs[name].when
+        if when is None:
+            return None
+        present = self._present(table, self.structure.conditionals_of(when.names))
+        out = np.ones(table.rows, bool) if present is None else present
+        rows = np.flatnonzero(out)
+        out[rows] = self._true(table.take(rows), when)
+        return out
+
+    def _pair(self, table: Table, step: Step) -> Table:
+        alive = self._alive[step.name]
+        ok: np.ndarray | None = None
+        if step.complete or step.partial:
+            lookup = Lookup(self.structure, self._grid(table, step.name, alive))
+            ranges = Ranges(lookup, {name: self._hulls[name] for name in step.open if name in self._hulls})
+            for check in step.complete:
+                ok = self._narrow(ok, table, step, check, self._evaluated(check, lookup))
+            for check in step.partial:
+                ok = self._narrow(ok, table, step, check, _possible(check, ranges))
+                if check.factors:
+                    ok = self._narrow(ok, table, step, check, self._divides(check, step, lookup))
+        if ok is None:
+            rows = np.repeat(np.arange(table.rows), len(alive))
+            codes = np.tile(alive, table.rows)
+        else:
+            rows, columns = np.nonzero(np.broadcast_to(ok, (table.rows, len(alive))))
+            codes = alive[columns]
+        out = table.take(rows)
+        out.codes[step.name] = codes
+        for check in step.opaque:
+            out = self._apply(out, check)
+        return out
+
+    def _grid(self, table: Table, name: str, alive: np.ndarray) -> Callable[[str], np.ndarray | None]:
+        """Columns shaped to broadcast: rows down, values of the joined knob across."""
+
+        def load(each: str) -> np.ndarray | None:
+            if each == name:
+                return self.structure.knobs[each].column(alive)[None, :]
+            codes = table.codes.get(each)
+            return None if codes is None else self.values(each, codes)[:, None]
+
+        return load
+
+    def _narrow(
+        self, ok: np.ndarray | None, table: Table, step: Step, check: Check, mask: np.ndarray | None
+    ) -> np.ndarray | None:
+        if mask is None:
+            return ok
+        present = self._present(table, check.conditionals - {step.name})
+        if present is not None:
+            mask = mask & present[:, None] if self.structure.strict else mask | ~present[:, None]
+        return mask if ok is None else ok & mask
+
+    def _present(self, table: Table, conditionals: frozenset[str]) -> np.ndarray | None:
+        """Rows in which all these knobs exist; None for all rows."""
+        out = None
+        for name in conditionals:
+            codes = table.codes.get(name)
+            if codes is not None:
+                here = codes != _ABSENT
+                out = here if out is None else out & here
+        return out
+
+    @staticmethod
+    def _evaluated(check: Check, lookup: Lookup) -> np.ndarray | None:
+        if isinstance(check.label, DerivedKnob):
+            _, undefined = lookup(check.label.name)
+            return None if undefined is None else ~undefined
+        return _holding(check.rule.columns(lookup))
+
+    def _divides(self, check: Check, step: Step, lookup: Lookup) -> np.ndarray | None:
+        chosen = [
+            each for each in check.factors
+            if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))
+        ]
+        if not chosen or not step.open.isdisjoint(self.structure.bases_of(check.total.names)):
+            return None
+        product = chosen[0]
+        for each in chosen[1:]:
+            product = product * each
+        part, undefined = product.columns(lookup)
+        total, missing = check.total.columns(lookup)
+        ok = np.where(part == 0, total == 0, total % np.where(part == 0, 1, part) == 0)
+        for mask in (undefined, missing):  # too large to tell
+            ok = ok if mask is None else ok | mask
+        return ok
+
+    # -- Python functions ------------------------------------------------------------------------------------
+
+    def _apply(self, table: Table, check: Check) -> Table:
+        """The rows of a full table in which a check holds that has a Python function in it."""
+        derives = isinstance(check.label, DerivedKnob)
+        present = self._present(table, check.conditionals)
+        rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
+        here = table.take(rows)
+        keep = np.ones(table.rows, bool)
+        if present is not None and self.structure.strict and not derives:
+            keep = present.copy()
+        if derives and isinstance(check.rule, Predicate):
+            name = check.label.name
+            codes = np.full(table.rows, _ABSENT, np.int32)
+            codes[rows] = self._called(here, check.rule, _ABSENT,
+                                       lambda result: self._interned(name, check.rule, result))
+            keep[rows] = codes[rows] != _ABSENT
+            table.codes[name] = codes
+        elif derives:
+            _, undefined = check.rule.columns(Lookup(self.structure, self._loader(here)))
+            if undefined is not None:
+                keep[rows] = ~np.broadcast_to(undefined, rows.shape)
+        else:
+            keep[rows] = self._true(here, check.rule)
+        return table if keep.all() else table.take(np.flatnonzero(keep))
+
+    def _true(self, table: Table, rule: Rule) -> np.ndarray:
+        """Rows in which a condition holds; all its knobs must be there."""
+        if isinstance(rule, Predicate):
+            return self._called(table, rule, 0, lambda result: truth(rule, result)).astype(bool)
+        holding = _holding(rule.columns(Lookup(self.structure, self._loader(table))))
+        return np.broadcast_to(holding, (table.rows,))
+
+    def _interned(self, name: str, rule: Predicate, result: object) -> int:
+        value = settled(rule, result)
+        return _ABSENT if value is UNDEFINED else self.interned[name].code(value)
+
+    def _called(
+        self, table: Table, rule: Predicate, missing: int, reading: Callable[[object], int]
+    ) -> np.ndarray:
+        """What a function gives for every row, as `reading` codes it, `missing` where it divides by zero.
+
+        Called once for every combination of arguments that occurs.
+        """
+        if not table.rows:
+            return np.zeros(0, np.int32)
+        lookup = Lookup(self.structure, self._loader(table))
+        arguments = [self._argument(table, name, lookup) for name in rule.names]
+        first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
+        picked = [[values[code] for code in codes[first].tolist()] for codes, values in arguments]
+        results = np.zeros(len(first), np.int32)
+        for at, values in enumerate(zip(*picked)):
+            result = rule.call(dict(zip(rule.names, values)))
+            results[at] = missing if result is UNDEFINED else reading(result)
+        return results[inverse]
+
+    def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
+        """Codes of a knob's values in the rows, and the Python values they stand for."""
+        codes = table.codes.get(name)
+        if codes is not None:
+            return codes, self.python_values(name)
+        if name in self.structure.fixed:
+            return np.zeros(table.rows, np.int8), [self.structure.fixed[name]]
+        column = np.broadcast_to(lookup(name)[0], (table.rows,))
+        if column.dtype == object:
+            seen: dict[tuple[type, Value], int] = {}
+            coded = [seen.setdefault((type(value), value), len(seen)) for value in column.tolist()]
+            return np.array(coded, np.int32), [value for _, value in seen]
+        values, codes = np.unique(column, return_inverse=True)
+        return codes, values.tolist()
+
+    # -- small parts -----------------------------------------------------------------------------------------
+
+    def python_values(self, name: str) -> Sequence[Value]:
+        """What the codes of a column stand for."""
+        return self.interned[name].values if name in self.interned else self.structure.knobs[name].values
+
+    def values(self, name: str, codes: np.ndarray) -> np.ndarray:
+        """The column of values at some codes; where a code says absent, any value."""
+        owner = self.interned.get(name) or self.structure.knobs[name]
+        return owner.column(codes)
+
+    def _loader(self, table: Table) -> Callable[[str], np.ndarray | None]:
+        def load(name: str) -> np.ndarray | None:
+            codes = table.codes.get(name)
+            return None if codes is None else self.values(name, codes)
+
+        return load
+
+    def _unary(self, name: str) -> np.ndarray:
+        """Codes of the values that the rules about this knob alone allow."""
+        knob = self.structure.knobs[name]
+        count = len(knob.values)
+        codes = np.arange(count, dtype=np.min_scalar_type(-count - 1))
+        ok = np.ones(count, bool)
+        lookup = Lookup(self.structure, lambda each: knob.column(codes) if each == name else None)
+        with np.errstate(all="ignore"):
+            for check in self.checks:
+                if check.bases == {name} and not check.opaque:
+                    mask = self._evaluated(check, lookup)
+                    ok = ok if mask is None else ok & mask
+        return codes[ok]
+
+    def _sorted(self, table: Table) -> Table:
+        key, span = np.zeros(table.rows, np.int64), 1
+        for name in self.names:
+            span *= len(self.structure.knobs[name].values) + 1
+        if span < 2**62:
+            for name in self.names:
+                key = key * (len(self.structure.knobs[name].values) + 1) + table.codes[name]
+            if (key[1:] > key[:-1]).all():
+                return table
+            return table.take(np.argsort(key))
+        return table.take(np.lexsort([table.codes[name] for name in reversed(self.names)]))
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(
+            f"the knobs {', '.join(self.names)} have too many valid combinations to list (more than {MAX_ROWS:,}, "
+            "or too many to look through); sample(), config(), default() and `in` still work, and so does "
+            "everything after a further constraint, or a fixed or overridden knob"
+        )
+
+
+def _holding(column: Column) -> np.ndarray:
+    values, undefined = column
+    values = values.astype(bool, copy=False)
+    return values if undefined is None else values & ~undefined
+
+
+def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
+    """Where a check whose knobs are not all chosen can still hold; None for everywhere."""
+    if isinstance(check.label, DerivedKnob):
+        return None
+    _, high = check.rule.bounds(ranges)
+    return np.asarray(high) > 0
+
+
+def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of the distinct combinations of some code columns, and for every row which of them it has."""
+    key, span = columns[0].astype(np.int64), sizes[0]
+    for codes, size in zip(columns[1:], sizes[1:]):
+        if span * size >= 2**62:
+            values, key = np.unique(key, return_inverse=True)
+            span = len(values)
+        key, span = key * size + codes, span * size
+    if span > _DENSE:
+        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        return first, inverse
+    place = np.full(span, -1, np.int64)
+    place[key] = np.arange(len(key))
+    first = place[place >= 0]
+    place[place >= 0] = np.arange(len(first))
+    return first, place[key]

@@ -1,0 +1,155 @@
+"""Whether a point obeys the rules of a space, and in words why not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpaceError, unknown
+from .expression import Expression, Operation
+from .knob import Knob
+from .operators import UNDEFINED
+from .rules import Constraint, Rule, RuleError, compute, holds
+from .values import Value, coerce, kind_of
+
+if TYPE_CHECKING:
+    from .space import Space
+
+
+@dataclass(slots=True)
+class Point:
+    """What a mapping of knob to value amounts to in a space."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    """Values as the knobs hold them, in evaluation order; absent knobs are left out."""
+    absent: set[str] = field(default_factory=set)
+    """Knobs whose condition is false, or that are derived from such."""
+    unsettled: set[str] = field(default_factory=set)
+    """Knobs without a usable value, and what depends on them."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong, a sentence each; empty for a valid point."""
+
+
+def resolve(space: "Space", given: Mapping[str, Any], *, complete: bool = False, first: bool = False) -> Point:
+    """Checks `given` against every knob and rule.
+
+    Args:
+        space: the space.
+        given: values by name.
+        complete: fill in defaults and derived values instead of missing them.
+        first: stop at the first problem.
+
+    Raises:
+        SpaceError: a callable of the space raised, and nothing else is wrong.
+    """
+    point = Point()
+    raised: RuleError | None = None
+    known = space.by_name
+    for name in given:
+        if name not in known:
+            point.problems.append(unknown("knob", name, known))
+    for name, knob in known.items():
+        if first and point.problems:
+            return point
+        try:
+            (_derived if knob.derived else _chosen)(point, knob, given, complete)
+        except RuleError as error:
+            raised = raised or error
+            point.unsettled.add(name)
+    for constraint in space.constraints:
+        if first and point.problems:
+            return point
+        if point.absent.isdisjoint(constraint.names) and point.unsettled.isdisjoint(constraint.names):
+            try:
+                if not holds(constraint.rule, point.values):
+                    point.problems.append(_violation(constraint, point.values))
+            except RuleError as error:
+                raised = raised or error
+    if raised is not None and not point.problems:
+        raise raised
+    return point
+
+
+def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) -> None:
+    name = knob.name
+    if knob.when is not None:
+        if not point.unsettled.isdisjoint(knob.when.names):
+            point.unsettled.add(name)
+            return
+        hidden = point.absent.intersection(knob.when.names)
+        if hidden or not holds(knob.when, point.values):
+            point.absent.add(name)
+            if name in given:
+                point.problems.append(_inapplicable(knob, point, hidden))
+            return
+    if name not in given and not complete:
+        point.problems.append(f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}")
+        point.unsettled.add(name)
+        return
+    try:
+        point.values[name] = knob.check(given[name]) if name in given else knob.default
+    except SpaceError as error:
+        point.problems.append(str(error))
+        point.unsettled.add(name)
+
+
+def _derived(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) -> None:
+    name, rule = knob.name, knob.rule
+    hidden = point.absent.intersection(rule.names)
+    if hidden:
+        point.absent.add(name)
+        if name in given:
+            point.problems.append(f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, "
+                                  "which does not either")
+        return
+    if not point.unsettled.isdisjoint(rule.names):
+        point.unsettled.add(name)
+        return
+    value = compute(rule, point.values)
+    if value is UNDEFINED:
+        point.problems.append(
+            f"knob '{name}' has no value: `{rule.text}` cannot be computed with {_shown(rule, point.values)}"
+        )
+        point.unsettled.add(name)
+        return
+    point.values[name] = value
+    if name in given:
+        try:
+            agrees = coerce(given[name], kind_of(value), f"knob '{name}'") == value
+        except SpaceError:
+            agrees = False
+        if not agrees:
+            point.problems.append(
+                f"knob '{name}' is {given[name]!r}, but `{rule.text}` gives {value!r} with "
+                f"{_shown(rule, point.values)}"
+            )
+    elif not complete:
+        point.problems.append(f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in")
+
+
+def _inapplicable(knob: Knob, point: Point, hidden: set[str]) -> str:
+    start = f"knob '{knob.name}' does not apply here: it exists when `{knob.when.text}`, "
+    if hidden:
+        return start + f"and {_listed(hidden)} does not apply either"
+    return start + f"and {_shown(knob.when, point.values)}"
+
+
+def _violation(constraint: Constraint, values: Mapping[str, Value]) -> str:
+    out = f"violates {constraint} with {_shown(constraint.rule, values)}"
+    rule = constraint.rule
+    if isinstance(rule, Operation) and rule.operator.family in ("order", "equality"):
+        left, right = (each.scalar(values.__getitem__) for each in rule.arguments)
+        if left is UNDEFINED or right is UNDEFINED:
+            side = rule.arguments[0 if left is UNDEFINED else 1]
+            return f"{out}: `{side}` has no value"
+        return f"{out}: {left!r} {rule.operator.sign} {right!r} is false"
+    if isinstance(rule, Expression) and rule.scalar(values.__getitem__) is UNDEFINED:
+        return f"{out}: it has no value"
+    return out
+
+
+def _shown(rule: Rule, values: Mapping[str, Value]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in rule.names)
+
+
+def _listed(names: set[str]) -> str:
+    return " and ".join(f"'{name}'" for name in sorted(names))

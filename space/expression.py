@@ -1,0 +1,420 @@
+"""Expressions over knobs: trees that operators build, with a text, a value, and bounds.
+
+    >>> tp * pp <= 8
+    Expression('tp * pp <= 8')
+
+An expression has no truth value of its own, so `and`, `or`, `not`, `in`, chained comparisons and the builtins
+`min` and `max` cannot be used on it; `&`, `|`, `~`, `isin`, `minimum` and `maximum` stand in for them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import SpaceError
+from .operators import (
+    ATOM,
+    COMPARISON,
+    OPERATORS,
+    POWER,
+    UNARY,
+    UNDEFINED,
+    UNKNOWN,
+    Column,
+    Interval,
+    Operator,
+    outward,
+    same,
+    union,
+)
+from .values import FLAG, INTEGER, NUMERIC, TEXT, Value, article, coerce, kind_of, plain
+
+MAX_DEPTH = 200
+"""Deepest nesting of an expression."""
+
+
+class Expression:
+    """Something computed from knobs. Every operator returns a new expression; none evaluates anything."""
+
+    __array_ufunc__ = None  # numpy scalars on the left leave the operation to us
+    kind: str | None
+    """`flag`, `integer`, `number` or `text`; None where only a callable knows."""
+    names: tuple[str, ...] = ()
+    """The knobs it mentions, in the order of their first mention."""
+    precedence: int = ATOM
+    depth: int = 1
+
+    @property
+    def text(self) -> str:
+        """The expression as the grammar of `redline.space.grammar` writes it."""
+        raise NotImplementedError
+
+    def scalar(self, lookup: Callable[[str], Any]) -> Any:
+        """The value, given a function from a knob's name to its value; `UNDEFINED` where there is none."""
+        raise NotImplementedError
+
+    def columns(self, lookup: Callable[[str], Column]) -> Column:
+        """Values and mask of undefined ones, given a function from a name to those of the knob; broadcasts."""
+        raise NotImplementedError
+
+    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
+        """An interval that holds every value, given a function from a name to the knob's interval."""
+        raise NotImplementedError
+
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        """The value for a mapping of knob to value, or a column for a mapping of knob to numpy column.
+
+        A scalar without a value (a division by zero) is None; in columns, a condition without a value is
+        False, and any other expression's column is masked (`numpy.ma`).
+
+        Raises:
+            SpaceError: a knob is missing.
+        """
+        missing = [name for name in self.names if name not in values]
+        if missing:
+            raise SpaceError(f"`{self}` needs a value for {', '.join(missing)}")
+        if not any(isinstance(values[name], np.ndarray) for name in self.names):
+            value = self.scalar({name: plain(values[name]) for name in self.names}.__getitem__)
+            return None if value is UNDEFINED else value
+        arrays = {name: _as_column(values[name]) for name in self.names}
+        with np.errstate(all="ignore"):
+            value, undefined = self.columns(lambda name: (arrays[name], None))
+        if undefined is None:
+            return value
+        return value & ~undefined if value.dtype == bool else np.ma.masked_array(value, undefined)
+
+    def identical(self, other: "Expression") -> bool:
+        """Whether both are the same tree."""
+        return self._key() == other._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def isin(self, values: Iterable[Any]) -> "Expression":
+        """The condition that this is one of `values`; in text, `tp in [1, 2]`."""
+        return Membership(self, values)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Expression({self.text!r})"
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise SpaceError(
+            f"`{self}` has no truth value: it is an expression over knobs, not a result. Write & | ~ instead of "
+            "and, or, not; knob.isin([1, 2]) instead of in; (1 < a) & (a < 8) instead of 1 < a < 8; and "
+            "minimum, maximum of redline.space instead of min, max"
+        )
+
+    def __add__(self, other: Any) -> "Expression":
+        return operation("+", self, other)
+
+    def __radd__(self, other: Any) -> "Expression":
+        return operation("+", other, self)
+
+    def __sub__(self, other: Any) -> "Expression":
+        return operation("-", self, other)
+
+    def __rsub__(self, other: Any) -> "Expression":
+        return operation("-", other, self)
+
+    def __mul__(self, other: Any) -> "Expression":
+        return operation("*", self, other)
+
+    def __rmul__(self, other: Any) -> "Expression":
+        return operation("*", other, self)
+
+    def __truediv__(self, other: Any) -> "Expression":
+        return operation("/", self, other)
+
+    def __rtruediv__(self, other: Any) -> "Expression":
+        return operation("/", other, self)
+
+    def __floordiv__(self, other: Any) -> "Expression":
+        return operation("//", self, other)
+
+    def __rfloordiv__(self, other: Any) -> "Expression":
+        return operation("//", other, self)
+
+    def __mod__(self, other: Any) -> "Expression":
+        return operation("%", self, other)
+
+    def __rmod__(self, other: Any) -> "Expression":
+        return operation("%", other, self)
+
+    def __pow__(self, other: Any) -> "Expression":
+        return operation("**", self, other)
+
+    def __rpow__(self, other: Any) -> "Expression":
+        return operation("**", other, self)
+
+    def __neg__(self) -> "Expression":
+        return operation("neg", self)
+
+    def __pos__(self) -> "Expression":
+        return self
+
+    def __invert__(self) -> "Expression":
+        return operation("~", self)
+
+    def __and__(self, other: Any) -> "Expression":
+        return operation("&", self, other)
+
+    def __rand__(self, other: Any) -> "Expression":
+        return operation("&", other, self)
+
+    def __or__(self, other: Any) -> "Expression":
+        return operation("|", self, other)
+
+    def __ror__(self, other: Any) -> "Expression":
+        return operation("|", other, self)
+
+    def __lt__(self, other: Any) -> "Expression":
+        return operation("<", self, other)
+
+    def __le__(self, other: Any) -> "Expression":
+        return operation("<=", self, other)
+
+    def __gt__(self, other: Any) -> "Expression":
+        return operation(">", self, other)
+
+    def __ge__(self, other: Any) -> "Expression":
+        return operation(">=", self, other)
+
+    def __eq__(self, other: Any) -> "Expression":  # type: ignore[override]
+        return operation("==", self, other)
+
+    def __ne__(self, other: Any) -> "Expression":  # type: ignore[override]
+        return operation("!=", self, other)
+
+    def __contains__(self, item: Any) -> bool:
+        raise SpaceError(f"'in' cannot ask `{self}`: it is an expression over knobs, not a collection")
+
+    def __iter__(self) -> Any:
+        raise SpaceError(f"`{self}` cannot be iterated: it is an expression over knobs, not a collection")
+
+
+class Constant(Expression):
+    """A value written in an expression."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = plain(value, "a value in an expression")
+        self.kind = kind_of(self.value)
+        if self.kind in NUMERIC and self.value < 0:
+            self.precedence = UNARY
+
+    @property
+    def text(self) -> str:
+        return repr(self.value)
+
+    def scalar(self, lookup: Callable[[str], Any]) -> Any:
+        return self.value
+
+    def columns(self, lookup: Callable[[str], Column]) -> Column:
+        return _as_column(self.value), None
+
+    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
+        return UNKNOWN if self.kind == TEXT else outward(self.value, self.value)
+
+    def _key(self) -> tuple[Any, ...]:
+        return type(self.value), self.value
+
+
+class Operation(Expression):
+    """An operator and its operands."""
+
+    def __init__(self, operator: Operator, arguments: tuple[Expression, ...]) -> None:
+        kinds = tuple(each.kind for each in arguments)
+        refusal = operator.refusal(kinds, tuple(f"`{each}`" for each in arguments))
+        if refusal:
+            raise SpaceError(f"`{_render(operator, arguments)}`: {refusal}")
+        self.operator = operator
+        self.arguments = arguments
+        negated = operator.sign == "~" and isinstance(arguments[0], Membership)  # written `not in`
+        self.precedence = COMPARISON if negated else operator.precedence
+        self.kind = operator.kind(kinds)
+        self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
+        self.depth = 1 + max(each.depth for each in arguments)
+        if self.depth > MAX_DEPTH:
+            raise SpaceError(f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first")
+        # kind None may turn out as floats, whose bounds are the wider ones
+        self._integral = all(kind in (INTEGER, FLAG) for kind in kinds)
+
+    @property
+    def text(self) -> str:
+        return _render(self.operator, self.arguments)
+
+    def scalar(self, lookup: Callable[[str], Any]) -> Any:
+        sign = self.operator.sign
+        if sign in ("&", "|"):
+            # Three-valued logic: an undefined side decides nothing, a deciding side settles it.
+            decisive = sign == "|"
+            sides = [each.scalar(lookup) for each in self.arguments]
+            left, right = (each if each is UNDEFINED else bool(each) for each in sides)
+            if left is decisive or right is decisive:
+                return decisive
+            return UNDEFINED if left is UNDEFINED or right is UNDEFINED else not decisive
+        values = [each.scalar(lookup) for each in self.arguments]
+        if any(value is UNDEFINED for value in values):
+            return UNDEFINED
+        if self.operator.family in ("arithmetic", "order"):
+            for value, argument in zip(values, self.arguments):
+                if value is None or isinstance(value, str):
+                    raise SpaceError(f"`{self}`: '{sign}' needs numbers, but `{argument}` is {value!r}")
+        return self.operator.scalar(*values)
+
+    def columns(self, lookup: Callable[[str], Column]) -> Column:
+        sides = [each.columns(lookup) for each in self.arguments]
+        sign = self.operator.sign
+        if sign in ("&", "|"):
+            return _logic(sign == "|", *sides)
+        try:
+            values, undefined = self.operator.vector(*(value for value, _ in sides))
+        except TypeError as error:
+            raise SpaceError(f"`{self}`: {error}") from None
+        return values, union(undefined, *(mask for _, mask in sides))
+
+    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
+        intervals = [each.bounds(lookup) for each in self.arguments]
+        return self.operator.bounds(*intervals, integral=self._integral)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.operator.sign, *(each._key() for each in self.arguments)
+
+
+class Membership(Expression):
+    """Whether an expression is one of some values."""
+
+    kind = FLAG
+    precedence = COMPARISON
+
+    def __init__(self, subject: Expression, values: Iterable[Any]) -> None:
+        if isinstance(values, str | Expression):
+            raise SpaceError(f"isin takes a list of values, but got {values!r}")
+        try:
+            given = list(values)
+        except TypeError:
+            raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
+        if not given:
+            raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
+        self.subject = subject
+        self.values = tuple(coerce(each, subject.kind, f"`{subject}`") for each in given)
+        self.names = subject.names
+        self.depth = subject.depth + 1
+
+    @property
+    def text(self) -> str:
+        return self.written("in")
+
+    def written(self, sign: str) -> str:
+        """The text with `in` or `not in`."""
+        return f"{_wrapped(self.subject, COMPARISON + 1)} {sign} [{', '.join(map(repr, self.values))}]"
+
+    def scalar(self, lookup: Callable[[str], Any]) -> Any:
+        value = self.subject.scalar(lookup)
+        return value if value is UNDEFINED else any(same(value, each) for each in self.values)
+
+    def columns(self, lookup: Callable[[str], Column]) -> Column:
+        values, undefined = self.subject.columns(lookup)
+        test = OPERATORS["=="].vector
+        out = np.zeros(values.shape, bool)
+        for each in self.values:
+            out = out | test(values, _as_column(each))[0]
+        return out, undefined
+
+    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
+        interval = self.subject.bounds(lookup)
+        test = OPERATORS["=="].bounds
+        sides = [test(interval, Constant(each).bounds(lookup)) for each in self.values]
+        return OPERATORS["|"].bounds(*sides)
+
+    def _key(self) -> tuple[Any, ...]:
+        return "in", self.subject._key(), tuple((type(each), each) for each in self.values)
+
+
+def operation(sign: str, *arguments: Any) -> Expression:
+    """The expression of an operator and its operands, each an expression or a plain value.
+
+    Raises:
+        SpaceError: the operands' kinds do not fit the operator.
+    """
+    operands = tuple(each if isinstance(each, Expression) else Constant(each) for each in arguments)
+    if sign == "neg" and isinstance(operands[0], Constant) and operands[0].kind in NUMERIC:
+        return Constant(-operands[0].value)
+    if sign == "**" and operands[0].kind == INTEGER and isinstance(operands[1], Constant):
+        exponent = operands[1].value
+        if isinstance(exponent, int) and exponent < 0:
+            raise SpaceError(f"`{_render(OPERATORS['**'], operands)}`: the power of an integer needs an "
+                             "exponent of at least 0; divide instead")
+    return Operation(OPERATORS[sign], operands)
+
+
+def minimum(*arguments: Any) -> Expression:
+    """The smallest of two or more expressions or numbers; `min(a, b)` in text."""
+    return _extreme("min", arguments)
+
+
+def maximum(*arguments: Any) -> Expression:
+    """The largest of two or more expressions or numbers; `max(a, b)` in text."""
+    return _extreme("max", arguments)
+
+
+def _extreme(sign: str, arguments: tuple[Any, ...]) -> Expression:
+    if len(arguments) < 2:
+        raise SpaceError(f"{sign}(...) takes two or more arguments, but got {len(arguments)}")
+    return operation(sign, *arguments)
+
+
+def condition(expression: Expression) -> Expression:
+    """`expression` itself, where it is a condition.
+
+    Raises:
+        SpaceError: it is a number or a text.
+    """
+    if expression.kind not in (FLAG, None):
+        raise SpaceError(f"`{expression}` is {article(expression.kind)}, not a condition; compare it with something")
+    return expression
+
+
+def _as_column(value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind in "bif":
+        return array
+    return array.astype(np.int64) if array.dtype.kind == "u" else array.astype(object)
+
+
+def _logic(decisive: bool, left: Column, right: Column) -> Column:
+    (a, a_bad), (b, b_bad) = left, right
+    a, b = a.astype(bool, copy=False), b.astype(bool, copy=False)
+    out = a | b if decisive else a & b
+    if a_bad is None and b_bad is None:
+        return out, None
+    settled = np.zeros(out.shape, bool)
+    for value, bad in ((a, a_bad), (b, b_bad)):
+        side = value if decisive else ~value
+        settled = settled | (side if bad is None else side & ~bad)
+    return np.where(settled, decisive, out), union(a_bad, b_bad) & ~settled
+
+
+def _wrapped(expression: Expression, least: int) -> str:
+    return expression.text if expression.precedence >= least else f"({expression.text})"
+
+
+def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
+    sign, level = operator.sign, operator.precedence
+    if sign in ("min", "max"):
+        return f"{sign}({', '.join(each.text for each in arguments)})"
+    if len(arguments) == 1:
+        (only,) = arguments
+        if sign == "~" and isinstance(only, Membership):
+            return only.written("not in")
+        return f"{'-' if sign == 'neg' else sign}{_wrapped(only, UNARY)}"
+    left, right = arguments
+    if level == POWER:  # binds to the right, and looser than a sign on its right
+        return f"{_wrapped(left, ATOM)} ** {_wrapped(right, UNARY)}"
+    first = level + 1 if level == COMPARISON else level  # comparisons do not chain
+    return f"{_wrapped(left, first)} {sign} {_wrapped(right, level + 1)}"

@@ -1,0 +1,236 @@
+"""One named choice, or a value derived from others; a leaf of expressions."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import SpaceError
+from .expression import Expression
+from .grammar import check_name
+from .operators import UNKNOWN, Column, Interval, outward
+from .values import (
+    FLAG,
+    INTEGER,
+    NUMERIC,
+    TEXT,
+    Value,
+    article,
+    coerce,
+    from_text,
+    kind_of_all,
+    listing,
+    nearest,
+    plain,
+)
+
+if TYPE_CHECKING:
+    from .rules import Rule
+
+MAX_VALUES = 100_000
+"""Most values of one knob."""
+
+
+class Knob(Expression):
+    """A named choice. Spaces make knobs; programs use them in expressions and read their attributes."""
+
+    derived = False
+    """Whether the value follows from other knobs."""
+
+    def __init__(
+        self,
+        name: str,
+        values: Sequence[Any],
+        *,
+        default: Any = None,
+        when: "Rule | None" = None,
+        help: str = "",
+        others: Sequence[Any] | None = None,
+        monotone_memory: int = 0,
+    ) -> None:
+        self.name = check_name(name)
+        self.names = (self.name,)
+        self._what = f"knob '{name}'"
+        given = self._plain(values, "values")
+        extra = self._plain(others, "others") if others is not None else None
+        self.kind = kind_of_all([*given, *(extra or ())], self._what)
+        self.others = None if extra is None else tuple(coerce(each, self.kind, self._what) for each in extra)
+        """Values beyond the declared ones that `fix` and `override` accept; None for any of the kind."""
+        self.when = when
+        """The condition under which the knob exists; None for always."""
+        self.help = help
+        """What the knob does, in a line."""
+        if monotone_memory not in (-1, 0, 1):
+            raise SpaceError(f"{self._what}: monotone_memory is -1, 0 or 1, but got {monotone_memory!r}")
+        self.monotone_memory = monotone_memory
+        """1: more of it needs more memory; -1: less; 0: not known. For a flag, True is more than False."""
+        self._assign(self._unique(given))
+        self.default: Value = self.check(default) if default is not None else self.values[0]
+        """The value before anything is tuned."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the values can be compared; flags and texts cannot."""
+        return self.kind in NUMERIC
+
+    @property
+    def text(self) -> str:
+        return self.name
+
+    def check(self, value: Any) -> Value:
+        """`value` as this knob holds it.
+
+        Raises:
+            SpaceError: not one of the knob's values; the nearest is named.
+        """
+        value = coerce(value, self.kind, self._what)
+        if value not in self._codes:
+            near = nearest(value, self.values)
+            hint = f"; the nearest is {near!r}" if near is not None else ""
+            raise SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(self.values)}")
+        return value
+
+    def code(self, value: Value) -> int:
+        """The index of one of the knob's own values."""
+        return self._codes[value]
+
+    def parse(self, text: str) -> Value:
+        """The value that `text` means for this knob, as on a command line; it need not be a declared one.
+
+        Raises:
+            SpaceError: `text` is not of the knob's kind.
+        """
+        return from_text(text, self.kind, self._what)
+
+    def column(self, codes: np.ndarray) -> np.ndarray:
+        """The values at `codes`, any shape: bool, int64, float64, or object for text."""
+        return self._array[codes]
+
+    def set_values(self, values: Sequence[Any]) -> None:
+        """Replaces the values; a default that is gone becomes the nearest value that is left."""
+        chosen = self._unique(self._plain(values, "values"))
+        for value in chosen:
+            if self.others is not None and value not in self._codes and value not in self.others:
+                known = [*self.values, *self.others]
+                near = nearest(value, known)
+                hint = f"; the nearest is {near!r}" if near is not None else ""
+                raise SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(known)}")
+        if self.others is not None:
+            # What is replaced stays reachable for the next fix or override.
+            self.others = tuple(dict.fromkeys([*self.others, *self.values]))
+        self._assign(chosen)
+        if self.default not in self._codes:
+            near = nearest(self.default, self.values) if self.ordered else None
+            self.default = self.values[0] if near is None else near
+
+    def scalar(self, lookup: Callable[[str], Any]) -> Any:
+        return lookup(self.name)
+
+    def columns(self, lookup: Callable[[str], Column]) -> Column:
+        return lookup(self.name)
+
+    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
+        return lookup(self.name)
+
+    def hull(self, codes: np.ndarray | slice = slice(None)) -> Interval:
+        """The interval of the values at `codes`; unknown for text."""
+        if self.kind == TEXT:
+            return UNKNOWN
+        values = self._array[codes]
+        return outward(values.min(), values.max())
+
+    def _plain(self, values: Any, what: str) -> list[Value]:
+        if isinstance(values, str | bytes) or not hasattr(values, "__iter__") or isinstance(values, Expression):
+            raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
+        if hasattr(values, "__len__") and len(values) > MAX_VALUES:
+            raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
+        return [plain(each, f"{self._what}: a value") for each in values]
+
+    def _unique(self, given: Sequence[Value]) -> tuple[Value, ...]:
+        if not given:
+            raise SpaceError(f"{self._what} has no values; give at least one")
+        values = [coerce(each, self.kind, self._what) for each in given]
+        seen: set[Value] = set()
+        for value in values:
+            if value in seen:
+                raise SpaceError(f"{self._what} lists {value!r} twice")
+            seen.add(value)
+        return tuple(values)
+
+    def _assign(self, values: tuple[Value, ...]) -> None:
+        self.values = values
+        """The values to choose from, in the order given."""
+        self._codes = {value: code for code, value in enumerate(values)}
+        dtype = {FLAG: bool, INTEGER: np.int64, TEXT: object}.get(self.kind, np.float64)
+        self._array = np.array(values, dtype=dtype)
+
+    def _key(self) -> tuple[Any, ...]:
+        return "knob", self.name
+
+    def __repr__(self) -> str:
+        when = f", when={self.when.text!r}" if self.when is not None else ""
+        return f"Knob({self.name!r}, [{listing(self.values)}], default={self.default!r}{when})"
+
+
+class DerivedKnob(Knob):
+    """A value that follows from other knobs."""
+
+    derived = True
+
+    def __init__(self, name: str, rule: "Rule", help: str = "") -> None:
+        self.name = check_name(name)
+        self.names = (self.name,)
+        self._what = f"knob '{name}'"
+        self.rule = rule
+        """The expression or callable it is derived by."""
+        self.kind = rule.kind
+        self.help = help
+        self.when = None
+        self.values = ()
+        self.others = None
+        self.default = None
+        self.monotone_memory = 0
+
+    def check(self, value: Any) -> Value:
+        """`value` as this knob holds it.
+
+        Raises:
+            SpaceError: `value` is of another kind.
+        """
+        return coerce(value, self.kind, self._what)
+
+    def hull(self, codes: np.ndarray | slice = slice(None)) -> Interval:
+        return UNKNOWN
+
+    def __repr__(self) -> str:
+        return f"Knob({self.name!r}, derived={self.rule.text!r})"
+
+
+def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: bool) -> range | list[int]:
+    """The values of an integer knob, `high` included.
+
+    Raises:
+        SpaceError: the bounds or the step leave no value.
+    """
+    what = f"knob '{name}'"
+    low, high, step = (coerce(each, INTEGER, f"{what}: {label}") for each, label in
+                       ((low, "low"), (high, "high"), (step, "step")))
+    if low > high:
+        raise SpaceError(f"{what}: low <= high must hold, but got low={low}, high={high}")
+    if step < 1:
+        raise SpaceError(f"{what}: step must be at least 1, but got {step}")
+    if not powers_of_two:
+        return range(low, high + 1, step)
+    if step != 1:
+        raise SpaceError(f"{what}: give either step or powers_of_two, not both")
+    if high < 1:
+        raise SpaceError(f"{what}: no power of two lies between {low} and {high}")
+    values = [1 << bit for bit in range(high.bit_length()) if low <= 1 << bit <= high]
+    if not values:
+        raise SpaceError(f"{what}: no power of two lies between {low} and {high}")
+    return values
+
+
+def describe_kind(knob: Knob) -> str:
+    """`an integer`, `a number`, ..., for messages."""
+    return article(knob.kind) if knob.kind else "known only when computed"

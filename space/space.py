@@ -1,0 +1,531 @@
+"""What may vary: knobs and constraints, and the set of configurations they allow."""
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from ..errors import SpaceError, unknown
+from .config import Config
+from .document import describe, read_dict, read_yaml, write_dict, write_yaml
+from .explanation import resolve
+from .expression import Expression, condition
+from .grammar import parse
+from .knob import DerivedKnob, Knob, integer_values
+from .rules import Constraint, Predicate, Rule, RuleError
+from .structure import Structure
+from .valid_set import ValidSet
+from .values import listing
+
+
+class Space:
+    """Knobs and constraints, and the set of configurations they allow.
+
+        >>> space = Space()
+        >>> tp = space.choice("tp", [1, 2, 4, 8])
+        >>> micro = space.choice("micro_batch", [1, 2, 4, 8])
+        >>> dp = space.derive("dp", 8 // tp)
+        >>> space.require(micro * dp <= 16, "memory")
+        >>> len(space), space.explain({"tp": 1, "micro_batch": 8, "dp": 8})
+        (13, 'violates `micro_batch * dp <= 16` (memory) with micro_batch=8, dp=8: 64 <= 16 is false')
+
+    Rules are expressions (operators over knobs), texts of the same grammar, or callables that name knobs as
+    their parameters. A rule that mentions a knob which is absent (its `when=` is false) does not apply; what is
+    derived from an absent knob is absent. A division by zero, an overflow, None or NaN is no value: a condition
+    without one is false, a configuration with a derived knob without one is not valid.
+
+    Whatever cannot be meant is refused where it is declared, and leaves the space as it was.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        self._chosen: dict[str, Knob] = {}
+        self._derived: dict[str, DerivedKnob] = {}
+        self._all: dict[str, Knob] = {}  # as declared, so that each comes after those it depends on
+        self._constraints: list[Constraint] = []
+        self._valid: ValidSet | None = None
+
+    # -- declaration -----------------------------------------------------------------------------------------
+
+    def choice(
+        self,
+        name: str,
+        values: Sequence[Any],
+        *,
+        default: Any = None,
+        when: Any = None,
+        help: str = "",
+        others: Sequence[Any] | None = None,
+        monotone_memory: int = 0,
+    ) -> Knob:
+        """Declares a knob with these values, all flags, all numbers, or all texts (with or without None).
+
+        Args:
+            name: an identifier.
+            values: at least one, in the order in which they are enumerated.
+            default: the value before anything is tuned; the first of `values` if not given.
+            when: the condition on earlier knobs under which the knob exists.
+            help: what it does, in a line.
+            others: the only further values that `fix` and `override` accept; None for any of the same kind.
+            monotone_memory: 1 where more of it needs more memory, -1 where less.
+
+        Raises:
+            SpaceError: the name is taken, or the values are none, mixed, or listed twice.
+        """
+        rule = self._condition(when, f"when= of knob '{name}'")
+        return self._declare(
+            Knob(name, values, default=default, when=rule, help=help, others=others, monotone_memory=monotone_memory)
+        )
+
+    def integer(
+        self,
+        name: str,
+        low: int,
+        high: int,
+        *,
+        step: int = 1,
+        powers_of_two: bool = False,
+        default: Any = None,
+        when: Any = None,
+        help: str = "",
+        others: Sequence[Any] | None = None,
+        monotone_memory: int = 0,
+    ) -> Knob:
+        """Declares a knob with the integers from `low` to `high`, both included, by `step` or as powers of two.
+
+        Raises:
+            SpaceError: the name is taken, or the bounds leave no value.
+        """
+        values = integer_values(name, low, high, step, powers_of_two)
+        return self.choice(name, values, default=default, when=when, help=help, others=others,
+                           monotone_memory=monotone_memory)
+
+    def flag(
+        self, name: str, *, default: bool = False, when: Any = None, help: str = "", monotone_memory: int = 0
+    ) -> Knob:
+        """Declares a knob that is False or True.
+
+        Raises:
+            SpaceError: the name is taken.
+        """
+        return self.choice(name, [False, True], default=default, when=when, help=help,
+                           monotone_memory=monotone_memory)
+
+    def derive(self, name: str, rule: Expression | str | Callable[..., Any], help: str = "") -> Knob:
+        """Declares a knob that follows from earlier ones, by an expression or a callable that names them.
+
+        Its value may be of any kind. Where there is none, the configuration is not valid.
+
+        Raises:
+            SpaceError: the name is taken, the rule names an unknown knob, or no configuration is left.
+        """
+        resolved = self._rule(rule, f"the rule of derived knob '{name}'")
+        knob = DerivedKnob(name, resolved, help)
+        with self._change(f"derived knob '{name}' = `{resolved.text}` has no value in any configuration"):
+            self._declare(knob)
+        return knob
+
+    def require(self, rule: Expression | str | Callable[..., Any], reason: str = "") -> None:
+        """Declares a condition that every configuration meets.
+
+        Args:
+            rule: an expression, its text, or a callable that names knobs as parameters and returns a truth.
+                `ZeroDivisionError` counts as false; any other exception surfaces with the values it came for.
+            reason: why, for people; `explain` quotes it.
+
+        Raises:
+            SpaceError: the rule names an unknown knob, can never hold, or leaves no configuration.
+        """
+        resolved = self._condition(rule, "a constraint")
+        if resolved is None:
+            raise SpaceError("a constraint must be an expression, its text, or a callable, but got None")
+        self._require(Constraint(resolved, str(reason)))
+
+    def fix(self, name: str, value: Any) -> None:
+        """Leaves a knob one value. It need not be a declared one, if it is of the same kind. For a derived
+        knob this becomes the constraint that it has this value.
+
+        Raises:
+            SpaceError: unknown knob, a value of another kind, or no configuration is left.
+        """
+        knob = self[name]
+        if not knob.derived:
+            self.override(name, [value])
+            return
+        self._require(Constraint(knob == knob.check(value), "fixed", origin=name))
+
+    def override(self, name: str, values: Sequence[Any]) -> None:
+        """Replaces a knob's values, in place. They need not be declared ones, if they are of the same kind.
+        For a derived knob this becomes the constraint that it has one of these values.
+
+        Raises:
+            SpaceError: unknown knob, values of another kind, or no configuration is left.
+        """
+        knob = self[name]
+        if knob.derived:
+            self._require(Constraint(knob.isin(values), "overridden", origin=name))
+            return
+        before = dict(knob.__dict__)
+        values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | Expression) else values
+        try:
+            with self._change(f"no configuration is left with '{name}' set to {_listed(values)}"):
+                knob.set_values(values)
+        except SpaceError:
+            knob.__dict__.update(before)
+            raise
+
+    def copy(self) -> "Space":
+        """A space that can be changed without changing this one."""
+        out = Space()
+        out._chosen = {name: copy.copy(knob) for name, knob in self._chosen.items()}
+        out._derived = {name: copy.copy(knob) for name, knob in self._derived.items()}
+        out._all = {name: out._chosen[name] if name in out._chosen else out._derived[name] for name in self._all}
+        out._constraints = list(self._constraints)
+        return out
+
+    # -- knobs -----------------------------------------------------------------------------------------------
+
+    @property
+    def knobs(self) -> tuple[Knob, ...]:
+        """The knobs to choose, in the order of declaration, then the derived ones in theirs."""
+        return (*self._chosen.values(), *self._derived.values())
+
+    @property
+    def free(self) -> tuple[Knob, ...]:
+        """The knobs that have more than one value to choose from."""
+        return tuple(knob for knob in self._chosen.values() if len(knob.values) > 1)
+
+    @property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """The constraints, in the order of declaration."""
+        return tuple(self._constraints)
+
+    @property
+    def by_name(self) -> Mapping[str, Knob]:
+        """Knobs by name, each after those it depends on."""
+        return self._all
+
+    def __getitem__(self, name: str) -> Knob:
+        if isinstance(name, int | np.integer):
+            raise SpaceError(f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})")
+        if name not in self._all:
+            raise SpaceError(unknown("knob", name, self._all))
+        return self._all[name]
+
+    # -- the valid set ---------------------------------------------------------------------------------------
+
+    @property
+    def enumerable(self) -> bool:
+        """Whether the configurations can be listed. Where they cannot, `len`, iteration, `at`, `index` and
+        `columns` raise; `sample`, `config`, `default`, `explain` and `in` work all the same."""
+        return self._set().enumerable
+
+    @property
+    def size(self) -> int:
+        """How many configurations are valid; `len` for sizes beyond a machine word.
+
+        Raises:
+            SpaceError: too many to list.
+        """
+        return self._set().size
+
+    @property
+    def combinations(self) -> int:
+        """How many combinations the knobs' values have, before any rule."""
+        return prod(len(knob.values) for knob in self._chosen.values())
+
+    def __len__(self) -> int:
+        size = self._set().size
+        if size > sys.maxsize:
+            raise SpaceError(f"the space has {size} configurations, more than len() can return; use space.size")
+        return size
+
+    def __bool__(self) -> bool:
+        return True  # a space is never empty, and its truth need not be counted
+
+    def __iter__(self) -> Iterator[Config]:
+        return self._set().iterate()
+
+    def at(self, index: int) -> Config:
+        """The configuration at an index, in the order of iteration.
+
+        Raises:
+            SpaceError: no such index, or too many configurations to list.
+        """
+        index, size = operator.index(index), self._set().size
+        if not 0 <= index < size:
+            raise SpaceError(f"0 <= index < {size} must hold, but got {index}")
+        return self._set().at([index])[0]
+
+    def index(self, config: Mapping[str, Any]) -> int:
+        """The index of a configuration: `space.at(space.index(config)) == config`.
+
+        Raises:
+            SpaceError: the configuration is not valid, or there are too many to list.
+        """
+        point = resolve(self, _mapping(config))
+        if point.problems:
+            raise SpaceError(f"not in the space: {'; '.join(point.problems)}")
+        codes = {
+            name: -1 if name in point.absent else knob.code(point.values[name]) for name, knob in self._chosen.items()
+        }
+        return self._set().index(codes)
+
+    def __contains__(self, config: object) -> bool:
+        return isinstance(config, Mapping) and not resolve(self, config, first=True).problems
+
+    def explain(self, config: Mapping[str, Any]) -> str:
+        """`valid`, or a line for everything that is wrong: violated rules with their values, unknown and
+        missing knobs, values that are not among the knob's."""
+        return "\n".join(resolve(self, _mapping(config)).problems) or "valid"
+
+    def config(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> Config:
+        """The configuration with these values, defaults for the other knobs, and derived knobs computed.
+
+        Raises:
+            SpaceError: it is not valid; the message is that of `explain`.
+        """
+        point = resolve(self, {**(_mapping(values) if values is not None else {}), **more}, complete=True)
+        if point.problems:
+            raise SpaceError("\n".join(point.problems))
+        return self._config(point.values)
+
+    def default(self) -> Config:
+        """The valid configuration nearest to the knobs' defaults: the fewest knobs differ, and those the least."""
+        point = resolve(self, {}, complete=True)
+        if not point.problems:
+            return self._config(point.values)
+        wanted = {name: knob.code(knob.default) for name, knob in self._chosen.items()}
+        return self._set().nearest(wanted)
+
+    def sample(self, count: int, seed: int = 0) -> list[Config]:
+        """Up to `count` different configurations in random order; fewer only where there are not as many.
+
+        The same seed gives the same sample. Every configuration is as likely as any other, except in a
+        space that is not `enumerable`, where some are more likely.
+
+        Raises:
+            SpaceError: `count` is negative, or none was found in a space that is too large to list.
+        """
+        count = operator.index(count)
+        if count < 0:
+            raise SpaceError(f"count >= 0 must hold, but got {count}")
+        return self._set().sample(count, operator.index(seed))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """For every free knob the index of its value in `knob.values`: int32, one row a configuration, row i
+        that of `space.at(i)`; -1 where the knob is absent.
+
+        Raises:
+            SpaceError: more configurations than fit (5 million).
+        """
+        return self._set().columns([knob.name for knob in self.free])
+
+    # -- as text ---------------------------------------------------------------------------------------------
+
+    def to_dict(self, *, describe_callables: bool = False) -> dict[str, Any]:
+        """The space as plain lists and mappings, rules as text; see `to_yaml`.
+
+        Args:
+            describe_callables: write callables as `{callable: source}`, for a record or a comparison, instead of
+                refusing them; `from_dict` does not take these.
+
+        Raises:
+            SpaceError: a rule is a callable, which no text can stand for.
+        """
+        return write_dict(self, describe_callables=describe_callables)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Space":
+        """The inverse of `to_dict`.
+
+        Raises:
+            SpaceError: a wrong shape or an invalid space; the message says at which entry.
+        """
+        return read_dict(cls(), data)
+
+    def to_yaml(self, path: str | PathLike[str]) -> None:
+        """Writes the space to a file that people can read and change.
+
+            knobs:                                # in order; `type` is choice, integer or flag
+            - name: tp
+              values: [1, 2, 4, 8]
+              default: 1                          # optional, as are help, when, others and monotone_memory
+              help: tensor-parallel degree
+            - {name: layers, type: integer, low: 1, high: 96}    # with step: 4, or powers_of_two: true
+            - {name: sequence_parallel, type: flag, when: tp > 1}
+            derived:
+            - name: dp
+              value: 8 // tp
+            constraints:
+            - require: tp * layers <= 96
+              reason: why, for people
+
+        Rules are texts of the grammar in `redline.space.grammar`: they are parsed, never run as Python. The file
+        is written whole or not at all.
+
+        Raises:
+            SpaceError: a rule is a callable, which no text can stand for; or the file cannot be written.
+        """
+        write_yaml(self, path)
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str]) -> "Space":
+        """The space in a file written by `to_yaml` or by hand.
+
+        Raises:
+            SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid space;
+                the message says in which file, line and column.
+        """
+        return read_yaml(cls(), path)
+
+    def describe(self) -> str:
+        """Knobs, derived knobs, constraints and sizes, for people."""
+        return describe(self)
+
+    def __repr__(self) -> str:
+        return f"Space({', '.join(self._chosen)}; {len(self._derived)} derived, {len(self._constraints)} constraints)"
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _set(self) -> ValidSet:
+        if self._valid is None:
+            self._valid = ValidSet(Structure(self.by_name, self._constraints))
+        if self._valid.enumerable and self._valid.size == 0:
+            raise SpaceError(self._emptied("no configuration is left"))
+        return self._valid
+
+    def arrange(self, derived: Sequence[str]) -> None:
+        """Lists the derived knobs in this order of their names; nothing else depends on it."""
+        self._derived = {name: self._derived[name] for name in derived}
+
+    def _config(self, values: Mapping[str, Any]) -> Config:
+        return Config._of({knob.name: values[knob.name] for knob in self.knobs if knob.name in values})
+
+    def _declare(self, knob: Knob) -> Knob:
+        if knob.name in self._all:
+            raise SpaceError(f"knob '{knob.name}' is declared already: {self[knob.name]!r}; use override() to change it")
+        target = self._derived if isinstance(knob, DerivedKnob) else self._chosen
+        target[knob.name] = knob
+        self._all[knob.name] = knob
+        self._valid = None
+        return knob
+
+    def _rule(self, given: Any, what: str) -> Rule:
+        """`given` as a rule over the knobs declared so far."""
+        if isinstance(given, Predicate):
+            given = given.function
+        if isinstance(given, str):
+            rule: Rule = parse(given, self.by_name)
+        elif isinstance(given, Expression):
+            rule = given
+            for name in given.names:
+                if name not in self._all:
+                    raise SpaceError(f"{what}, `{given}`: {unknown('knob', name, self._all)}")
+        elif callable(given):
+            rule = Predicate(given)
+            stranger = rule.bind(self._all)
+            if stranger is not None:
+                raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, self._all)}")
+        else:
+            hint = ""
+            if isinstance(given, bool | np.bool_):
+                hint = ": Python decided it before it came here, because no knob takes part in it"
+            raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
+        if not rule.names:
+            raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
+        return rule
+
+    def _condition(self, given: Any, what: str) -> Rule | None:
+        if given is None:
+            return None
+        rule = self._rule(given, what)
+        if isinstance(rule, Expression):
+            try:
+                condition(rule)
+            except SpaceError as error:
+                raise SpaceError(f"{what}: {error}") from None
+        return rule
+
+    def _require(self, constraint: Constraint) -> None:
+        others = [each for each in self._constraints if not constraint.origin or each.origin != constraint.origin]
+        if self._alone(constraint) is False:
+            names = self._reaching(constraint.names)
+            ranges = "; ".join(
+                f"{name} is one of {listing(knob.values)}" for name, knob in names.items() if not knob.derived
+            )
+            raise SpaceError(f"constraint {constraint} can never hold: {ranges}")
+        with self._change(f"constraint {constraint} leaves no valid configuration"):
+            self._constraints = [*others, constraint]
+
+    def _alone(self, constraint: Constraint) -> bool | None:
+        """Whether a constraint can hold, the others aside; None where that is not known."""
+        structure = Structure(self._reaching(constraint.names), [constraint], strict=True)
+        try:
+            return ValidSet(structure).nonempty()
+        except RuleError:
+            return None  # a callable that fails here may be fine where other constraints hold
+
+    def _reaching(self, names: Iterable[str]) -> dict[str, Knob]:
+        """The knobs named, and those that they are derived from or conditional on."""
+        known = self.by_name
+        found, rest = set(), list(names)
+        while rest:
+            name = rest.pop()
+            if name not in found:
+                found.add(name)
+                knob = known[name]
+                rest += knob.rule.names if knob.derived else knob.when.names if knob.when is not None else ()
+        return {name: knob for name, knob in known.items() if name in found}
+
+    @contextmanager
+    def _change(self, emptied: str) -> Iterator[None]:
+        """Undoes what is done inside where it is refused or leaves no configuration."""
+        before = (dict(self._chosen), dict(self._derived), dict(self._all), list(self._constraints))
+        try:
+            yield
+            valid = ValidSet(Structure(self.by_name, self._constraints))
+            if valid.nonempty() is False:
+                raise SpaceError(self._emptied(emptied))
+            self._valid = valid
+        except SpaceError:
+            self._chosen, self._derived, self._all, self._constraints = before
+            self._valid = None
+            raise
+
+    def _emptied(self, start: str) -> str:
+        """`start`, and which constraints contradict each other: each of them is needed for it."""
+        blamed = list(self._constraints)
+        if self._possible(blamed) is not False:
+            return start
+        for constraint in self._constraints:
+            fewer = [each for each in blamed if each is not constraint]
+            if self._possible(fewer) is False:
+                blamed = fewer
+        if not blamed or (len(blamed) == 1 and str(blamed[0]) in start):
+            return start
+        named = [str(each) for each in blamed if str(each) not in start]
+        return f"{start}: it contradicts {' and '.join(named)}" if named else start
+
+    def _possible(self, constraints: Sequence[Constraint]) -> bool | None:
+        try:
+            return ValidSet(Structure(self.by_name, constraints)).nonempty()
+        except RuleError:
+            return None
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    if not isinstance(config, Mapping):
+        raise SpaceError(f"a configuration is a mapping of knob to value, but got {config!r}")
+    return config
+
+
+def _listed(values: Any) -> str:
+    return listing(values) if isinstance(values, list) else repr(values)

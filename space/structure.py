@@ -1,0 +1,292 @@
+"""How the rules of a space hang together: what depends on what, and which knobs can be enumerated apart."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .expression import Constant, Expression, Operation
+from .knob import DerivedKnob, Knob
+from .operators import UNDEFINED, UNKNOWN, Column, Interval, outward
+from .rules import Constraint, Predicate, compute, holds
+from .values import INTEGER, Value
+
+_SAFE = 2.0**62
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Check:
+    """One thing that must be true of a configuration, as the enumeration sees it."""
+
+    label: Constraint | DerivedKnob
+    """The rule it comes from: a constraint, or a derived knob that must have a value."""
+    rule: Expression | Predicate
+    """The condition; for a derived knob, what must have a value."""
+    bases: frozenset[str]
+    """The knobs to be chosen before it can be checked."""
+    conditionals: frozenset[str]
+    """Those of `bases` that may be absent; where one is, the check does not apply."""
+    opaque: bool
+    """Whether it calls a Python function, itself or through a derived knob."""
+    factors: tuple[Expression, ...] = ()
+    """For `a * b * c == total` over integers: a, b, c, each of which must divide the total."""
+    total: Expression | None = None
+
+    @property
+    def equation(self) -> bool:
+        """Whether all knobs but one settle the last."""
+        return isinstance(self.rule, Operation) and self.rule.operator.sign == "=="
+
+
+class Structure:
+    """The rules of a space, resolved.
+
+    Knobs with a single value and no condition are constants and bind nothing together. Everything else falls
+    apart into components: sets of knobs that share no rule, whose valid sets multiply.
+
+    Args:
+        knobs: every knob by name, each after those it depends on.
+        constraints: the constraints, in order.
+        strict: a constraint fails where one of its knobs is absent, instead of not applying.
+    """
+
+    def __init__(
+        self, knobs: Mapping[str, Knob], constraints: Sequence[Constraint], *, strict: bool = False
+    ) -> None:
+        self.knobs = dict(knobs)
+        self.constraints = tuple(constraints)
+        self.strict = strict
+        self.fixed: dict[str, Value] = {}
+        """Values that no choice changes."""
+        self.bases: dict[str, frozenset[str]] = {}
+        self._conditionals: dict[str, frozenset[str]] = {}
+        self._opaque: set[str] = set()
+        for name, knob in self.knobs.items():
+            self._resolve(name, knob)
+        self.variables = tuple(
+            name for name, knob in self.knobs.items() if not knob.derived and name not in self.fixed
+        )
+        self.contradiction: Constraint | DerivedKnob | None = None
+        """The first rule that fails whatever is chosen, because it depends on constants alone."""
+        self._settle()
+        self.checks = tuple(self._checks()) if self.contradiction is None else ()
+        # (a part of a condition may turn out to be a contradiction, too)
+        self.components = self._components() if self.contradiction is None else ()
+
+    # -- dependencies ----------------------------------------------------------------------------------------
+
+    def _resolve(self, name: str, knob: Knob) -> None:
+        if knob.derived:
+            self.bases[name] = self.bases_of(knob.rule.names)
+            self._conditionals[name] = self.conditionals_of(knob.rule.names)
+            if isinstance(knob.rule, Predicate) or self._opaque.intersection(knob.rule.names):
+                self._opaque.add(name)
+        elif len(knob.values) == 1 and knob.when is None:
+            self.fixed[name] = knob.values[0]
+            self.bases[name] = self._conditionals[name] = frozenset()
+        else:
+            self.bases[name] = frozenset({name})
+            self._conditionals[name] = frozenset({name}) if knob.when is not None else frozenset()
+
+    def bases_of(self, names: Iterable[str]) -> frozenset[str]:
+        """The knobs to be chosen before all of `names` have a value."""
+        return frozenset().union(*(self.bases[name] for name in names))
+
+    def conditionals_of(self, names: Iterable[str]) -> frozenset[str]:
+        """The knobs whose absence makes one of `names` absent."""
+        return frozenset().union(*(self._conditionals[name] for name in names))
+
+    def needs(self, name: str) -> frozenset[str]:
+        """The knobs to be chosen before it is known whether `name` is present."""
+        when = self.knobs[name].when
+        return self.bases_of(when.names) if when is not None else frozenset()
+
+    def absent_where(self, name: str) -> frozenset[str]:
+        """The knobs whose absence makes `name` absent; itself, where it is conditional."""
+        return self._conditionals[name]
+
+    def opaque(self, names: Iterable[str]) -> bool:
+        """Whether a Python function has a part in the value of one of `names`."""
+        return not self._opaque.isdisjoint(names)
+
+    def _settle(self) -> None:
+        """Derives what follows from constants alone, and checks what they alone decide."""
+        for name, knob in self.knobs.items():
+            if knob.derived and not self.bases[name] and self.contradiction is None:
+                value = compute(knob.rule, self.fixed)
+                if value is UNDEFINED:
+                    self.contradiction = knob
+                else:
+                    self.fixed[name] = value
+        for constraint in self.constraints:
+            if self.contradiction is None and not self.bases_of(constraint.names) and not holds(
+                constraint.rule, self.fixed
+            ):
+                self.contradiction = constraint
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _checks(self) -> Iterable[Check]:
+        for name, knob in self.knobs.items():
+            if knob.derived and self.bases[name] and (
+                isinstance(knob.rule, Predicate) or not self._always_defined(name)
+            ):
+                yield self._check(knob, knob.rule)
+        for constraint in self.constraints:
+            if self.bases_of(constraint.names):
+                for part in _conjuncts(constraint.rule):
+                    check = self._check(constraint, part)
+                    if self.bases_of(part.names):
+                        yield check
+                    elif not holds(part, self.fixed):
+                        if check.bases:
+                            yield check
+                        else:
+                            self.contradiction = self.contradiction or constraint
+
+    def _check(self, label: Constraint | DerivedKnob, rule: Expression | Predicate) -> Check:
+        factors, total = _product(rule) if isinstance(label, Constraint) else ((), None)
+        # The whole constraint does not apply where one of its knobs is absent, whichever part names it.
+        names = label.names if isinstance(label, Constraint) else rule.names
+        return Check(
+            label=label,
+            rule=rule,
+            bases=self.bases_of(rule.names) | self.conditionals_of(names),
+            conditionals=self.conditionals_of(names),
+            opaque=isinstance(rule, Predicate) or self.opaque(rule.names),
+            factors=factors,
+            total=total,
+        )
+
+    def _always_defined(self, name: str) -> bool:
+        ranges: dict[str, Interval] = {}
+
+        def interval(each: str) -> Interval:
+            if each not in ranges:
+                knob = self.knobs[each]
+                inner = isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression)
+                ranges[each] = knob.rule.bounds(interval) if inner else knob.hull()
+            return ranges[each]
+
+        def defined(node: Expression) -> bool:
+            if isinstance(node, DerivedKnob):
+                return isinstance(node.rule, Predicate) or defined(node.rule)
+            if not isinstance(node, Operation):
+                return not hasattr(node, "subject") or defined(node.subject)
+            if not all(defined(each) for each in node.arguments):
+                return False
+            if node.operator.family != "arithmetic":
+                return True
+            if node.operator.sign in ("/", "//", "%", "**"):
+                low, high = node.arguments[1].bounds(interval)
+                if not (low > 0 or (high < 0 and node.operator.sign != "**")):
+                    return False
+            low, high = node.bounds(interval)
+            return bool(-_SAFE < low and high < _SAFE)
+
+        with np.errstate(all="ignore"):
+            return defined(self.knobs[name].rule)
+
+    def _components(self) -> tuple["tuple[str, ...]", ...]:
+        parent = {name: name for name in self.variables}
+
+        def root(name: str) -> str:
+            while parent[name] != name:
+                parent[name] = parent[parent[name]]
+                name = parent[name]
+            return name
+
+        groups = [check.bases for check in self.checks]
+        groups += [self.needs(name) | {name} for name in self.variables]
+        for group in groups:
+            first, *others = group
+            for other in others:
+                parent[root(other)] = root(first)
+        found: dict[str, list[str]] = {}
+        for name in self.variables:
+            found.setdefault(root(name), []).append(name)
+        return tuple(tuple(names) for names in found.values())
+
+
+class Lookup:
+    """Columns by name: chosen or computed already, constant, or derived by an expression on first use.
+
+    Args:
+        structure: the rules.
+        load: the column of a knob that is chosen or of a callable's results; None for any other name.
+    """
+
+    def __init__(self, structure: Structure, load: Callable[[str], np.ndarray | None]) -> None:
+        self.structure = structure
+        self.load = load
+        self.memo: dict[str, Column] = {}
+
+    def __call__(self, name: str) -> Column:
+        found = self.memo.get(name)
+        if found is None:
+            values = self.load(name)
+            if values is not None:
+                found = values, None
+            elif name in self.structure.fixed:
+                found = Constant(self.structure.fixed[name]).columns(self)
+            else:
+                found = self.structure.knobs[name].rule.columns(self)
+            self.memo[name] = found
+        return found
+
+
+class Ranges:
+    """Intervals by name: exact where a column is known, else the hull of what may still be chosen.
+
+    Args:
+        lookup: the columns of what is chosen.
+        hulls: for each knob yet to be chosen, the interval of its values.
+    """
+
+    def __init__(self, lookup: Lookup, hulls: Mapping[str, Interval]) -> None:
+        self.lookup = lookup
+        self.hulls = hulls
+        self.memo: dict[str, Interval] = {}
+
+    def __call__(self, name: str) -> Interval:
+        found = self.memo.get(name)
+        if found is None:
+            found = self.memo[name] = self._interval(name)
+        return found
+
+    def _interval(self, name: str) -> Interval:
+        structure = self.lookup.structure
+        if name in self.hulls:
+            return self.hulls[name]
+        if name in structure.fixed:
+            return Constant(structure.fixed[name]).bounds(self)
+        knob = structure.knobs[name]
+        if knob.derived:
+            return knob.rule.bounds(self) if isinstance(knob.rule, Expression) else UNKNOWN
+        values, _ = self.lookup(name)
+        return UNKNOWN if values.dtype == object else outward(values, values)
+
+
+def _conjuncts(rule: Any) -> list[Any]:
+    """`a & b & c` as its parts, each of which can be checked as soon as its own knobs are chosen."""
+    if isinstance(rule, Operation) and rule.operator.sign == "&":
+        return [part for side in rule.arguments for part in _conjuncts(side)]
+    return [rule]
+
+
+def _product(rule: Any) -> tuple[tuple[Expression, ...], Expression | None]:
+    """Factors and total of `a * b * ... == total` over integers, either way round."""
+    if not (isinstance(rule, Operation) and rule.operator.sign == "=="):
+        return (), None
+    for side, total in (rule.arguments, rule.arguments[::-1]):
+        factors = _factors(side)
+        if len(factors) > 1 and all(each.kind == INTEGER for each in (*factors, total)):
+            return tuple(factors), total
+    return (), None
+
+
+def _factors(node: Expression) -> list[Expression]:
+    if isinstance(node, Operation) and node.operator.sign == "*":
+        return [factor for side in node.arguments for factor in _factors(side)]
+    return [node]

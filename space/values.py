@@ -1,0 +1,145 @@
+"""What a knob's value may be, its kind, and how values from elsewhere become the knob's own."""
+
+import math
+import numbers
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from ..errors import SpaceError
+
+Value = bool | int | float | str | None
+
+INTEGER_LIMIT = 2**63 - 1
+"""Largest magnitude of an integer: what an int64 column holds, symmetric."""
+
+FLAG, INTEGER, NUMBER, TEXT = "flag", "integer", "number", "text"
+NUMERIC = frozenset({INTEGER, NUMBER})
+_ARTICLE = {FLAG: "a flag", INTEGER: "an integer", NUMBER: "a number", TEXT: "text"}
+
+
+def plain(value: Any, what: str = "value") -> Value:
+    """The Python scalar behind `value`; numpy's scalars become Python's.
+
+    Raises:
+        SpaceError: not a bool, int, float, str or None; not finite; an integer beyond 64 bits.
+    """
+    kind = type(value)
+    if kind is bool or kind is str or value is None:
+        return value
+    if kind is not int and kind is not float:
+        if isinstance(value, str):
+            return str(value)
+        if getattr(value, "dtype", None) is not None and getattr(value, "ndim", None) == 0:
+            value = value.item()
+            if type(value) in (bool, str):
+                return value
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            value = int(value)
+        elif isinstance(value, numbers.Real) and type(value) is not bool:
+            value = float(value)
+        else:
+            raise SpaceError(
+                f"{what} must be a bool, an int, a float, a text or None, but got {value!r} "
+                f"of type {type(value).__name__}"
+            )
+    if isinstance(value, int):
+        if abs(value) > INTEGER_LIMIT:
+            raise SpaceError(f"{what} must fit 64 bits, but got {value}")
+        return value
+    if not math.isfinite(value):
+        raise SpaceError(f"{what} must be finite, but got {value}")
+    return value + 0.0  # -0.0 and 0.0 are one value
+
+
+def kind_of(value: Value) -> str:
+    """The kind of one plain value; None counts as text."""
+    if isinstance(value, bool):
+        return FLAG
+    if isinstance(value, int):
+        return INTEGER
+    return NUMBER if isinstance(value, float) else TEXT
+
+
+def kind_of_all(values: Iterable[Value], what: str) -> str:
+    """The one kind of all `values`; integers among floats are numbers.
+
+    Raises:
+        SpaceError: the values are of different kinds.
+    """
+    first: dict[str, Value] = {}
+    for value in values:
+        first.setdefault(kind_of(value), value)
+    if set(first) == NUMERIC:
+        return NUMBER
+    if len(first) > 1:
+        shown = " and ".join(f"{value!r} ({_ARTICLE[kind]})" for kind, value in first.items())
+        raise SpaceError(f"{what} mixes kinds: {shown}; a knob's values must be of one kind")
+    return next(iter(first))
+
+
+def coerce(value: Any, kind: str | None, what: str) -> Value:
+    """`value` as a knob of `kind` holds it: 0 becomes 0.0 for a number, 2.0 becomes 2 for an integer.
+
+    Raises:
+        SpaceError: `value` is of another kind. True is not 1, and '2' is not 2.
+    """
+    value = plain(value, what)
+    given = kind_of(value)
+    if kind is None or given == kind:
+        return value
+    if kind == NUMBER and given == INTEGER:
+        return float(value)
+    if kind == INTEGER and given == NUMBER and value.is_integer() and abs(value) <= 2**53:
+        return int(value)
+    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {value!r}, which is {_ARTICLE[given]}")
+
+
+def from_text(text: str, kind: str | None, what: str) -> Value:
+    """The value a person means by `text` for a knob of `kind`, as on a command line.
+
+    Raises:
+        SpaceError: `text` does not read as that kind.
+    """
+    text = text.strip()
+    if kind == TEXT:
+        return text
+    lowered = text.lower()
+    if kind in (FLAG, None) and lowered in _FLAGS:
+        return _FLAGS[lowered]
+    if kind != FLAG:
+        for read in (int, float):
+            try:
+                return coerce(read(text), kind, what)
+            except ValueError:  # a SpaceError is a ValueError too
+                continue
+    if kind is None:
+        return text
+    hint = "; give true or false" if kind == FLAG else ""
+    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {text!r}{hint}")
+
+
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def nearest(value: Value, values: Iterable[Value]) -> Value:
+    """The member of `values` closest to `value`; None where nothing is close."""
+    values = list(values)
+    if kind_of(value) in NUMERIC:
+        close = [each for each in values if kind_of(each) in NUMERIC]
+        return min(close, key=lambda each: abs(each - value)) if close else None
+    match = get_close_matches(str(value), [str(each) for each in values], n=1, cutoff=0.4)
+    return next((each for each in values if str(each) == match[0]), None) if match else None
+
+
+def listing(values: Iterable[Value], most: int = 12) -> str:
+    """The values for people, shortened in the middle."""
+    shown = [each if isinstance(each, str) else str(each) for each in values]
+    if len(shown) > most:
+        shown = [*shown[: most - 2], "...", shown[-1]]
+    return ", ".join(shown)
+
+
+def article(kind: str) -> str:
+    """`kind` with its article, for messages."""
+    return _ARTICLE[kind]
