@@ -59,4 +59,5 @@ class LocalRunner(DryRunner):
         self._agent.wait_ready()
 
     def close(self) -> None:
+        self.closed = True
         self._agent.close()

@@ -46,6 +46,8 @@ class Runner(ABC):
     """The name on the command line."""
     slots: int = 1
     """How many trials can run at the same time."""
+    closed: bool = False
+    """Whether `close` was called; a trial that fails from then on is not tried again."""
 
     @abstractmethod
     def run(self, request: TrialRequest) -> Measurement:

@@ -1,0 +1,5 @@
+"""The `redline` command."""
+
+from .main import main
+
+__all__ = ["main"]

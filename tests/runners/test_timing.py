@@ -1,0 +1,92 @@
+"""Warm-up ends when steps are steady, measurement when the median is known; slow candidates stop early."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from redline.runners.timing import HostClock, TimingPlan, measure, median_interval
+
+
+class ScriptedClock(HostClock):
+    """A clock that moves by a script of step times, ms, so that decisions can be checked exactly."""
+
+    def __init__(self, times):
+        self._times = iter(times)
+        self.now = 0.0
+        self.steps = 0
+
+    def mark(self):
+        return self.now
+
+    def step(self):
+        self.steps += 1
+        self.now += next(self._times) / 1e3
+
+
+def run(times, **options):
+    clock = ScriptedClock(times)
+    plan = options.pop("plan", TimingPlan())
+    return measure(clock.step, clock, plan, **options), clock
+
+
+def test_warm_up_ends_when_two_steps_agree():
+    timing, _ = run(itertools.chain([900, 300, 120, 101], itertools.repeat(100)))
+    assert timing.warmup_steps == 5
+    assert timing.step_ms == pytest.approx(100)
+
+
+def test_a_step_time_that_never_settles_is_measured_after_the_limit():
+    timing, _ = run(itertools.cycle([100, 200]))
+    assert timing.warmup_steps == TimingPlan().warmup_max_steps
+
+
+def test_measuring_ends_when_the_interval_is_narrow():
+    timing, _ = run(itertools.repeat(100))
+    assert timing.steps == 6
+    assert timing.spread_ms == pytest.approx(0, abs=1e-9)
+
+
+def test_noise_is_measured_until_the_steps_run_out():
+    noise = np.random.default_rng(0).uniform(80, 120, 1000)
+    timing, _ = run(itertools.chain([100, 100], noise), plan=TimingPlan(max_steps=40))
+    assert timing.steps == 40
+    assert timing.step_ms == pytest.approx(100, rel=0.1)
+    assert timing.spread_ms > 0
+
+
+def test_a_clearly_slower_candidate_stops_after_its_warm_up_and_says_so():
+    timing, clock = run(itertools.repeat(400), best_step_ms=100)
+    assert clock.steps == 2
+    assert timing.step_ms == 400
+    assert timing.stopped_early == "stopped early: 4.0 times the step time of the best so far"
+
+
+def test_a_candidate_near_the_best_is_measured_in_full():
+    timing, _ = run(itertools.repeat(120), best_step_ms=100)
+    assert timing.stopped_early == ""
+    assert timing.steps >= 6
+
+
+def test_every_rank_takes_the_slowest_ranks_decisions():
+    timing, _ = run(itertools.repeat(50), agree=lambda values: [max(value, 70.0) for value in values])
+    assert timing.step_ms == 70
+
+
+@pytest.mark.parametrize("size", [6, 9, 15, 40])
+def test_the_interval_covers_the_median_95_percent_of_the_time(size):
+    generator = np.random.default_rng(size)
+    covered = 0
+    for _ in range(2000):
+        sample = generator.normal(100, 5, size)
+        ordered = np.sort(sample)
+        median, half = median_interval(list(sample))
+        assert median == pytest.approx(np.median(ordered))
+        # The interval is reported by its half-width; its ends are order statistics symmetric in rank.
+        low = next(i for i in range(size) if np.isclose((ordered[size - 1 - i] - ordered[i]) / 2, half))
+        covered += ordered[low] <= 100 <= ordered[size - 1 - low]
+    assert covered / 2000 >= 0.94
+
+
+def test_the_interval_of_few_values_is_their_range():
+    assert median_interval([1.0, 2.0, 4.0]) == (2.0, 1.5)

@@ -1,0 +1,39 @@
+"""Durations and amounts of memory are read as people write them; nonsense is refused with what was given."""
+
+import pytest
+
+from redline import UsageError
+from redline.tuner.budget import Budget, parse_duration, parse_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("1.5h", 5400), ("45", 45), (2.5, 2.5), ("5 min", 300), (None, None)],
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "m30", "0", "-5s", "0s", -1, "nan"])
+def test_durations_that_are_none(text):
+    with pytest.raises(UsageError, match="time must be"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "mib"), [("8GiB", 8192), ("512MiB", 512), ("1.5G", 1536), ("1 gib", 1024), (700, 700), ("1GB", 953.67)]
+)
+def test_amounts_of_memory(text, mib):
+    assert parse_memory(text) == pytest.approx(mib, rel=1e-4)
+
+
+@pytest.mark.parametrize("text", ["", "much", "8 elephants", "0", "-1GiB", 0])
+def test_amounts_that_are_none(text):
+    with pytest.raises(UsageError, match="memory limit must be"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize("options", [{"trials": 0}, {"trials": -3}, {"seconds": 0.0}, {"trials": 1.5}])
+def test_budgets_that_allow_nothing_are_refused(options):
+    with pytest.raises(UsageError):
+        Budget(**options)

@@ -1,0 +1,87 @@
+"""The command group: commands found lazily, errors worded for people, exit codes."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from ... import __version__
+from ...errors import RedlineError, UsageError, unknown
+
+EXIT_FOUND = 0
+EXIT_FAILED = 1
+"""The machinery failed, not the candidates."""
+EXIT_USAGE = 2
+EXIT_NOTHING_FEASIBLE = 3
+EXIT_INTERRUPTED = 130
+
+_COMMANDS = {
+    "tune": "Find the fastest configuration of a model on the devices at hand.",
+    "models": "List the models that have a name.",
+    "space": "Show what may vary for a model on the devices at hand.",
+    "show": "Show a run: its winner and its trials.",
+    "doctor": "Check versions, devices and memory, and what is missing.",
+}
+
+
+class _Commands(click.Group):
+    """Imports a command when it is called, so that help comes at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        return getattr(import_module(f".{name}", __package__), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def resolve_command(self, ctx: click.Context, args: list[str]):
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            raise UsageError(unknown("command", args[0], _COMMANDS))
+        return super().resolve_command(ctx, args)
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`redline COMMAND -h` shows a command's options, with examples.",
+)
+@click.version_option(__version__, prog_name="redline")
+def redline() -> None:
+    """Finds the fastest way to train a model on the hardware you have."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command line and exits with its code. `--debug` anywhere shows the traceback of an error."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [each for each in given if each != "--debug"]
+    try:
+        code = redline.main(given, prog_name="redline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(EXIT_FOUND)
+    except click.ClickException as error:
+        if debug:
+            raise
+        error.show()
+        sys.exit(EXIT_USAGE)
+    except RedlineError as error:
+        if debug:
+            raise
+        click.echo(f"redline: {error}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, (UsageError, ImportError)) else EXIT_FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        if debug:
+            raise
+        click.echo("redline: interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        sys.stderr.close()
+        sys.exit(EXIT_FOUND)
+    sys.exit(code if isinstance(code, int) else EXIT_FOUND)

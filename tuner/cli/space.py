@@ -1,0 +1,57 @@
+"""`redline space`: what may vary."""
+
+import json
+
+import click
+
+from .options import fixes_of, target_of, values_of, workload_options
+
+EXAMPLES = """\b
+Examples:
+  redline space gpt2-tiny
+  redline space gpt2 --devices 8 --global-batch 64 --fix precision=bf16
+  redline space gpt2-tiny -o space.yaml      then edit it, and: redline tune gpt2-tiny --space space.yaml
+"""
+
+
+@click.command(epilog=EXAMPLES, short_help="Show what may vary for a model on the devices at hand.")
+@workload_options
+@click.option("-o", "--output", metavar="FILE", help="Write the space as YAML, for --space.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def space(
+    model: str | None,
+    workload: str | None,
+    space_file: str | None,
+    overrides: tuple[str, ...],
+    fixed: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+    devices: int | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    data: str | None,
+) -> None:
+    """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    from ...space import Space
+    from ..tuning import resolve_task
+
+    task = resolve_task(
+        target_of(model, workload),
+        Space.from_yaml(space_file) if space_file else None,
+        devices=devices,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        data=data,
+        override=values_of(overrides, "--set"),
+        fix=fixes_of(fixed),
+    )
+    if output:
+        task.space.to_yaml(output)
+    if as_json:
+        valid = len(task.space) if task.space.enumerable else None
+        click.echo(json.dumps({**task.space.to_dict(), "valid": valid, "default": task.space.default().to_dict()}))
+        return
+    click.echo(task.space.describe())
+    click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
+    if output:
+        click.echo(f"wrote {output}")

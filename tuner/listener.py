@@ -1,0 +1,49 @@
+"""What a search tells while it runs."""
+
+from dataclasses import dataclass
+
+from ..results import Trial
+
+
+class SearchListener:
+    """Hears of a search's progress; the calls come from the search's own thread. By default does nothing."""
+
+    def began(self, plan: "SearchPlan") -> None:
+        """The search starts, or goes on after a resume."""
+
+    def waiting(self, what: str) -> None:
+        """Something slow is being prepared."""
+
+    def started(self, trial: Trial) -> None:
+        """A trial was handed to the runner."""
+
+    def finished(self, trial: Trial) -> None:
+        """A trial has an outcome."""
+
+    def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
+        """The leaders are measured again; `done` of `total` runs are over."""
+
+    def said(self, message: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchPlan:
+    """What a search sets out to do."""
+
+    name: str
+    """What is tuned."""
+    where: str
+    """On what, in words."""
+    valid: int | None
+    """Valid configurations; None where there are too many to count."""
+    trials: int | None
+    """Trials in all, or None for no limit."""
+    seconds: float | None
+    """Time limit, or None."""
+    done: int
+    """Trials finished before a resume."""
+    sampler: str
+    """Who proposes."""
+    runner: str
+    """Who runs."""

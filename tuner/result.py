@@ -1,0 +1,130 @@
+"""What a search hands back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..results import Measurement, Trial, summary, table_frame
+from ..space import Config
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A configuration that ran, as it is judged at the end."""
+
+    config: Config
+    """The configuration."""
+    throughput: float
+    """Median of the interleaved re-measurements where there are any, else the trial's own."""
+    measurement: Measurement
+    """The trial's measurement."""
+    trial: Trial
+    """The trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Outcome of a search."""
+
+    best: Candidate | None
+    """The winner; None if no trial succeeded."""
+    default: Candidate | None
+    """The default configuration; None if it was not tried or did not run."""
+    why: str
+    """Why there is no winner; empty if there is one."""
+    ended: str
+    """Why the search ended."""
+    interrupted: bool
+    """Whether it was ended from outside."""
+    folder: Path | None
+    """What it left; None if nothing was kept."""
+    all_trials: tuple[Trial, ...]
+    """Every trial in order."""
+    knobs: tuple[str, ...]
+    """Names of the knobs, in order of columns."""
+    notes: tuple[str, ...] = ()
+    """What was said on the way."""
+
+    @property
+    def gain(self) -> float | None:
+        """The winner's throughput over the default configuration's; None if either is missing."""
+        if self.best is None or self.default is None:
+            return None
+        return self.best.throughput / self.default.throughput
+
+    @property
+    def trials(self) -> "DataFrame":
+        """The trials as a DataFrame with the columns of trials.csv."""
+        return table_frame([trial for trial in self.all_trials if not trial.pending], self.knobs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready summary."""
+        return {
+            "best": _entry(self.best),
+            "default": _entry(self.default),
+            "gain": self.gain,
+            "why": self.why or None,
+            "ended": self.ended,
+            "interrupted": self.interrupted,
+            "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
+            "out": str(self.folder) if self.folder else None,
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        if self.best is None:
+            return f"Result(best=None, why={self.why!r})"
+        gain = f", gain={self.gain:.2f}" if self.gain else ""
+        speed = f"{self.best.throughput:.6g} {self.best.measurement.unit}".strip()
+        return f"Result(best={dict(self.best.config)}, throughput={speed}{gain}, trials={len(self.all_trials)})"
+
+
+def make_result(
+    trials: Sequence[Trial],
+    knobs: Sequence[str],
+    *,
+    folder: Path | None,
+    ended: str,
+    interrupted: bool,
+    notes: Sequence[str] = (),
+) -> Result:
+    """The result of these trials."""
+    return Result(
+        best=_candidate(summary.best(trials)),
+        default=_candidate(summary.default(trials)),
+        why=summary.why_nothing(trials),
+        ended=ended,
+        interrupted=interrupted,
+        folder=folder,
+        all_trials=tuple(trials),
+        knobs=tuple(knobs),
+        notes=tuple(notes),
+    )
+
+
+def _candidate(trial: Trial | None) -> Candidate | None:
+    if trial is None or not trial.ok:
+        return None
+    return Candidate(
+        config=trial.config,
+        throughput=summary.standing(trial),
+        measurement=trial.measurement,
+        trial=trial,
+    )
+
+
+def _entry(candidate: Candidate | None) -> dict[str, Any] | None:
+    if candidate is None:
+        return None
+    return {
+        "trial": candidate.trial.number,
+        "config": candidate.config.to_dict(),
+        "throughput": candidate.throughput,
+        "unit": candidate.measurement.unit,
+        "remeasured": list(candidate.trial.remeasured),
+        "measurement": candidate.measurement.to_dict(),
+    }

@@ -1,0 +1,347 @@
+"""`redline.tune`: from a model and some devices to the fastest configuration."""
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import RunnerError, SpaceError, UsageError, unknown
+from ..models import Workload
+from ..models.device import Device, available_memory_mib, detect
+from ..results import RunFolder
+from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TrialTerms
+from ..space import Config, Space
+from .budget import Budget, parse_duration, parse_memory
+from .listener import SearchListener, SearchPlan
+from .result import Result, make_result
+from .samplers import make_sampler
+from .search import Search
+
+DEFAULT_SAMPLER = "tpe"
+DEFAULT_TRIALS = 16
+DEFAULT_TIMEOUT = "5m"
+RUNNERS = ("ray", "local")
+_HOST_MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is tuned, resolved: a workload or a callable, its space, and where it runs."""
+
+    name: str
+    space: Space
+    device: Device
+    devices: int
+    workload: Workload | None = None
+    function: Callable[[Config], Any] | None = None
+
+
+def tune(
+    target: str | Workload | Callable[[Config], Any],
+    space: Space | None = None,
+    *,
+    devices: int | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    data: str | Path | None = None,
+    trials: int | None = None,
+    time: str | float | None = None,
+    runner: str = "ray",
+    sampler: str = DEFAULT_SAMPLER,
+    seed: int = 0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    storage: str | None = None,
+    override: Mapping[str, Sequence[Any]] | None = None,
+    fix: Mapping[str, Any] | None = None,
+    memory_limit: str | float | None = None,
+    trial_timeout: str | float | None = DEFAULT_TIMEOUT,
+    concurrency: int | None = None,
+    ray_address: str | None = None,
+    listener: SearchListener | None = None,
+) -> Result:
+    """Finds the configuration with the highest throughput.
+
+    Args:
+        target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, or any
+            callable `fn(config) -> throughput | Measurement`, which needs a `space`.
+        space: what may vary; by default the workload's own for the devices at hand.
+        devices: devices of one trial; by default all that are present.
+        seq_len, global_batch, data: override the workload's sequence length (tokens), samples per
+            optimizer step, and text file.
+        trials: trials in all (16 where neither trials nor time is given).
+        time: wall time, s or as in `30m`.
+        runner: `ray` or `local`; a callable runs in this process.
+        sampler: see `redline.tuner.sampler_names()`.
+        seed: of weights, data and proposals.
+        out: folder for the run's files; None keeps none.
+        resume: go on with the run in `out`.
+        storage: URL of an Optuna storage for the ledger, in place of `study.log`.
+        override: values of knobs, in place of the space's.
+        fix: knobs that do not vary.
+        memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
+        trial_timeout: deadline of one trial, s or as in `5m`.
+        concurrency: trials at once.
+        ray_address: a Ray cluster to join.
+        listener: hears of progress.
+
+    Returns:
+        The result; `result.best` is None where nothing succeeded, and `result.why` says why. After
+        Ctrl-C it holds what was found so far, with `result.interrupted` set.
+
+    Raises:
+        UsageError: something asked for is invalid; nothing was written.
+        RunnerError: the machinery that runs trials failed.
+    """
+    listener = listener or SearchListener()
+    if trials is None and time is None:
+        trials = DEFAULT_TRIALS
+    budget = Budget(trials=trials, seconds=parse_duration(time))
+    limit_mib = parse_memory(memory_limit)
+    timeout_s = parse_duration(trial_timeout, "trial timeout")
+    task = resolve_task(
+        target,
+        space,
+        devices=devices,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        data=data,
+        override=override,
+        fix=fix,
+    )
+    if task.workload is not None and runner not in RUNNERS:
+        raise UsageError(unknown("runner", runner, RUNNERS))
+    if concurrency is not None and concurrency < 1:
+        raise UsageError(f"concurrency must be at least 1, but got {concurrency}")
+    proposer = make_sampler(sampler, task.space, seed=seed)
+    asked = _asked(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
+    notes: list[str] = []
+
+    def warn(message: str) -> None:
+        notes.append(message)
+        listener.said(message)
+
+    with _folder(out) as path:
+        folder = RunFolder.open(
+            path,
+            asked,
+            knobs={knob.name: None if knob.derived else knob.values for knob in task.space.knobs},
+            make_config=Config,
+            storage=storage,
+            resume=resume,
+            warn=warn,
+        )
+        with folder:
+            for note in folder.notes:
+                warn(note)
+            interrupted, ended = False, ""
+            listener.waiting("starting workers")
+            with contextlib.ExitStack() as stack:
+                try:
+                    made = stack.enter_context(
+                        _runner(task, runner, limit_mib, timeout_s, seed, concurrency, ray_address)
+                    )
+                    first, fallback = _first(task.space)
+                    search = Search(
+                        run_folder=folder,
+                        sampler=proposer,
+                        runner=made,
+                        budget=budget,
+                        first=first,
+                        fallback=fallback,
+                        trial_timeout_s=timeout_s,
+                        listener=listener,
+                    )
+                    listener.began(_plan(task, budget, folder, sampler, made))
+                    search.run()
+                    ended = search.ended
+                    search.confirm()
+                except KeyboardInterrupt:
+                    interrupted, ended = True, "interrupted"
+            done = folder.trials()
+            command = _command(task, target, limit_mib, seed, made_of=done)
+            folder.write_best(command, devices=task.device.to_dict())
+            return make_result(
+                done,
+                [knob.name for knob in task.space.knobs],
+                folder=path if out is not None else None,
+                ended=ended,
+                interrupted=interrupted,
+                notes=notes,
+            )
+
+
+def resolve_task(
+    target: Any,
+    space: Space | None = None,
+    *,
+    devices: int | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    data: str | Path | None = None,
+    override: Mapping[str, Sequence[Any]] | None = None,
+    fix: Mapping[str, Any] | None = None,
+) -> Task:
+    """What the arguments of `tune` of these names come to.
+
+    Raises:
+        UsageError: one of them is invalid.
+    """
+    for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
+    device = detect()
+    if devices is not None and device.type == "cuda" and devices > device.count:
+        raise UsageError(f"{devices} devices were asked for, but there are {device.count} ({device.name})")
+    count = devices or device.count
+    if isinstance(target, (str, Path, Workload)):
+        from ..models import workload as resolve_workload
+
+        workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data)
+        made = space if space is not None else workload.make_space(device, devices=count)
+        name, function = workload.name, None
+    elif callable(target):
+        if space is None:
+            raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
+        if seq_len is not None or global_batch is not None or data is not None:
+            raise UsageError("seq_len, global_batch and data belong to a workload, not to a callable")
+        workload, function, made = None, target, space
+        name = getattr(target, "__name__", type(target).__name__)
+    else:
+        raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
+    for knob, values in (override or {}).items():
+        made.override(knob, values)
+    for knob, value in (fix or {}).items():
+        made.fix(knob, value)
+    return Task(name=name, space=made, device=device, devices=count, workload=workload, function=function)
+
+
+@contextlib.contextmanager
+def _folder(out: str | Path | None) -> Iterator[Path]:
+    if out is not None:
+        yield Path(out)
+        return
+    path = Path(tempfile.mkdtemp(prefix="redline-run-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _runner(
+    task: Task,
+    name: str,
+    limit_mib: float | None,
+    timeout_s: float | None,
+    seed: int,
+    concurrency: int | None,
+    ray_address: str | None,
+) -> Runner:
+    if task.function is not None:
+        return FunctionRunner(task.function)
+    on_cpu = task.device.type == "cpu"
+    ranks = task.devices * (concurrency or 1)
+    if on_cpu and limit_mib is None:
+        limit_mib = float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
+    terms = TrialTerms(
+        device=task.device,
+        devices=task.devices,
+        memory_limit_mib=limit_mib,
+        timeout_s=timeout_s,
+        threads=max(1, (psutil.cpu_count(logical=True) or 1) // ranks) if on_cpu else None,
+        seed=seed,
+    )
+    if name == "local":
+        made: Runner = LocalRunner(task.workload, terms, concurrency=concurrency)
+    else:
+        made = RayRunner(task.workload, terms, concurrency=concurrency, address=ray_address)
+    try:
+        made.wait_ready()
+    except (RunnerError, KeyboardInterrupt):
+        made.close()
+        raise
+    return made
+
+
+def _first(space: Space) -> tuple[tuple[Config, ...], Config | None]:
+    """The default configuration, and the same with the smallest micro-batch for when it does not run."""
+    default = space.default()
+    if "micro_batch" not in default:
+        return (default,), None
+    smallest = min(space["micro_batch"].values)
+    for config in _with_micro_batch(space, default, smallest):
+        return (default,), config
+    return (default,), None
+
+
+def _with_micro_batch(space: Space, default: Config, smallest: int) -> Iterator[Config]:
+    chosen = {knob.name: default[knob.name] for knob in space.knobs if not knob.derived and knob.name in default}
+    with contextlib.suppress(SpaceError):  # it need not be valid with the other defaults
+        yield space.config(**{**chosen, "micro_batch": smallest})
+
+
+def _asked(task: Task, limit_mib: float | None, **others: Any) -> dict[str, Any]:
+    """What run.yaml keeps of the request."""
+    workload = task.workload
+    try:
+        space = task.space.to_dict()
+    except SpaceError:  # a predicate in Python cannot be written, only described
+        space = {"described": task.space.describe()}
+    return {
+        "model": task.name,
+        "workload": {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name},
+        "space": space,
+        "devices": {**task.device.to_dict(), "used": task.devices},
+        "seq_len": workload.seq_len if workload else None,
+        "global_batch": workload.global_batch if workload else None,
+        "memory_limit_mib": limit_mib,
+        "sampler": others["sampler"],
+        "seed": others["seed"],
+        "runner": others["runner"] if workload else "function",
+        "trial_timeout_s": others["timeout_s"],
+    }
+
+
+def _plan(task: Task, budget: Budget, folder: RunFolder, sampler: str, runner: Runner) -> SearchPlan:
+    count = f"{task.devices} x " if task.devices > 1 else ""
+    return SearchPlan(
+        name=task.name,
+        where=f"{count}{task.device.name}",
+        valid=len(task.space) if task.space.enumerable else None,
+        trials=budget.trials,
+        seconds=budget.seconds,
+        done=sum(not trial.pending for trial in folder.trials()),
+        sampler=sampler,
+        runner=runner.name,
+    )
+
+
+def _command(task: Task, target: Any, limit_mib: float | None, seed: int, made_of: Sequence[Any]) -> list[str]:
+    """The command line that measures the winner again."""
+    from ..results import summary
+
+    if task.workload is None or not isinstance(target, (str, Path)):
+        return [Path(sys.executable).name, *sys.argv]
+    text = str(target)
+    what = ["--workload", text] if ".py:" in text else [text]
+    command = ["redline", "tune", *what, "--devices", str(task.devices)]
+    if task.workload.seq_len:
+        command += ["--seq-len", str(task.workload.seq_len)]
+    if task.workload.global_batch:
+        command += ["--global-batch", str(task.workload.global_batch)]
+    if limit_mib is not None:
+        command += ["--memory-limit", f"{limit_mib:g}MiB"]
+    winner = summary.best(made_of)
+    if winner is not None:
+        for knob in task.space.knobs:
+            if not knob.derived and knob.name in winner.config:
+                value = winner.config[knob.name]
+                command += ["--fix", f"{knob.name}={str(value).lower() if isinstance(value, bool) else value}"]
+        command += ["--trials", "1"]
+    return [*command, "--seed", str(seed)]
