@@ -122,7 +122,6 @@ def repair(path: Path) -> int:
             end = start
         if end < size:
             file.truncate(end)
-            os.fsync(file.fileno())
     return size - end
 
 

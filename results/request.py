@@ -118,7 +118,11 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def version_changes(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Which versions differ, in the same words."""
-    return [each for key in sorted({*was, *now}) for each in _differences(key, was.get(key), now.get(key))]
+    return [
+        f"{name}: was {was.get(name, 'not installed')}, now {now.get(name, 'not installed')}"
+        for name in sorted({*was, *now})
+        if was.get(name) != now.get(name)
+    ]
 
 
 def _binding(asked: Mapping[str, Any], key: str) -> Any:

@@ -1,7 +1,8 @@
 """A run as people read it in a terminal."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from . import summary
 from .columns import cell, fold, number
@@ -11,6 +12,7 @@ from .view import View
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _COLOURS = {
     Status.OK: "green",
@@ -21,12 +23,28 @@ _COLOURS = {
     Status.SKIPPED: "dim",
 }
 
+_SHOWN_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: its name, its cells, and the side they are aligned to."""
+
+    name: str
+    cells: list[str]
+    side: Literal["left", "right"] = "left"
+
+    @property
+    def heading(self) -> str:
+        """The name on several lines, for a column as narrow as its cells."""
+        return self.name.replace("_", "\n").replace(" ", "\n")
+
 
 def render(run: RunFolder | View, console: "Console", *, top: int | None = 20) -> None:
     """Prints a run: its winner, the counts by status, and its trials, fastest first and then the failures.
 
-    On a terminal the table is drawn; otherwise its columns are separated by at least two spaces, one line a
-    trial, nothing cut off.
+    On a terminal the table is drawn, and reasons are gathered below it; otherwise a trial is one line, its
+    cells separated by at least two spaces, nothing cut off.
 
     Args:
         run: the run.
@@ -43,11 +61,11 @@ def render(run: RunFolder | View, console: "Console", *, top: int | None = 20) -
     if not shown:
         return
     console.print()
-    columns, common = _columns(shown)
+    outcome, knobs, common = _columns(shown)
     if console.is_terminal:
-        _draw(shown, columns, console)
+        _draw(shown, outcome, knobs, console)
     else:
-        _write(shown, columns, console)
+        _write(shown, [*outcome, *knobs], console)
     if common:
         console.print(Text("the same in all: " + ", ".join(common)), soft_wrap=not console.is_terminal)
     if len(shown) < len(rows):
@@ -103,8 +121,8 @@ def _ordered(trials: Sequence[Trial]) -> list[Trial]:
     return [*summary.leaders(trials), *failed, *(trial for trial in trials if trial.pending)]
 
 
-def _columns(trials: Sequence[Trial]) -> tuple[list[tuple[str, list[str], str]], list[str]]:
-    """Columns as (name, cells, `left` or `right`), and `knob=value` of the knobs that are the same in all."""
+def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
+    """The columns of the outcome, those of the knobs that differ, and `knob=value` of those that do not."""
     finished = [None if trial.pending else trial.measurement for trial in trials]
 
     def measured(field: str, digits: int) -> list[str]:
@@ -112,63 +130,74 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[tuple[str, list[str], str]],
         return ["" if value is None else number(value, digits) for value in given]
 
     unit = next((each.unit for each in finished if each is not None and each.unit), "throughput")
-    columns = [
-        ("trial", [str(trial.number) for trial in trials], "right"),
-        ("status", ["pending" if each is None else str(each.status) for each in finished], "left"),
-        (
-            unit,
-            ["" if summary.standing(each) is None else number(summary.standing(each), 5) for each in trials],
-            "right",
-        ),
-        ("step ms", measured("step_ms", 4), "right"),
-        ("peak MiB", measured("peak_memory_mib", 5), "right"),
+    speeds = [summary.standing(trial) for trial in trials]
+    outcome = [
+        Column("trial", [str(trial.number) for trial in trials], "right"),
+        Column("status", ["pending" if each is None else str(each.status) for each in finished]),
+        Column(unit, ["" if speed is None else number(speed, 5) for speed in speeds], "right"),
+        Column("step ms", measured("step_ms", 4), "right"),
+        Column("peak MiB", measured("peak_memory_mib", 5), "right"),
+        Column("sampler", [trial.sampler for trial in trials]),
     ]
-    names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    common = []
-    for name in names:
+    knobs, common = [], []
+    for name in dict.fromkeys(name for trial in trials for name in trial.config):
         cells = [cell(trial.config[name], "knob.") if name in trial.config else "-" for trial in trials]
         if len(trials) > 1 and len(set(cells)) == 1:
             common.append(f"{name}={cells[0]}")
         else:
-            columns.append((name, cells, "right" if _numeric(trials, name) else "left"))
-    columns.append(("sampler", [trial.sampler for trial in trials], "left"))
-    columns.append(("reason", ["" if each is None else fold(each.reason) for each in finished], "left"))
-    return [each for each in columns if any(each[1])], common
+            numeric = all(isinstance(trial.config.get(name, 0), (int, float)) for trial in trials)
+            knobs.append(Column(name, cells, "right" if numeric else "left"))
+    return [each for each in outcome if any(each.cells)], knobs, common
 
 
-def _numeric(trials: Sequence[Trial], name: str) -> bool:
-    return all(isinstance(trial.config.get(name, 0), (int, float)) for trial in trials)
+def _draw(
+    trials: Sequence[Trial], outcome: Sequence[Column], knobs: Sequence[Column], console: "Console"
+) -> None:
+    from rich.measure import Measurement as Measure
+    from rich.text import Text
+
+    drawn = _table(trials, [*outcome, *knobs])
+    if Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width:
+        points = [" ".join(f"{each.name}={each.cells[i]}" for each in knobs) for i in range(len(trials))]
+        kept = [each for each in outcome if each.name not in ("step ms", "sampler")]
+        drawn = _table(trials, [*kept, Column("configuration", points)])
+    console.print(drawn)
+    reasons: dict[tuple[Status, str], list[int]] = {}
+    for trial in trials:
+        if not trial.pending and trial.measurement.reason:
+            told = trial.measurement.status, fold(trial.measurement.reason)
+            reasons.setdefault(told, []).append(trial.number)
+    for (status, reason), numbers in reasons.items():
+        which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"
+        console.print(Text.assemble((str(status), _COLOURS[status]), f" ({which}): {reason}"))
 
 
-def _draw(trials: Sequence[Trial], columns: Sequence[tuple[str, list[str], Any]], console: "Console") -> None:
+def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, _, side in columns:
-        wraps = name == "reason"
-        drawn.add_column(
-            Text(name), justify=side, no_wrap=not wraps, overflow="fold" if wraps else "ellipsis"
-        )
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for each in columns:
+        drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
         style = "" if trial.pending else _COLOURS[trial.measurement.status]
         drawn.add_row(
-            *(Text(cells[i], style=style if name == "status" else "") for name, cells, _ in columns)
+            *(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns)
         )
-    console.print(drawn)
+    return drawn
 
 
-def _write(
-    trials: Sequence[Trial], columns: Sequence[tuple[str, list[str], Any]], console: "Console"
-) -> None:
+def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console") -> None:
     from rich.text import Text
 
-    widths = [max(len(name), *map(len, cells)) for name, cells, _ in columns]
+    reasons = ["" if trial.pending else fold(trial.measurement.reason) for trial in trials]
+    columns = [*columns, Column("reason", reasons)] if any(reasons) else columns
     for i in range(-1, len(trials)):
-        texts = [name if i < 0 else cells[i] for name, cells, _ in columns]
-        line = "  ".join(
-            text.rjust(width) if side == "right" else text.ljust(width)
-            for text, width, (_, _, side) in zip(texts, widths, columns)
-        )
-        console.print(Text(line.rstrip()), soft_wrap=True)
+        texts = []
+        for each in columns:
+            width = max(len(each.name), *map(len, each.cells))
+            text = each.name if i < 0 else each.cells[i]
+            texts.append(text.rjust(width) if each.side == "right" else text.ljust(width))
+        console.print(Text("  ".join(texts).rstrip()), soft_wrap=True)

@@ -113,7 +113,9 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
                 found[int(cells[names.index("trial")])] = cells
             else:
                 problems.append(f"{path}, line {number}: {fault}; the row is left out")
-    if lines and rest:
+    if not lines:
+        problems.append(f"{path}: cut off in its first line; there are no rows")
+    elif rest:
         problems.append(f"{path}, line {len(lines) + 1}: cut off; the row is left out")
     missing = [name for name in FIXED if name not in names]
     if missing:

@@ -1,0 +1,203 @@
+"""A full or read-only disk: known before the first trial, and nothing is lost later."""
+
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from redline.errors import StudyError
+from redline.results import Ledger, Measurement, Status, files, read_table
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of its own of 24 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield disk
+    while disk.is_mount():
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(b"x" * 4096)
+            except OSError:
+                return
+
+
+def crash(size: int = 0) -> Measurement:
+    return Measurement(status=Status.CRASH, reason="x" * size)
+
+
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, open_run, monkeypatch):
+    monkeypatch.setattr(files, "MIN_FREE_MIB", 10**9)
+    with pytest.raises(StudyError, match=r"only [0-9.]+ MiB are free .* needs 1000000000 MiB"):
+        open_run(tmp_path / "runs" / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(small_disk, open_run):
+    fill(small_disk / "filler")
+    with pytest.raises(StudyError, match=r"only 0\.0 MiB are free"):
+        open_run(small_disk / "a")
+    assert [each.name for each in small_disk.iterdir()] == ["filler"]
+
+
+def test_a_disk_that_fills_up_costs_no_finished_trial(small_disk, open_run, point, ok):
+    warnings = []
+    run = open_run(small_disk / "a", warn=warnings.append)
+    for number in range(3):
+        run.start(point(number), sampler="tpe")
+    run.finish(0, ok(5.0))
+    fill(small_disk / "filler")
+    size = (small_disk / "a" / "study.log").stat().st_size
+
+    with pytest.raises(StudyError, match="No space left on device"):
+        for number in range(3, 50):  # the last page of the file may have room for a few
+            run.start(point(number), sampler="tpe")
+    started = len(run.trials())
+    with pytest.raises(StudyError, match=r"trial 1 is stored, but there is no space .* --resume"):
+        run.finish(1, crash(20_000))
+    assert (small_disk / "a" / "study.log").stat().st_size > size + 20_000
+    with pytest.raises(StudyError, match="trial 2 is stored"):
+        run.finish(2, ok(7.0))
+    fill(small_disk / "filler2")
+    with pytest.raises(StudyError, match="No space left"):
+        run.start(point(60), sampler="tpe")
+    assert len(run.trials()) == started
+    assert len(Ledger.load(small_disk / "a" / "study.log").trials()) == started
+    run.close()
+
+    (small_disk / "filler").unlink()
+    (small_disk / "filler2").unlink()
+    with open_run(small_disk / "a", resume=True) as run:
+        outcomes = [None if trial.pending else str(trial.measurement.status) for trial in run.trials()]
+        assert outcomes == ["ok", "crash", "ok"] + [None] * (started - 3)
+        assert run.trials()[1].measurement.reason == "x" * 20_000
+        assert list(read_table(small_disk / "a" / "trials.csv")[0]["trial"]) == [0, 1, 2]
+
+
+def test_a_run_goes_on_when_there_is_space_again(small_disk, open_run, point, ok):
+    run = open_run(small_disk / "a", warn=lambda message: None)
+    run.start(point(0), sampler="tpe")
+    fill(small_disk / "filler")
+    with pytest.raises(StudyError, match="trial 0 is stored"):
+        run.finish(0, crash(20_000))
+    (small_disk / "filler").unlink()
+    run.start(point(1), sampler="tpe")
+    assert run.finish(1, ok(3.0)).ok
+    run.close()
+    assert len(read_table(small_disk / "a" / "trials.csv")[0]) == 2
+
+
+def test_a_table_that_cannot_be_written_is_one_warning_and_made_up_for_later(tmp_path, open_run, point, ok):
+    warnings = []
+    with open_run(tmp_path, warn=warnings.append) as run:
+        for number in range(3):
+            run.start(point(number), sampler="tpe")
+        run.finish(0, ok())
+        # What it is written to first is in the way: the same errors as a table on a bad disk, for root too.
+        (tmp_path / ".trials.csv.tmp").mkdir()
+        run.finish(1, ok())
+        run.finish(2, ok())
+        assert len(warnings) == 1
+        assert "cannot write" in warnings[0] and "trials.csv" in warnings[0]
+        assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0]
+        (tmp_path / ".trials.csv.tmp").rmdir()
+        run.start(point(3), sampler="tpe")
+        run.finish(3, ok())
+        assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0, 1, 2, 3]
+        run.start(point(4), sampler="tpe")
+        (tmp_path / ".trials.csv.tmp").mkdir()
+        run.finish(4, ok())
+        (tmp_path / ".trials.csv.tmp").rmdir()
+    assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0, 1, 2, 3, 4]
+
+
+def test_a_ledger_at_its_file_size_limit_fails_loudly_and_stays_whole(
+    tmp_path, open_run, point, ok, in_child
+):
+    def run_into_the_limit():
+        run = open_run(tmp_path, warn=lambda message: None)
+        for number in range(2):
+            run.start(point(number), sampler="tpe")
+        run.finish(0, ok(5.0))
+        size = (tmp_path / "study.log").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, size + 100))
+        with pytest.raises(StudyError, match=r"outcome of trial 1 could not be stored: .*File too large"):
+            run.finish(1, ok(7.0))
+        assert (tmp_path / "study.log").stat().st_size == size
+        assert run.trials()[1].measurement.throughput == 7.0
+        return True
+
+    assert in_child(run_into_the_limit)
+    assert list(read_table(tmp_path / "trials.csv")[0]["throughput"]) == [5.0, 7.0]
+    with open_run(tmp_path, resume=True) as run:
+        assert [trial.number for trial in run.pending()] == [1]
+        run.finish(1, ok(8.0))
+    assert [trial.measurement.throughput for trial in Ledger.load(tmp_path / "study.log").trials()] == [
+        5.0,
+        8.0,
+    ]
+
+
+def test_a_read_only_folder_is_an_error_before_the_first_trial(open_run, in_child):
+    # Not below pytest's own folder, which only its owner may enter.
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o555)
+
+        def try_it():
+            said = []
+            for path in (folder, folder / "a" / "b"):
+                with pytest.raises(StudyError) as caught:
+                    open_run(path)
+                said.append(str(caught.value))
+            return said
+
+        for said in in_child(try_it, unprivileged=True):
+            assert "cannot write to" in said and "Permission denied" in said and "another --out" in said
+        assert list(folder.iterdir()) == []
+    finally:
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+def test_a_disk_turned_read_only_is_an_error_and_keeps_the_outcome_in_memory(small_disk, open_run, point, ok):
+    warnings = []
+    run = open_run(small_disk / "a", warn=warnings.append)
+    for number in range(2):
+        run.start(point(number), sampler="tpe")
+    run.finish(0, ok(5.0))
+    # A disk with open files cannot be remounted read-only from outside; a read-only view laid over it can.
+    subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(small_disk)], check=True)
+    with pytest.raises(StudyError, match=r"outcome of trial 1 could not be stored: .*Read-only file system"):
+        run.finish(1, ok(7.0))
+    with pytest.raises(StudyError, match="Read-only file system"):
+        run.start(point(2), sampler="tpe")
+    with pytest.raises(StudyError, match="Read-only file system"):
+        run.write_best(["redline"])
+    assert len(warnings) == 1
+    assert run.trials()[1].measurement.throughput == 7.0
+    run.close()
+    with pytest.raises(StudyError, match="Read-only file system"):
+        open_run(small_disk / "a", resume=True)
+    subprocess.run(["umount", str(small_disk)], check=True)
+    with open_run(small_disk / "a", resume=True) as run:
+        assert [trial.number for trial in run.pending()] == [1]

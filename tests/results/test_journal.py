@@ -1,0 +1,173 @@
+"""The ledger's file after kill -9, a power cut and other damage."""
+
+import json
+import os
+import shutil
+import time
+
+import optuna
+import pytest
+from redline.errors import StudyError
+from redline.results import Ledger
+from redline.results.journal import Journal, repair
+
+
+@pytest.fixture
+def written(tmp_path, make_config, ok, oom):
+    """A ledger with a success, a failure and a pending trial, and a function that opens a copy of it."""
+    knobs = {"tp": (0, 1, 2, 3)}  # few, so that records are short
+    path = tmp_path / "study.log"
+    ledger = Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
+    sizes = [path.stat().st_size]
+    for number, outcome in enumerate([ok(10.0), oom(2000.0), None]):
+        ledger.start(make_config({"tp": number}), sampler="tpe")
+        sizes.append(path.stat().st_size)
+        if outcome:
+            ledger.finish(number, outcome)
+            sizes.append(path.stat().st_size)
+    ledger.close()
+
+    def reopen(data, folder):
+        folder.mkdir()
+        (folder / "study.log").write_bytes(data)
+        return Ledger.open(
+            folder / "study.log", name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config
+        )
+
+    return path.read_bytes(), sizes, reopen
+
+
+def test_a_file_cut_off_at_any_byte_is_cut_back_to_whole_records(written, tmp_path):
+    data, (_, _, _, started_1, *_), _ = written
+    path = tmp_path / "cut.log"
+    for length in [0, 1, 100, *range(started_1 - 1, len(data) + 1)]:
+        path.write_bytes(data[:length])
+        whole = data[: data.rfind(b"\n", 0, length) + 1]
+        assert repair(path) == length - len(whole)
+        assert path.read_bytes() == whole
+
+
+def test_a_file_cut_off_loses_no_finished_trial_and_can_be_continued(written, tmp_path, make_config, ok):
+    data, (_, _, finished_0, started_1, finished_1, _), reopen = written
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n") and i + 1 >= finished_0]
+    lengths = sorted(
+        {
+            *ends,
+            *(end - 1 for end in ends[1:]),
+            *(end + 1 for end in ends[:-1]),
+            *range(finished_0, len(data), 97),
+        }
+    )
+    assert len(lengths) > 15
+    for length in lengths:
+        ledger = reopen(data[:length], tmp_path / "cut")
+        trials = ledger.trials()
+        finished = [trial.number for trial in trials if not trial.pending]
+        assert 0 in finished
+        if length >= finished_1:
+            assert finished == [0, 1]
+        assert [trial.number for trial in trials] == list(range(len(trials)))
+        assert len(trials) >= 1 + (length >= started_1)
+        for trial in ledger.pending():
+            ledger.finish(trial.number, ok(99.0))
+        ledger.start(make_config({"tp": 3}), sampler="tpe")
+        ledger.close()
+        again = Ledger.load(tmp_path / "cut" / "study.log").trials()
+        assert [trial.number for trial in again] == list(range(len(trials) + 1))
+        assert [trial.pending for trial in again] == [False] * len(trials) + [True]
+        assert again[0].measurement.throughput == 10.0
+        shutil.rmtree(tmp_path / "cut")
+
+
+def test_an_outcome_whose_state_was_cut_off_counts_and_is_completed(written, tmp_path):
+    data, (_, _, finished_0, *_), reopen = written
+    lines = data[:finished_0].splitlines(keepends=True)
+    assert json.loads(lines[-1])["op_code"] == 6
+    ledger = reopen(b"".join(lines[:-1]), tmp_path / "cut")
+    assert ledger.trials()[0].measurement.throughput == 10.0
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "cut" / "study.log"))
+    study = optuna.load_study(study_name="a", storage=optuna.storages.JournalStorage(backend))
+    assert study.best_value == 10.0
+
+
+def test_zeros_from_a_power_cut_are_cut_off(written, tmp_path):
+    data, _, reopen = written
+    for tail in (b"\0" * 5000, b'{"op_code"' + b"\0" * 100, b"\0\0\0\n", b'{"op\0\0":\n{"x"'):
+        assert len(reopen(data + tail, tmp_path / "cut").trials()) == 3
+        assert (tmp_path / "cut" / "study.log").read_bytes() == data
+        shutil.rmtree(tmp_path / "cut")
+
+
+def test_repair_touches_no_whole_record(tmp_path):
+    path = tmp_path / "study.log"
+    for data, cut in [(b"", 0), (b"x", 1), (b"x\n", 0), (b"x\ny", 1), (b"x\n" + b"y" * 200_000, 200_000)]:
+        path.write_bytes(data)
+        assert repair(path) == cut
+        assert path.read_bytes() == data[: len(data) - cut]
+
+
+@pytest.mark.parametrize("bad", [b"not a record\n", b"[1, 2]\n", b'{"op_code": 4}\n', b'{"op_code": 99}\n'])
+def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_path):
+    data, _, reopen = written
+    lines = data.splitlines(keepends=True)
+    damaged = b"".join([*lines[:3], bad, *lines[3:]])
+    with pytest.raises(StudyError, match=r"line 4 of .*study.log|not a journal that Optuna can read"):
+        reopen(damaged, tmp_path / "bad")
+    assert (tmp_path / "bad" / "study.log").read_bytes() == damaged
+    assert [each.name for each in (tmp_path / "bad").iterdir()] == ["study.log"]
+
+
+def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point):
+    path = tmp_path / "study.log"
+    Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config).close()
+    os.symlink(str(path), f"{path}.lock")
+    os.symlink(str(path), f"{path}.lock1234.rename")
+    begin = time.perf_counter()
+    ledger = Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
+    ledger.start(point(9), sampler="tpe")
+    assert time.perf_counter() - begin < 5
+    ledger.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["study.log"]
+
+
+def test_a_note_made_in_the_dashboard_meanwhile_is_kept(tmp_path, knobs, make_config, point, ok):
+    path = tmp_path / "study.log"
+    ledger = Ledger.open(path, name="a", metadata={}, knobs=knobs, make_config=make_config)
+    ledger.start(point(0), sampler="tpe")
+    other = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    other.set_study_system_attr(0, "dashboard:note", "look at this")
+    ledger.finish(0, ok())
+    assert ledger.trials()[0].ok
+    study = optuna.load_study(study_name="a", storage=other)
+    assert study.best_value == 1000.0
+    assert study._storage.get_study_system_attrs(0)["dashboard:note"] == "look at this"
+
+
+def test_records_that_belong_together_are_one_write(tmp_path, monkeypatch):
+    journal = Journal(tmp_path / "study.log")
+    writes = []
+    append = journal._append
+    monkeypatch.setattr(
+        journal, "_append", lambda records, **more: (writes.append(records), append(records, **more))
+    )
+    journal.append_logs([{"a": 1}])
+    with journal.together():
+        journal.append_logs([{"b": 1}])
+        journal.append_logs([{"c": 1}])
+    with pytest.raises(RuntimeError), journal.together():
+        journal.append_logs([{"d": 1}])
+        raise RuntimeError
+    journal.append_logs([{"e": 1}])
+    assert writes == [[{"a": 1}], [{"b": 1}, {"c": 1}], [{"e": 1}]]
+    assert list(journal.read_logs(0)) == [{"a": 1}, {"b": 1}, {"c": 1}, {"e": 1}]
+
+
+def test_a_relative_path_works_from_wherever_the_process_goes(
+    tmp_path, monkeypatch, knobs, make_config, point
+):
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger.open("study.log", name="a", metadata={}, knobs=knobs, make_config=make_config)
+    monkeypatch.chdir("/")
+    ledger.start(point(0), sampler="tpe")
+    ledger.close()
+    assert len(Ledger.load(tmp_path / "study.log").trials()) == 1

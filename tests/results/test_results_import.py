@@ -1,0 +1,52 @@
+"""Results stay light to import, and know where they are."""
+
+import subprocess
+import sys
+
+import redline
+from redline.results import Measurement, Status, environment
+
+
+def test_importing_results_loads_nothing_heavy():
+    code = (
+        "import sys, redline.results, redline.results.show\n"
+        "heavy = {'torch', 'pandas', 'numpy', 'optuna', 'transformers', 'ray', 'redline.space'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_environment_names_versions_and_the_host():
+    facts = environment.facts({"type": "cpu"})
+    assert facts["versions"]["redline"] == redline.__version__
+    assert facts["versions"]["python"] == "{}.{}.{}".format(*sys.version_info)
+    assert {"torch", "optuna", "numpy"} <= facts["versions"].keys()
+    assert facts["host"]["memory_mib"] > 100
+    assert facts["devices"] == {"type": "cpu"}
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path):
+    path = tmp_path / "version"
+    path.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n"
+    )
+    assert environment.nvidia_driver(str(path)) == "570.86.15"
+    assert environment.nvidia_driver(str(tmp_path / "none")) is None
+
+
+def test_a_measurement_is_json_whatever_its_numbers_are():
+    import json
+
+    import numpy
+
+    outcome = Measurement(
+        status=Status.WRONG,
+        throughput=numpy.float32(1.5),
+        devices=numpy.int64(2),
+        loss=float("-inf"),
+        reason="nan",
+    )
+    text = json.dumps(outcome.to_dict(), allow_nan=False)
+    again = Measurement.from_dict(json.loads(text) | {"from_the_future": 1})
+    assert (again.throughput, again.devices, again.loss, again.reason) == (1.5, 2, float("-inf"), "nan")

@@ -1,0 +1,68 @@
+"""kill -9 at any moment: the table parses, the ledger loads, and the run goes on."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+from redline.results import Ledger, View, read_table
+
+
+def work(open_run, point, ok, folder, done):
+    """Runs trials until killed, and says which ones are finished."""
+    run = open_run(folder, resume=True)
+    for trial in run.pending():
+        run.finish(trial.number, ok(trial.number + 0.5))
+        done.send(trial.number)
+    while True:
+        number = len(run.trials())
+        run.start(point(number), sampler="tpe")
+        run.finish(number, ok(number + 0.5))
+        done.send(number)
+
+
+def test_no_kill_loses_a_finished_trial(tmp_path, open_run, point, ok, make_config):
+    fork = multiprocessing.get_context("fork")
+    choose = random.Random(7)
+    acknowledged: set[int] = set()
+    in_flight = 0
+    open_run(tmp_path).close()
+    for _ in range(20):
+        mine, theirs = fork.Pipe(duplex=False)
+        worker = fork.Process(target=work, args=(open_run, point, ok, tmp_path, theirs), daemon=True)
+        worker.start()
+        theirs.close()
+        for _ in range(choose.randrange(1, 6)):
+            acknowledged.add(mine.recv())
+        time.sleep(choose.random() * 0.006)
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+        while mine.poll():
+            try:
+                acknowledged.add(mine.recv())
+            except EOFError:
+                break
+        mine.close()
+
+        frame, problems = read_table(tmp_path / "trials.csv")
+        assert problems == []
+        assert acknowledged <= set(frame["trial"])
+        assert list(frame["throughput"]) == [number + 0.5 for number in frame["trial"]]
+        trials = Ledger.load(tmp_path / "study.log", make_config=make_config).trials()
+        assert [trial.number for trial in trials] == list(range(len(trials)))
+        assert [trial.config for trial in trials] == [point(i) for i in range(len(trials))]
+        finished = {trial.number for trial in trials if trial.ok}
+        assert acknowledged <= finished
+        assert set(frame["trial"]) <= finished
+        assert len(trials) - len(finished) <= 1
+        in_flight += len(trials) - len(finished)
+        assert View(tmp_path).problems == []
+    assert in_flight > 0, "no kill hit a trial in flight; the test proves too little"
+    with open_run(tmp_path, resume=True) as run:
+        for trial in run.pending():
+            run.finish(trial.number, ok(trial.number + 0.5))
+        assert len(run.trials()) > 20
+        assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == list(range(len(run.trials())))
+    leftovers = {each.name for each in tmp_path.iterdir()}
+    assert leftovers == {".lock", "study.log", "trials.csv", "run.yaml", "logs"}

@@ -1,0 +1,111 @@
+"""Winners, leaders, counts and the reason why there is no winner."""
+
+import pytest
+from redline.results import Measurement, Status, Trial, summary
+
+
+def trial(number, throughput=None, status=None, **more):
+    fields = {each: more.pop(each) for each in ("sampler", "remeasured") if each in more}
+    status = status or (Status.OK if throughput is not None else Status.CRASH)
+    return Trial(
+        number=number,
+        config={},
+        measurement=Measurement(status=status, throughput=throughput, **more),
+        **fields,
+    )
+
+
+def pending(number, **more):
+    return Trial(number=number, config={}, **more)
+
+
+def test_the_best_is_the_fastest_and_of_equals_the_first():
+    trials = [trial(0, 5.0), trial(1, 9.0), trial(2), pending(3), trial(4, 9.0)]
+    assert summary.best(trials).number == 1
+    assert [each.number for each in summary.leaders(trials, 2)] == [1, 4]
+    assert [each.number for each in summary.leaders(trials)] == [1, 4, 0]
+
+
+def test_what_holds_up_wins_over_what_was_fast_once():
+    trials = [
+        trial(0, 100.0, remeasured=(50.0, 52.0, 51.0)),
+        trial(1, 90.0, remeasured=(88.0, 10.0, 89.0)),
+        trial(2, 89.5),
+    ]
+    assert summary.standing(trials[0]) == 51.0
+    assert [each.number for each in summary.leaders(trials)] == [1, 0, 2]
+
+
+def test_without_success_there_is_no_best():
+    trials = [trial(0), pending(1), trial(2, 5.0, status=Status.WRONG)]
+    assert summary.best(trials) is None
+    assert summary.leaders(trials) == []
+    assert summary.standing(trials[2]) is None
+    assert summary.best([]) is None
+
+
+def test_the_gain_is_over_the_default_configuration_measured_in_this_run():
+    base = trial(0, 100.0, sampler="default", remeasured=(80.0,))
+    winner = trial(1, 200.0, remeasured=(160.0,))
+    assert summary.gain([base, winner]) == 2.0
+    assert summary.gain([base]) == 1.0
+    assert summary.gain([winner]) is None
+    assert summary.gain([trial(0, sampler="default"), winner]) is None
+    assert summary.gain([pending(0, sampler="default"), winner]) is None
+
+
+def test_counts_name_every_status_and_no_pending_trial():
+    trials = [trial(0, 1.0), trial(1, status=Status.OOM), trial(2, status=Status.OOM), pending(3)]
+    assert summary.counts(trials) == {
+        Status.OK: 1,
+        Status.OOM: 2,
+        Status.TIMEOUT: 0,
+        Status.CRASH: 0,
+        Status.WRONG: 0,
+        Status.SKIPPED: 0,
+    }
+
+
+def test_the_best_so_far_never_falls_and_begins_with_the_first_success():
+    trials = [trial(0), trial(1, 5.0), pending(2), trial(3, 3.0), trial(4, 8.0), trial(5)]
+    assert summary.best_so_far(trials) == [None, 5.0, 5.0, 8.0, 8.0]
+
+
+def test_the_smallest_need_is_among_the_ooms_only():
+    trials = [
+        trial(0, 1.0, peak_memory_mib=10.0),
+        trial(1, status=Status.OOM, peak_memory_mib=3000.0),
+        trial(2, status=Status.OOM),
+        trial(3, status=Status.OOM, peak_memory_mib=2000.5),
+        pending(4),
+    ]
+    assert summary.smallest_need(trials).number == 3
+    assert summary.smallest_need(trials[:1]) is None
+
+
+@pytest.mark.parametrize(
+    ("trials", "why"),
+    [
+        ([], "no trial has finished"),
+        ([pending(0)], "no trial has finished"),
+        ([trial(0, 1.0)], ""),
+        (
+            [
+                trial(0, status=Status.OOM, reason="cuda", peak_memory_mib=2000.5, memory_limit_mib=1024.0),
+                trial(1, status=Status.OOM, reason="cuda", peak_memory_mib=1800.0, memory_limit_mib=1024.0),
+                trial(2, status=Status.CRASH, reason="KeyError: 'x'"),
+                trial(3, status=Status.CRASH, reason="KeyError: 'x'"),
+                trial(4, status=Status.TIMEOUT, reason="300 s"),
+            ],
+            "none of 5 trials succeeded: 2 oom, 1 timeout, 2 crash. "
+            "The smallest need seen is 1800 MiB (trial 1). The limit is 1024 MiB. "
+            "Most common (2 times): crash: KeyError: 'x'",
+        ),
+        (
+            [trial(0, status=Status.OOM, reason="killed by SIGKILL")],
+            "none of 1 trials succeeded: 1 oom. Most common: oom: killed by SIGKILL",
+        ),
+    ],
+)
+def test_why_there_is_no_winner_is_said(trials, why):
+    assert summary.why_nothing(trials) == why
