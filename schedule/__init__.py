@@ -2,14 +2,21 @@
 
 from . import primitives
 from .build import build
+from .recipe import apply_recipe
 from .registry import list_primitives, register_primitive
 from .schedule import Schedule, create_schedule
+from .sharding import full_state_dict, load_full_state_dict
+from .verify import verify
 
 __all__ = [
     "Schedule",
+    "apply_recipe",
     "build",
     "create_schedule",
+    "full_state_dict",
     "list_primitives",
+    "load_full_state_dict",
     "primitives",
     "register_primitive",
+    "verify",
 ]

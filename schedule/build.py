@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import ScheduleError
 from .materialise import materialise
+from .primitives.sync import check_synced
 from .schedule import PHASES, Schedule, find_module
 
 
@@ -20,6 +21,8 @@ class Context:
     """Where the weights live."""
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
     """Makes the optimizer; deferred work may put another in its place."""
+    loss: Callable[..., torch.Tensor] | None = None
+    """`loss(output, target)`, where the model itself computes none."""
 
 
 def build(
@@ -58,16 +61,24 @@ def build(
         raise ScheduleError("build: a schedule is built once, and this one already is")
     for each in tree.deferred:
         find_module(tree.module, each.path)
-    target = torch.device(device) if device is not None else _home(tree.module)
-    context = Context(device=target, optimizer=optimizer)
-    materialise(tree.module, target, seed, init)
-    tree.built = True
-    finish(sch, context)
-    return tree.module, optimizer and context.optimizer(tree.module.parameters())
+    target = torch.device(device) if device is not None else home(tree.module)
+    context = Context(device=target, optimizer=optimizer, loss=loss)
+    prepare(sch, context, seed, init)
+    return complete(sch, context)
 
 
-def finish(sch: Schedule, context: Context) -> None:
-    """Applies what was deferred, innermost modules first within a phase, and attaches annotations."""
+def prepare(sch: Schedule, context: Context, seed: int, init: Callable[[nn.Module], Any] | None) -> None:
+    """The first half of `build`: checks, and weights on the device."""
+    check_synced(sch)
+    materialise(sch.tree.module, context.device, seed, init)
+    sch.tree.built = True
+
+
+def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """The second half: applies what was deferred, attaches annotations, makes the optimizer.
+
+    Within a phase inner modules come before outer ones.
+    """
     for phase in PHASES:
         due = [each for each in sch.tree.deferred if each.phase == phase]
         for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
@@ -77,9 +88,12 @@ def finish(sch: Schedule, context: Context) -> None:
         tensor = getattr(find_module(sch.tree.module, path), name)
         for key, value in values.items():
             setattr(tensor, key, value)
+    module = sch.tree.module
+    return module, context.optimizer(module.parameters()) if context.optimizer is not None else None
 
 
-def _home(module: nn.Module) -> torch.device:
+def home(module: nn.Module) -> torch.device:
+    """Where a model's weights are; the CPU where all are on the meta device."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:
             return tensor.device

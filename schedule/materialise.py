@@ -42,6 +42,7 @@ class _Job:
         self.root, self.device, self.seed, self.init, self.namespace = root, device, seed, init, namespace
         self.moved: dict[torch.Tensor, torch.Tensor] = {}
         self.visited: set[nn.Module] = set()
+        self.tied: list[torch.Tensor] = []
         self.sharded = any("_shards" in each.__dict__ for each in root.modules())
 
     def run(self) -> None:
@@ -75,12 +76,14 @@ class _Job:
 
     def place(self, module: nn.Module, path: str) -> bool:
         """Allocates the tensors a module itself holds; whether any was on the meta device."""
-        fresh = False
+        fresh, self.tied = False, []
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is None:
                     continue
-                if tensor not in self.moved:
+                if tensor in self.moved:
+                    self.tied.append(self.moved[tensor])
+                else:
                     self.moved[tensor] = self.allocate(tensor, module, name, join(path, name))
                 held[name] = self.moved[tensor]
                 fresh |= self.moved[tensor] in self.fresh
@@ -113,6 +116,13 @@ class _Job:
     def initialise(self, module: nn.Module, path: str, hub: nn.Module | None) -> None:
         digest = hashlib.sha256(f"{self.seed}/{join(self.namespace, path)}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # Tied tensors keep the values that the first module to hold them has given them.
+        values = [(tensor, tensor.clone()) for tensor in self.tied]
+        self.apply(module, hub)
+        for tensor, value in values:
+            tensor.copy_(value)
+
+    def apply(self, module: nn.Module, hub: nn.Module | None) -> None:
         if self.init is not None and self.init(module):
             return
         if hub is not None:

@@ -1,5 +1,31 @@
 """The primitives, one file each; importing this package registers them."""
 
-from . import annotate, cast, checkpoint, compile, fuse, hook, replace, replace_all
+from . import (
+    annotate,
+    cast,
+    checkpoint,
+    compile,
+    fork_rng,
+    fuse,
+    hook,
+    parallel_loss,
+    replace,
+    replace_all,
+    shard,
+    sync,
+)
 
-__all__ = ["annotate", "cast", "checkpoint", "compile", "fuse", "hook", "replace", "replace_all"]
+__all__ = [
+    "annotate",
+    "cast",
+    "checkpoint",
+    "compile",
+    "fork_rng",
+    "fuse",
+    "hook",
+    "parallel_loss",
+    "replace",
+    "replace_all",
+    "shard",
+    "sync",
+]

@@ -1,0 +1,92 @@
+"""Collectives that gradients pass through, over one axis of the mesh."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a device mesh, as plain data: it is copied and pickled with the modules that use it."""
+
+    name: str
+    """`tp`, `dp` or `pp`."""
+    size: int
+    """Ranks along the axis."""
+    rank: int
+    """This process's place along the axis."""
+    group_name: str
+    """Name under which torch.distributed finds the process group."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks along the axis."""
+        return dist.distributed_c10d._resolve_process_group(self.group_name)
+
+
+# PyTorch 2.13 renamed these two.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def axis_of(mesh: Any, name: str) -> Axis | None:
+    """An axis of a mesh by name; None where there is no mesh or no such axis."""
+    if mesh is None or name not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group(name)
+    return Axis(name, group.size(), mesh.get_local_rank(name), group.group_name)
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over the axis, without gradient."""
+    out = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=axis.group)
+    return out
+
+
+def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """The ranks' tensors joined along a dimension in the order of ranks, without gradient."""
+    piece = tensor.detach().movedim(dim, 0).contiguous()
+    joined = piece.new_empty(piece.shape[0] * axis.size, *piece.shape[1:])
+    _all_gather(joined, piece, group=axis.group)
+    return joined.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """This rank's piece along a dimension of the sum over the axis, without gradient."""
+    sums = tensor.detach().movedim(dim, 0).contiguous()
+    piece = sums.new_empty(sums.shape[0] // axis.size, *sums.shape[1:])
+    _reduce_scatter(piece, sums, group=axis.group)
+    return piece.movedim(0, dim).contiguous()
+
+
+def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """This rank's piece of a tensor that all ranks hold, along a dimension, without gradient."""
+    return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Through(torch.autograd.Function):
+    """Applies one function to the value and another to the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Operation | None, backward: Operation | None) -> Any:
+        ctx.backward_operation = backward
+        return forward(tensor) if forward is not None else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        operation = ctx.backward_operation
+        return (operation(grads[0]) if operation is not None else grads[0]), None, None
+
+
+def through(
+    tensor: torch.Tensor, forward: Operation | None = None, backward: Operation | None = None
+) -> torch.Tensor:
+    """The tensor through `forward`, its gradient through `backward`; None leaves either as it is."""
+    return _Through.apply(tensor, forward, backward)

@@ -1,0 +1,41 @@
+"""parallel_loss: cross-entropy of logits that are cut over the vocabulary."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ScheduleError
+from ..registry import register_primitive
+from ..schedule import Schedule
+from ..vocabulary import SplitLogits
+from .kinds import output_of
+from .shard import tensor_parallel
+
+
+@register_primitive
+def parallel_loss(sch: Schedule) -> None:
+    """Leaves this module's logits cut over the vocabulary and computes their cross-entropy from the pieces.
+
+    For a language-model head whose weight is cut along its output. The model's own loss code need not know:
+    `torch.nn.functional.cross_entropy` of these logits exchanges a maximum and two sums a token rather than
+    the logits.
+
+    Raises:
+        ScheduleError: no `tp` axis; the module's weight is not cut along its output.
+    """
+    ranks = tensor_parallel(sch, "parallel_loss")
+    if output_of(sch.module) != "split":
+        raise ScheduleError(
+            f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); "
+            "shard it first"
+        )
+    sch.module.register_forward_hook(_Split(ranks))
+
+
+class _Split:
+    def __init__(self, axis: Any) -> None:
+        self.axis = axis
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return SplitLogits.of(output, self.axis)

@@ -1,0 +1,171 @@
+"""shard: cut a parameter or buffer over the tensor-parallel axis of the mesh."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...errors import ScheduleError
+from ..collectives import Axis, axis_of
+from ..forward import Layer, add_layer, layers_of
+from ..registry import register_primitive
+from ..schedule import Schedule
+from ..sharding import Shard, cut_tensor, holders, put, shards_of
+from .annotate import tensor_of
+from .kinds import Follow, kind_of
+
+HEADS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "n_heads",
+    "split_size",
+    "all_head_size",
+)
+"""What an attention module counts that its projections' outputs are cut along with."""
+
+
+@register_primitive
+def shard(
+    sch: Schedule, param: str | Sequence[str], axis: int, parts: int | Sequence[int] = 1, tied: bool = False
+) -> None:
+    """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
+
+    Counts follow on the side that is cut, and there only: `out_features` or `in_features` of a linear layer,
+    `nf` or `nx` of GPT-2's Conv1D, `num_embeddings` or `embedding_dim`, and the heads of the attention module
+    around it. A linear layer cut along its input gives partial sums, to which the bias is added once; an
+    embedding cut along its vocabulary gives zeros for the tokens of other ranks: `sync` adds them up.
+
+    Args:
+        param: its name, or several names that are cut alike (`["weight", "bias"]`).
+        axis: the dimension of the tensor to be cut.
+        parts: how many tensors of equal size are fused along it, each cut by itself (3 for q, k, v in one
+            weight), or their sizes.
+        tied: cut it also wherever else it is held.
+
+    Raises:
+        ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already;
+            tied to another parameter without `tied=True`; heads would be cut apart.
+    """
+    names = [param] if isinstance(param, str) else list(param)
+    ranks = tensor_parallel(sch, "shard")
+    plans = [plan for name in names for plan in _plan(sch, name, axis, parts, tied, ranks)]
+    follows = _distinct([follow for plan in plans for follow in plan[3]])
+    for module, attribute, divisor in follows:
+        value = getattr(module, attribute)
+        if value % divisor:
+            raise ScheduleError(
+                f"shard on '{sch.name}': {divisor} ranks must divide {type(module).__name__}.{attribute}, "
+                f"but it is {value}"
+            )
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module, name, plan, _, layer in plans:
+        tensor = module._parameters.get(name, module._buffers.get(name))
+        if tensor not in made:
+            made[tensor] = cut_tensor(tensor, plan)
+        put(module, name, made[tensor])
+        module.__dict__["_shards"] = {**shards_of(module), name: plan}
+        if layer is not None and not layers_of(module, type(layer)):
+            add_layer(module, layer)
+    for module, attribute, divisor in follows:
+        setattr(module, attribute, getattr(module, attribute) // divisor)
+        module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
+
+
+def tensor_parallel(sch: Schedule, primitive: str) -> Axis:
+    """The mesh's `tp` axis.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    found = axis_of(sch.mesh, "tp")
+    if found is None:
+        names = "no mesh" if sch.mesh is None else f"axes {', '.join(sch.mesh.mesh_dim_names)}"
+        raise ScheduleError(
+            f"{primitive} on '{sch.name}': the mesh must have an axis named tp, but there is {names}; "
+            "pass create_schedule(model, mesh=init_device_mesh(..., mesh_dim_names=('tp',)))"
+        )
+    return found
+
+
+def _plan(
+    sch: Schedule, name: str, axis: int, parts: int | Sequence[int], tied: bool, ranks: Axis
+) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
+    tensor = tensor_of(sch, name, "shard")
+    label = f"shard of '{name}' on '{sch.name}'"
+    if name in shards_of(sch.module):
+        cut = shards_of(sch.module)[name]
+        raise ScheduleError(f"{label}: a tensor is sharded once, but it is already along dimension {cut.dim}")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ScheduleError(
+            f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}"
+        )
+    dim = axis % tensor.dim()
+    size = tensor.shape[dim]
+    sizes = _sizes(label, parts, size)
+    for each in sizes:
+        if each % ranks.size:
+            what = f"size {size} of dimension {dim}" if len(sizes) == 1 else f"part of size {each}"
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {what}, but do not")
+    places = holders(sch.tree.module, tensor)
+    if len(places) > 1 and not tied:
+        others = ", ".join(f"{path}.{held}" for path, _, held in places if path != sch.path)
+        raise ScheduleError(
+            f"{label}: of tied weights all must be sharded, and it is tied to {others}; pass tied=True to "
+            "shard them together"
+        )
+    cut = Shard(dim, sizes, tuple(tensor.shape), ranks)
+    out = []
+    for path, module, held in places:
+        kind = kind_of(module, held, dim)
+        follow = list(kind.follow(module, ranks.size))
+        if kind.side:
+            follow += _heads(sch, label, path, sizes, ranks, kind.side)
+        layer = kind.layer(ranks, cut) if kind.layer is not None else None
+        out.append((module, held, cut, follow, layer))
+    return out
+
+
+def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]:
+    if isinstance(parts, int):
+        if parts < 1 or size % parts:
+            raise ScheduleError(
+                f"{label}: the number of parts must divide the size {size}, but got parts={parts}"
+            )
+        return (size // parts,) * parts
+    if sum(parts) != size:
+        raise ScheduleError(f"{label}: the parts must add up to the size {size}, but got {tuple(parts)}")
+    return tuple(parts)
+
+
+def _heads(
+    sch: Schedule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str
+) -> list[Follow]:
+    """What the attention module around a projection counts, and that no head is cut apart."""
+    parent = sch.tree.module.get_submodule(path.rpartition(".")[0])
+    width = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
+    if path == "" or not isinstance(width, int):
+        return []
+    for size in sizes:
+        if size % width == 0 and (size // width) % ranks.size:
+            raise ScheduleError(
+                f"{label}: {ranks.size} ranks must divide the {size // width} heads of "
+                f"'{path.rpartition('.')[0]}'"
+            )
+    if side != "output":
+        return []
+    done = parent.__dict__.get("_followed", ())
+    return [
+        (parent, name, ranks.size)
+        for name in HEADS
+        if name not in done and isinstance(getattr(parent, name, None), int)
+    ]
+
+
+def _distinct(follows: list[Follow]) -> list[Follow]:
+    out: list[Follow] = []
+    for each in follows:
+        if not any(each[0] is other[0] and each[1] == other[1] for other in out):
+            out.append(each)
+    return out

@@ -1,0 +1,228 @@
+"""sync: a collective over the tensor-parallel axis, before or after a module's forward or backward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...errors import ScheduleError, unknown
+from .. import collectives
+from ..collectives import Axis, through
+from ..registry import register_primitive
+from ..schedule import Schedule
+from ..sharding import shards_of
+from .kinds import input_of, output_of
+from .shard import tensor_parallel
+
+MODES = ("fwd_pre", "fwd_post", "bwd_pre", "bwd_post")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
+SUMS = ("all_reduce", "reduce_scatter")
+ON = ("activations", "parameters")
+
+
+@register_primitive
+def sync(
+    sch: Schedule,
+    mode: str,
+    op: str | Callable[[torch.Tensor], torch.Tensor],
+    axis: int | None = None,
+    on: str = "activations",
+) -> None:
+    """Exchanges values or gradients between the ranks of the `tp` axis around this module.
+
+    | mode | acts on | gradient |
+    |---|---|---|
+    | `fwd_pre` | the input, before the forward | the matching collective on the input's gradient |
+    | `fwd_post` | the output, after the forward | the matching collective on the output's gradient |
+    | `bwd_pre` | the gradient of the output, before the backward | |
+    | `bwd_post` | the gradient of the inputs, after the backward | |
+
+    The gradient of `all_reduce` passes as it is, that of `reduce_scatter` and `scatter` is gathered, that of
+    `all_gather` is scattered after the forward and reduce-scattered before it, where ranks go on with
+    different work. The input is the first floating-point argument; an output may be a tuple or a mapping,
+    of which the first floating-point tensor is meant.
+
+    Args:
+        mode: when, as above.
+        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, or a function of a tensor.
+        axis: the dimension, for all but `all_reduce`.
+        on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole
+            parameters instead: where activations are cut along the sequence, each rank has but a part.
+
+    Raises:
+        ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
+    """
+    ranks = tensor_parallel(sch, "sync")
+    _check(sch, mode, op, axis, on)
+    module = sch.module
+    if on == "parameters":
+        module.register_forward_pre_hook(ParameterSync(ranks))
+    elif mode == "fwd_pre":
+        module.register_forward_pre_hook(InputSync(_forward(op, axis, ranks, mode), True), with_kwargs=True)
+    elif mode == "bwd_post":
+        module.register_forward_pre_hook(InputSync(_backward(op, axis, ranks), False), with_kwargs=True)
+    elif mode == "fwd_post":
+        module.register_forward_hook(OutputSync(_forward(op, axis, ranks, mode)))
+    else:
+        module.register_forward_hook(OutputSync(_backward(op, axis, ranks)))
+    module.__dict__["_syncs"] = [*syncs_of(module), (mode, op, on)]
+
+
+def check_synced(sch: Schedule) -> None:
+    """Refuses a schedule in which partial sums are never added up, or half of a linear layer is cut.
+
+    Raises:
+        ScheduleError: names the module.
+    """
+    root = sch.tree.module
+    for path, module in root.named_modules():
+        if not shards_of(module):
+            continue
+        bias = module._parameters.get("bias")
+        if output_of(module) == "split" and bias is not None and "bias" not in shards_of(module):
+            raise ScheduleError(
+                f"build: the weight of '{path}' is cut along the output, so its bias must be too; "
+                f"sch['{path}'].shard('bias', axis=0)"
+            )
+        if output_of(module) != "partial":
+            continue
+        above = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] + [""]
+        syncs = [each for place in above for each in syncs_of(root.get_submodule(place))]
+        if not any(mode == "fwd_post" and (callable(op) or op in SUMS) for mode, op, _ in syncs):
+            raise ScheduleError(
+                f"build: '{path}' gives partial sums on each rank, and nothing adds them up; "
+                f"sch['{path}'].sync('fwd_post', 'all_reduce')"
+            )
+
+
+def syncs_of(module: nn.Module) -> list[tuple[str, Any, str]]:
+    """The (mode, op, on) of every `sync` on a module."""
+    return module.__dict__.get("_syncs", [])
+
+
+class InputSync:
+    """Passes the first floating input, or all that need gradients, through a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], first: bool) -> None:
+        self.function = function
+        self.first = first
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        for i, leaf in enumerate(leaves):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.is_floating_point()
+                and (self.first or leaf.requires_grad)
+            ):
+                leaves[i] = self.function(leaf)
+                if self.first:
+                    break
+        return tree_unflatten(leaves, spec)
+
+
+class OutputSync:
+    """Passes the first floating output through a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        leaves, spec = tree_flatten(output)
+        for i, leaf in enumerate(leaves):
+            if _floating(leaf):
+                leaves[i] = self.function(leaf)
+                return tree_unflatten(leaves, spec)
+        return output
+
+
+class ParameterSync:
+    """Sums the gradients of a module's own whole parameters over the ranks, at every backward."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.hooked = WeakTensorKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks on tensors are not copied along with the tensors: a copy sets its own.
+        return {"axis": self.axis}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["axis"])
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for name, param in module._parameters.items():
+            if param is None or not param.requires_grad or name in shards_of(module) or param in self.hooked:
+                continue
+            param.register_hook(partial(collectives.all_reduce, axis=self.axis))
+            self.hooked[param] = True
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _check(sch: Schedule, mode: str, op: Any, axis: int | None, on: str) -> None:
+    label = f"sync on '{sch.name}'"
+    if mode not in MODES:
+        raise ScheduleError(f"{label}: {unknown('mode', mode, MODES)}")
+    if not callable(op) and op not in OPS:
+        raise ScheduleError(f"{label}: {unknown('op', op, OPS)}")
+    if on not in ON:
+        raise ScheduleError(f"{label}: {unknown('on', on, ON)}")
+    if op in OPS[1:] and axis is None:
+        raise ScheduleError(f"{label}: {op} needs the dimension to act along; pass axis=")
+    if on == "parameters" and (mode, op) != ("bwd_post", "all_reduce"):
+        raise ScheduleError(
+            f"{label}: on='parameters' goes with 'bwd_post' and 'all_reduce', but got {mode!r} and {op!r}"
+        )
+    if callable(op) or on == "parameters":
+        return
+    module = sch.module
+    output, cut = output_of(module), any(shards_of(each) for each in module.modules())
+    sums = op in SUMS
+    if mode == "fwd_post" and sums and output == "split":
+        raise ScheduleError(
+            f"{label}: {op} adds up partial sums, but its weight is cut along the output, so that each rank "
+            "has other features; use all_gather, or cut along the input"
+        )
+    if mode == "fwd_post" and op == "all_gather" and output == "partial":
+        raise ScheduleError(
+            f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
+            "use all_reduce or reduce_scatter"
+        )
+    if mode in ("fwd_post", "bwd_post") and sums and not cut:
+        raise ScheduleError(
+            f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so that "
+            "every rank has the whole; shard first"
+        )
+    if mode == "bwd_post" and sums and input_of(module) == "split":
+        raise ScheduleError(
+            f"{label}: its weight is cut along the input, so the gradient of the input is each rank's own "
+            f"piece; {op} would mix them"
+        )
+
+
+def _forward(op: Any, axis: int | None, ranks: Axis, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    if callable(op):
+        return op
+    if op == "all_reduce":
+        return partial(through, forward=partial(collectives.all_reduce, axis=ranks))
+    gather = partial(collectives.all_gather, dim=axis, axis=ranks)
+    cut = partial(collectives.scatter, dim=axis, axis=ranks)
+    add = partial(collectives.reduce_scatter, dim=axis, axis=ranks)
+    forward = {"all_gather": gather, "reduce_scatter": add, "scatter": cut}[op]
+    backward = gather if op != "all_gather" else add if mode == "fwd_pre" else cut
+    return partial(through, forward=forward, backward=backward)
+
+
+def _backward(op: Any, axis: int | None, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    if callable(op):
+        return partial(through, backward=op)
+    if op == "all_reduce":
+        return partial(through, backward=partial(collectives.all_reduce, axis=ranks))
+    return partial(through, backward=partial(getattr(collectives, op), dim=axis, axis=ranks))

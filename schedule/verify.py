@@ -1,0 +1,142 @@
+"""verify: a scheduled model against an untouched copy of it, forward, backward and one optimizer step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ScheduleError
+from .build import Context, complete, home, prepare
+from .collectives import axis_of
+from .compare import Mismatch, compare, localise, run
+from .schedule import Schedule
+from .sharding import owner, shards_of
+
+Loss = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def verify(
+    sch: Schedule,
+    example_inputs: Any,
+    loss: Loss | None = None,
+    tolerance: float | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[Schedule]:
+    """Checks what the body of the `with` schedules: the same outputs, loss, gradients and optimizer step.
+
+    When the body ends, copies of the model before and after it are given the same weights and run on the
+    same inputs, in training and in evaluation mode; then one step of SGD. Outputs and gradients that are cut
+    over ranks are gathered; over a `dp` axis the ranks share the batch. Dropout is switched off in both
+    copies, since a schedule may change which random numbers fall where. Nothing of this touches the model,
+    the schedule or the random state; nothing runs when the body raised.
+
+    Args:
+        sch: the root's schedule, before `build`.
+        example_inputs: a tensor, a tuple of positional or a mapping of keyword arguments.
+        loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum
+            of the outputs weighted by fixed random numbers.
+        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default
+            2e-5 in float32: sums in another order, each within a few units of 2**-24, through a few dozen
+            layers. 1e-9 in float64, 0.06 where something is cast to bfloat16, 0.01 for float16.
+        device: where to run; by default where the weights are, or the CPU.
+
+    Raises:
+        ScheduleError: something departs; names the first module whose output does, and by how much.
+    """
+    if sch.path or sch.tree.built:
+        raise ScheduleError("verify: it takes the root's schedule, before build")
+    before = sch.copy()
+    yield sch
+    target = torch.device(device) if device is not None else home(before.module)
+    devices = [target] if target.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        _check(before, sch.copy(), example_inputs, loss, tolerance, target)
+
+
+def _check(
+    before: Schedule,
+    after: Schedule,
+    inputs: Any,
+    loss: Loss | None,
+    tolerance: float | None,
+    device: torch.device,
+) -> None:
+    limit = tolerance if tolerance is not None else _default_tolerance(after)
+    pair = []
+    for sch in (before, after):
+        context = Context(device=device, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), loss=loss)
+        prepare(sch, context, seed=0, init=None)
+        pair.append((sch, context))
+    _same_weights(before.module, after.module)
+    models = [complete(sch, context) for sch, context in pair]
+    axis = axis_of(after.mesh, "dp")
+    for training in (True, False):
+        expected, found = (
+            run(model, optimizer, inputs, loss, training, device, axis if scheduled else None)
+            for scheduled, (model, optimizer) in enumerate(models)
+        )
+        mismatch = compare(expected, found, limit)
+        if _anywhere(mismatch is not None, after.mesh, device):
+            _report(mismatch, [m for m, _ in models], inputs, loss, training, device, axis, limit)
+
+
+def _report(
+    mismatch: Mismatch | None,
+    models: list[nn.Module],
+    inputs: Any,
+    loss: Loss | None,
+    training: bool,
+    device: torch.device,
+    axis: Any,
+    limit: float,
+) -> None:
+    where = localise(models, inputs, loss, training, device, axis, limit)
+    mode = "training" if training else "evaluation"
+    what = str(mismatch) if mismatch is not None else "another rank found a departure"
+    first = f"; the first module whose output departs is {where}" if where else ""
+    raise ScheduleError(
+        f"verify: the scheduled model departs from the original in {mode} mode: {what} "
+        f"(allowed: {limit:g} of the largest magnitude){first}"
+    )
+
+
+def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
+    """Copies every tensor of the reference that the scheduled model has too, cut where it is cut."""
+    known = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in [*scheduled.named_parameters(), *scheduled.named_buffers()]:
+            source = known.get(name)
+            if source is None:
+                continue
+            module, own = owner(scheduled, name)
+            original = owner(reference, name)
+            shard = shards_of(module).get(own)
+            if shard is not None and own not in shards_of(original[0]):
+                source = shard.cut(source)
+            if source.shape == tensor.shape:
+                tensor.copy_(source)
+
+
+def _default_tolerance(sch: Schedule) -> float:
+    dtypes = {t.dtype for t in sch.module.parameters()} | {
+        each.arguments["dtype"] for each in sch.tree.deferred if "dtype" in each.arguments
+    }
+    if torch.bfloat16 in dtypes:
+        return 0.06
+    if torch.float16 in dtypes:
+        return 0.01
+    return 2e-5 if torch.float32 in dtypes or not dtypes else 1e-9
+
+
+def _anywhere(flag: bool, mesh: Any, device: torch.device) -> bool:
+    """Whether any rank of the mesh raises the flag: all of them must act alike."""
+    if mesh is None or not dist.is_initialized():
+        return flag
+    total = torch.tensor(int(flag), device=device)
+    for name in mesh.mesh_dim_names:
+        dist.all_reduce(total, group=mesh.get_group(name))
+    return bool(total)

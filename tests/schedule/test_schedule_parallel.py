@@ -1,0 +1,512 @@
+"""Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and traps."""
+
+import copy
+import importlib.util
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from redline.errors import ScheduleError
+from redline.schedule import (
+    build,
+    create_schedule,
+    full_state_dict,
+    load_full_state_dict,
+    verify,
+)
+from redline.schedule.sharding import shards_of, whole
+from torch import nn
+
+spec = importlib.util.spec_from_file_location(
+    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
+)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+plan = example.tensor_parallel
+
+FAMILIES = ["gpt2", "bert", "llama"]
+
+
+def mesh(**axes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def device():
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def batch(ids=96):
+    tokens = torch.randint(3, ids, (4, 16), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[:, ::5] = -100
+    mask = torch.ones_like(tokens)
+    mask[1, 12:] = 0
+    return {
+        "input_ids": tokens.to(device()),
+        "labels": labels.to(device()),
+        "attention_mask": mask.to(device()),
+        "use_cache": False,
+    }
+
+
+def train(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# A float32 sum of n terms in another order departs by about sqrt(n) * 2**-24 of its magnitude, n < 128 here;
+# AdamW divides by the gradient's own size, so that three steps carry a gradient's relative rounding (up to
+# 1e-4 where it is nearly zero) into a weight at the scale of lr = 1e-3: 1e-6 absolute beside weights of 0.02.
+STEP_TOLERANCE = 2e-6
+
+
+def check_transformer(make, name, sequence_parallel, checkpoint, axes):
+    sch = create_schedule(make(name), mesh(**axes))
+    with verify(sch, batch(), device=device()):
+        plan(sch, name, sequence_parallel)
+        if checkpoint:
+            for block in sch.select(example.NAMES[name].blocks)[::2]:
+                block.checkpoint()
+        if "dp" in axes:
+            sch.shard_data(zero=0)
+    adamw = lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-6)  # noqa: E731
+    cut, optimizer = build(sch, optimizer=adamw, device=device())
+    plain, reference = build(create_schedule(make(name)), optimizer=adamw, device=device())
+    assert list(cut.state_dict()) == list(plain.state_dict())
+    before = full_state_dict(cut)
+    assert all(torch.equal(before[key], value) for key, value in plain.state_dict().items())
+    assert train(cut, optimizer) == pytest.approx(train(plain, reference), rel=1e-5)
+    after = full_state_dict(cut)
+    for key, value in plain.state_dict().items():
+        assert (after[key] - value).abs().max() <= STEP_TOLERANCE, key
+    return True
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_transformers_train_as_one_process_does(two, make_transformer, name, sequence_parallel):
+    two.run(check_transformer, make_transformer, name, sequence_parallel, True, {"tp": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_transformers_train_on_four_ranks(four, make_transformer, name):
+    four.run(check_transformer, make_transformer, name, True, True, {"tp": 4})
+
+
+# What follows a cut, and what does not
+
+
+def check_counts(make):
+    sch = create_schedule(make("gpt2"), mesh(tp=2))
+    plan(sch, "gpt2")
+    attention, mlp = sch["transformer.h.0.attn"].module, sch["transformer.h.0.mlp"].module
+    assert (attention.c_attn.nf, attention.c_attn.nx) == (48, 32)
+    # Input and output have the same size here; only the side that is cut changes.
+    assert (attention.c_proj.nf, attention.c_proj.nx) == (32, 16)
+    assert (attention.num_heads, attention.split_size, attention.head_dim) == (2, 16, 8)
+    assert (mlp.c_fc.nf, mlp.c_proj.nx, mlp.c_proj.nf) == (64, 64, 32)
+    wte, head = sch["transformer.wte"].module, sch["lm_head"].module
+    assert (wte.num_embeddings, wte.embedding_dim) == (48, 32)
+    assert (head.out_features, head.in_features) == (48, 32)
+    assert wte.weight is head.weight and wte.weight.shape == (48, 32) and wte.weight.is_meta
+    bert = create_schedule(make("bert"), mesh(tp=2))
+    plan(bert, "bert")
+    attention = bert["bert.encoder.layer.0.attention.self"].module
+    assert (attention.num_attention_heads, attention.all_head_size, attention.attention_head_size) == (
+        2,
+        16,
+        8,
+    )
+    decoder = bert["cls.predictions.decoder"].module
+    assert decoder.bias is bert["cls.predictions"].module.bias and decoder.bias.shape == (48,)
+
+
+def test_counts_follow_on_the_side_that_is_cut_and_ties_hold(two, make_transformer):
+    two.run(check_counts, make_transformer)
+
+
+def check_fused(make):
+    torch.manual_seed(0)
+    model = make("gpt2", device="cpu")
+    weight = model.transformer.h[0].attn.c_attn.weight.detach().clone()
+    sch = create_schedule(model, mesh(tp=2))
+    sch["transformer.h.0.attn.c_attn"].shard("weight", axis=1, parts=3).shard("bias", axis=0, parts=3)
+    module, rank = model.transformer.h[0].attn.c_attn, dist.get_rank()
+    q, k, v = weight.split(32, 1)
+    mine = slice(16 * rank, 16 * rank + 16)
+    assert torch.equal(module.weight, torch.cat([q[:, mine], k[:, mine], v[:, mine]], 1))
+    assert torch.equal(whole(module, "weight", module.weight), weight)
+
+
+def test_fused_projections_are_cut_part_by_part_and_join_again(two, make_transformer):
+    two.run(check_fused, make_transformer)
+
+
+class Masked(nn.Module):
+    """A buffer that is cut with the features it masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.register_buffer("mask", torch.arange(16) % 3 > 0)
+        self.register_buffer("scale", torch.linspace(1, 2, 16))
+        self.fc2 = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)) * self.mask * self.scale)
+
+
+def cut_mlp(sch):
+    sch["fc1"].shard(["weight", "bias"], axis=0)
+    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch["fc1"].sync("bwd_post", "all_reduce")
+
+
+def check_buffers():
+    torch.manual_seed(0)
+    sch = create_schedule(Masked(), mesh(tp=2))
+    with verify(sch, torch.randn(4, 8)):
+        cut_mlp(sch)
+        sch.shard(["mask", "scale"], axis=0)
+    built, _ = build(sch)
+    assert built.mask.shape == built.scale.shape == (8,)
+    assert torch.equal(full_state_dict(built)["mask"], torch.arange(16) % 3 > 0)
+
+
+def test_buffers_are_cut_as_parameters_are(two):
+    two.run(check_buffers)
+
+
+def check_copies(make):
+    torch.manual_seed(0)
+    sch = create_schedule(make(), mesh(tp=2))
+    cut_mlp(sch)
+    sch["fc1"].annotate("weight", "group", "wide")
+    built, _ = build(sch)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    for other in (copy.deepcopy(built), pickle.loads(pickle.dumps(built))):
+        assert torch.equal(other(x), built(x))
+        for param in other.parameters():
+            nn.init.zeros_(param)
+        assert not other(x).any() and built(x).any()
+    assert built.fc1.weight.group == "wide"
+
+
+def test_a_cut_model_is_copied_and_pickled(two, mlp):
+    two.run(check_copies, type(mlp))
+
+
+def check_state(make):
+    torch.manual_seed(5)
+    original = make()
+    sch = create_schedule(make(), mesh(tp=2))
+    cut_mlp(sch)
+    built, _ = build(sch)
+    load_full_state_dict(built, original.state_dict())
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(built(x), original(x))
+    again = make()
+    again.load_state_dict(full_state_dict(built))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), original.parameters()))
+
+
+def test_checkpoints_of_either_load_into_the_other(two, mlp):
+    two.run(check_state, type(mlp))
+
+
+# sync
+
+
+def check_syncs(make):
+    axis = mesh(tp=2)
+    torch.manual_seed(0)
+    model = make()
+
+    def schedule(fill):
+        sch = create_schedule(copy.deepcopy(model), axis)
+        with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(0))):
+            fill(sch)
+
+    def gather_features(sch):
+        sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["fc1"].sync("fwd_post", "all_gather", axis=-1)
+
+    def scatter_features(sch):
+        sch["fc2"].shard("weight", axis=1).sync("fwd_pre", "scatter", axis=-1).sync("fwd_post", "all_reduce")
+
+    def functions(sch):
+        def add(tensor):
+            out = tensor.clone()
+            dist.all_reduce(out)
+            return out
+
+        sch["fc1"].shard(["weight", "bias"], axis=0).sync("bwd_post", add)
+        sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+    def samples(sch):
+        # Each rank works on half of the batch; parameters are whole and their gradients are parts.
+        sch["fc1"].sync("fwd_pre", "scatter", axis=0).sync("bwd_post", "all_reduce", on="parameters")
+        sch["fc2"].sync("fwd_post", "all_gather", axis=0).sync("bwd_post", "all_reduce", on="parameters")
+
+    for each in (gather_features, scatter_features, functions, samples):
+        schedule(each)
+
+    wrong = create_schedule(copy.deepcopy(model), axis)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ScheduleError, match=r"the gradient of .* departs"), verify(wrong, x):
+        wrong["fc1"].sync("fwd_pre", "scatter", axis=0)
+        wrong["fc2"].sync("fwd_post", "all_gather", axis=0)
+
+
+def test_every_exchange_has_its_gradient_and_a_forgotten_one_is_found(two, mlp):
+    two.run(check_syncs, type(mlp))
+
+
+def check_accumulation(make):
+    torch.manual_seed(0)
+    sch = create_schedule(make(), mesh(tp=2))
+    plain = copy.deepcopy(sch.module)
+    sch["fc1"].sync("fwd_pre", "scatter", axis=0).sync("bwd_post", "all_reduce", on="parameters")
+    sch["fc2"].sync("fwd_post", "all_gather", axis=0).sync("bwd_post", "all_reduce", on="parameters")
+    built, _ = build(sch)
+    built = copy.deepcopy(built)
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        built(x).pow(2).sum().backward()
+        plain(x).pow(2).sum().backward()
+    for ours, theirs in zip(built.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_gradients_summed_over_ranks_accumulate_over_micro_batches(two, mlp):
+    two.run(check_accumulation, type(mlp))
+
+
+# Dropout
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)))
+        self.outer = nn.Dropout(0.5)
+
+    def forward(self, x):
+        seen = [self.outer(x)]
+        y = self.inner[1](x)
+        seen.append(y)
+        seen.append(self.inner[2](x))
+        seen.append(self.outer(x))
+        return torch.stack(seen)
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.region = Region()
+
+    def forward(self, x):
+        return torch.stack([self.drop(x), *self.region(x), self.drop(x)])
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cut = nn.Dropout(0.5)
+        self.whole = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return [self.cut(x), self.whole(x), self.cut(x)]
+
+
+def check_dropout(checkpoint):
+    sch = create_schedule(Whole(), mesh(tp=2))
+    sch["region"].fork_rng()
+    sch["region.whole"].fork_rng(differ=False)
+    if checkpoint:
+        sch.checkpoint()
+    built, _ = build(sch)
+    torch.manual_seed(3)
+    x = torch.ones(1000, requires_grad=True)
+    out = built(x)
+    (out * torch.arange(1.0, 6).unsqueeze(1)).sum().backward()
+    masks, following = out.detach() > 0, torch.rand(4)
+    # The recomputed masks are those of the forward: the gradient is the weighted sum of the masks.
+    expected = (masks * 2.0 * torch.arange(1.0, 6).unsqueeze(1)).sum(0)
+    assert torch.equal(x.grad, expected)
+    return masks, following
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_dropout_differs_where_cut_and_agrees_where_whole(two, checkpoint):
+    (one, next_one), (other, next_other) = two.run(check_dropout, checkpoint)
+    same = [(a == b).float().mean().item() for a, b in zip(one, other)]
+    assert same[0] == same[2] == same[4] == 1
+    # Independent masks agree on half of 1000 places, give or take 16.
+    assert 0.4 < same[1] < 0.6 and 0.4 < same[3] < 0.6
+    assert torch.equal(next_one, next_other)
+    assert len({tuple(mask.tolist()) for mask in one}) == 5
+
+
+def check_dropout_in_a_transformer(make, name):
+    sch = create_schedule(make(name, dropout=0.3), mesh(tp=2))
+    plan(sch, name)
+    built, _ = build(sch)
+    torch.manual_seed(0)
+    loss = built(**batch()).loss
+    loss.backward()
+    kept = {}
+    for path, module in built.named_modules():
+        for own, param in module._parameters.items():
+            if param is not None and own not in shards_of(module):
+                kept[f"{path}.{own}"] = param.grad
+    return loss.item(), kept
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_dropout_whole_parameters_keep_equal_gradients_on_all_ranks(two, make_transformer, name):
+    one, other = two.run(check_dropout_in_a_transformer, make_transformer, name)
+    assert one[0] == other[0] and one[1].keys() == other[1].keys() and len(one[1]) > 4
+    for key, grad in one[1].items():
+        torch.testing.assert_close(grad, other[1][key], rtol=1e-4, atol=1e-6)
+
+
+# Refusals
+
+
+def check_refusals(make, model):
+    axis = mesh(tp=2)
+
+    def refused(sch, why, call):
+        steps, tensors = (
+            list(sch.tree.steps),
+            {k: (id(v), v.shape) for k, v in sch.module.state_dict().items()},
+        )
+        drawn, hooks = (
+            str(sch),
+            [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sch.module.modules()],
+        )
+        counts = [{k: v for k, v in vars(m).items() if isinstance(v, int)} for m in sch.module.modules()]
+        held = list(sch.module.parameters())
+        with pytest.raises(ScheduleError, match=why):
+            call(sch)
+        assert steps == sch.tree.steps and drawn == str(sch)
+        assert all(a is b for a, b in zip(held, sch.module.parameters()))
+        assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sch.module.modules()]
+        assert counts == [
+            {k: v for k, v in vars(m).items() if isinstance(v, int)} for m in sch.module.modules()
+        ]
+        assert {k: v.shape for k, v in sch.module.state_dict().items()} == {
+            k: s for k, (_, s) in tensors.items()
+        }
+
+    sch = create_schedule(make(width=8, hidden=15), axis)
+    refused(sch, "2 ranks must divide the size 15 of dimension 0", lambda s: s["fc1"].shard("weight", 0))
+    refused(sch, "must divide the size 15, but got parts=2", lambda s: s["fc1"].shard("weight", 0, parts=2))
+    refused(
+        sch, r"add up to the size 15, but got \(8, 8\)", lambda s: s["fc1"].shard("weight", 0, parts=(8, 8))
+    )
+    refused(sch, "part of size 7", lambda s: s["fc1"].shard("weight", 0, parts=(8, 7)))
+    refused(sch, r"dimension of its shape \(15, 8\), but got 2", lambda s: s["fc1"].shard("weight", 2))
+    refused(sch, "did you mean 'weight'", lambda s: s["fc1"].shard("wight", 0))
+    refused(sch, "2 ranks must divide", lambda s: s["fc1"].shard(["bias", "weight"], 0))
+
+    sch = create_schedule(make(), axis)
+    refused(
+        sch,
+        "all_reduce adds up what ranks computed from pieces",
+        lambda s: s["fc1"].sync("fwd_post", "all_reduce"),
+    )
+    refused(sch, "cut along the output", lambda s: s["fc1"].parallel_loss())
+    sch["fc1"].shard(["weight", "bias"], axis=0)
+    refused(sch, "sharded once, but it is already along dimension 0", lambda s: s["fc1"].shard("weight", 1))
+    refused(sch, "other features; use all_gather", lambda s: s["fc1"].sync("fwd_post", "all_reduce"))
+    refused(sch, "before it is sharded", lambda s: s["fc1"].replace(nn.Linear(8, 16)))
+    sch["fc2"].shard("weight", axis=1)
+    refused(sch, "partial sum; use all_reduce", lambda s: s["fc2"].sync("fwd_post", "all_gather", axis=-1))
+    refused(sch, "own piece; all_reduce would mix", lambda s: s["fc2"].sync("bwd_post", "all_reduce"))
+    refused(sch, "did you mean 'fwd_post'", lambda s: s["fc2"].sync("fwd_pst", "all_reduce"))
+    refused(sch, "did you mean 'all_reduce'", lambda s: s["fc2"].sync("fwd_post", "allreduce"))
+    refused(sch, "pass axis=", lambda s: s["fc2"].sync("fwd_post", "reduce_scatter"))
+    refused(sch, "goes with 'bwd_post'", lambda s: s["fc2"].sync("fwd_post", "all_reduce", on="parameters"))
+    refused(sch, "'fc2' gives partial sums .* nothing adds them up", build)
+
+    sch = create_schedule(make(), axis)
+    sch["fc1"].shard("weight", axis=0)
+    refused(sch, "its bias must be too", build)
+
+    sch = create_schedule(model("gpt2"), axis)
+    refused(sch, "tied to lm_head.weight; pass tied=True", lambda s: s["transformer.wte"].shard("weight", 0))
+    sch = create_schedule(model("llama"), mesh(dp=2, tp=1))
+    assert sch["lm_head"].shard("weight", axis=0).module.weight.shape == (96, 32)
+
+    sch = create_schedule(make())
+    refused(sch, "axis named tp, but there is no mesh", lambda s: s["fc1"].shard("weight", 0))
+    refused(sch, "axis named tp", lambda s: s["fc1"].fork_rng())
+    refused(
+        create_schedule(make(), mesh(dp=2)),
+        "there is axes dp",
+        lambda s: s["fc1"].sync("fwd_pre", "all_reduce"),
+    )
+    with pytest.raises(ScheduleError, match="out of pp, dp, tp, but they are: model"):
+        create_schedule(make(), mesh(model=2))
+
+
+def test_contradictions_are_refused_and_leave_the_schedule_as_it_was(two, make_transformer, mlp):
+    two.run(check_refusals, type(mlp), make_transformer)
+
+
+def check_heads(make):
+    sch = create_schedule(make("llama"), mesh(tp=4))
+    with pytest.raises(ScheduleError, match=r"4 ranks must divide the 2 heads of 'model.layers.0.self_attn'"):
+        sch["model.layers.0.self_attn.k_proj"].shard("weight", axis=0)
+    assert sch["model.layers.0.self_attn.k_proj"].module.out_features == 16
+
+
+def test_heads_are_not_cut_apart(four, make_transformer):
+    four.run(check_heads, make_transformer)
+
+
+# The loss
+
+
+def check_loss():
+    from redline.schedule.collectives import axis_of
+    from redline.schedule.vocabulary import SplitLogits
+
+    axis = axis_of(mesh(tp=2), "tp")
+    logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 30
+    target = torch.tensor([0, 4, 5, 9, -100, 3])
+    for smoothing in (0.0, 0.1):
+        for reduction in ("mean", "sum", "none"):
+            full = logits.clone().requires_grad_()
+            piece = logits.chunk(2, -1)[axis.rank].clone().requires_grad_()
+            options = {"reduction": reduction, "label_smoothing": smoothing}
+            expected = nn.functional.cross_entropy(full, target, **options)
+            split = SplitLogits.of(piece * 1, axis).float().double().view(-1, 10)
+            found = nn.CrossEntropyLoss(**options)(split, target)
+            assert type(found) is torch.Tensor
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            weight = torch.arange(1.0, 7) if reduction == "none" else 1.0
+            (expected * weight).sum().backward()
+            (found * weight).sum().backward()
+            torch.testing.assert_close(piece.grad, full.grad.chunk(2, -1)[axis.rank], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ScheduleError, match="no weights"):
+        nn.functional.cross_entropy(split, target, weight=torch.ones(10))
+
+
+def test_the_loss_of_split_logits_is_that_of_the_whole(two):
+    two.run(check_loss)
