@@ -50,4 +50,6 @@ def _even_step(ordered: Sequence[float]) -> float | None:
     first, step = exact[0], exact[1] - exact[0]
     if (exact[-1] - first) / step > 10**6:
         return None
-    return float(step) if all((each - first) % step == 0 for each in exact) else None
+    # The difference of two floats may have more digits than a float.
+    even = Decimal(repr(float(step))) == step and all((each - first) % step == 0 for each in exact)
+    return float(step) if even else None

@@ -47,6 +47,7 @@ class RunFolder:
         self._lock = lock
         self._warn = warn
         self._behind: str | None = None
+        self._closed = False
         self._mutex = threading.RLock()
         for trial in ledger.trials():
             self._rows.put(trial)
@@ -210,11 +211,19 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Lets go of the folder. May be called twice."""
-        if self._behind is not None:
-            self._tabulate(None)
-        self.ledger.close()
-        self._lock.release()
+        """Lets go of the folder, with trials.csv up to date where it can be written. May be called twice."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            # An interrupt may have come between a trial's record in the ledger and its row.
+            missing = [
+                trial for trial in self.trials() if not trial.pending and trial.number not in self._rows
+            ]
+            if missing or self._behind is not None:
+                self._tabulate(*missing)
+            self.ledger.close()
+            self._lock.release()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -222,9 +231,9 @@ class RunFolder:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tabulate(self, trial: Trial | None) -> None:
+    def _tabulate(self, *trials: Trial) -> None:
         with self._mutex:
-            if trial is not None:
+            for trial in trials:
                 self._rows.put(trial)
             try:
                 self._rows.write()

@@ -49,11 +49,16 @@ class Table:
             return
         data = row(trial, self.knobs).encode()
         place = bisect.bisect_left(self._numbers, trial.number)
-        if place < len(self._numbers) and self._numbers[place] == trial.number:
+        if trial.number in self:
             self._rows[place] = data
         else:
             self._numbers.insert(place, trial.number)
             self._rows.insert(place, data)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the trial of that number has a row."""
+        place = bisect.bisect_left(self._numbers, number)
+        return place < len(self._numbers) and self._numbers[place] == number
 
     def write(self) -> None:
         """Replaces the file.

@@ -24,6 +24,7 @@ from redline.results.distributions import distribution
         ((0.001, 0.01, 0.1), FloatDistribution(0.001, 0.1, log=True)),
         ((0.0, 1 / 3, 1.0), FloatDistribution(0, 1)),
         ((0.5,), FloatDistribution(0.5, 0.5)),
+        ((1e-09, 8388609.0), FloatDistribution(1e-09, 8388609.0)),
         ((False, True), CategoricalDistribution((False, True))),
         (("eager", "sdpa"), CategoricalDistribution(("eager", "sdpa"))),
         ((None, 1), CategoricalDistribution((None, 1))),

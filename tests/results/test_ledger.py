@@ -277,6 +277,13 @@ def test_reading_what_is_not_there_says_so(tmp_path, open_ledger):
         Ledger.load(tmp_path / "study.log", name="aple")
 
 
+def test_a_ledger_may_live_in_memory_only(open_ledger, point, ok):
+    ledger = open_ledger(None)
+    ledger.start(point(), sampler="tpe")
+    assert ledger.finish(0, ok(2.0)).measurement.throughput == 2.0
+    assert open_ledger(None).trials() == []
+
+
 @pytest.mark.parametrize("url", ["nosuchdb://user:secret@host/x", "sqlite:////no/such/folder/study.db"])
 def test_a_storage_that_cannot_be_opened_is_an_error_without_the_password(url, open_ledger):
     with pytest.raises(StudyError) as caught:

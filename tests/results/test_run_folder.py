@@ -12,6 +12,7 @@ import yaml
 from redline.errors import StudyError
 from redline.results import Measurement, RunFolder, Status, View, environment, read_table, request
 from redline.results.lock import FolderLock
+from redline.space import Space
 
 
 def changed(asked, path, value):
@@ -113,6 +114,41 @@ def test_resuming_goes_on_where_it_stopped(tmp_path, open_run, point, ok, make_c
         assert run.start(point(2), sampler="tpe").number == 2
     document = yaml.safe_load((tmp_path / "run.yaml").read_text())
     assert len(document["resumed"]) == 1
+
+
+def test_configurations_of_a_real_space_come_back_equal(tmp_path, open_run, asked, ok):
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4])
+    space.choice("checkpoint_ratio", [0, 0.5, 1])
+    space.flag("sequence_parallel", when=tp > 1)
+    space.derive("dp", 4 // tp)
+    run = {
+        "asked": asked | {"space": space.to_dict()},
+        "knobs": {knob.name: None if knob.derived else knob.values for knob in space.knobs},
+        "make_config": lambda values: space.config(**values),
+    }
+    chosen = list(space)
+    with open_run(tmp_path, **run) as folder:
+        for number, config in enumerate(chosen):
+            folder.start(config, sampler="grid")
+            folder.finish(number, ok())
+    with open_run(tmp_path, resume=True, **run) as folder:
+        assert [trial.config for trial in folder.trials()] == chosen
+        assert [trial.config.id for trial in folder.trials()] == [config.id for config in chosen]
+    space.override("tp", [1, 2])
+    with pytest.raises(StudyError, match=r"space\.knobs\.tp\.values: was \[1, 2, 4\], now \[1, 2\]"):
+        open_run(tmp_path, resume=True, **run | {"asked": asked | {"space": space.to_dict()}})
+
+
+def test_closing_brings_the_table_up_to_date(tmp_path, open_run, point, ok):
+    run = open_run(tmp_path)
+    run.start(point(), sampler="tpe")
+    run.ledger.finish(0, ok(3.0))  # as if an interrupt came before the row was written
+    run.close()
+    assert list(read_table(tmp_path / "trials.csv")[0]["throughput"]) == [3.0]
+    (tmp_path / "trials.csv").unlink()
+    run.close()
+    assert not (tmp_path / "trials.csv").exists()
 
 
 def test_resuming_where_nothing_is_begins(tmp_path, open_run):
