@@ -97,9 +97,9 @@ class RunFolder:
             )
         except BaseException:
             if lock is not None:
+                if created:
+                    _remove(path, ".lock")
                 lock.release()
-            if created:
-                _remove(path, ".lock")
             raise
         ledger = None
         try:
