@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import SpaceError, unknown
@@ -19,7 +19,8 @@ class Config(Mapping[str, Value]):
         SpaceError: a value is not a finite bool, int, float, str or None.
     """
 
-    __slots__ = ("_canonical", "_values")
+    # Configurations of one space share `_places`, so that a million of them hold little more than their values.
+    __slots__ = ("_hash", "_places", "_row")
 
     def __init__(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         if values is not None and not isinstance(values, Mapping):
@@ -28,23 +29,13 @@ class Config(Mapping[str, Value]):
         for name in merged:
             if not isinstance(name, str):
                 raise SpaceError(f"a knob's name is a text, but got {name!r}")
-        self._set({name: plain(value, f"the value of '{name}'") for name, value in merged.items()})
-
-    def _set(self, values: dict[str, Value]) -> None:
-        object.__setattr__(self, "_values", values)
-        object.__setattr__(self, "_canonical", None)
-
-    @classmethod
-    def _of(cls, values: dict[str, Value]) -> "Config":
-        """Of values that are known to be plain; takes `values` over without a copy."""
-        self = object.__new__(cls)
-        self._set(values)
-        return self
+        _set_row(self, tuple([plain(value, f"the value of '{name}'") for name, value in merged.items()]))
+        _set_places(self, {name: at for at, name in enumerate(merged)})
 
     @property
     def id(self) -> str:
         """Ten hex digits of the SHA-256 of the canonical JSON; the same in every process."""
-        return hashlib.sha256(self._json().encode()).hexdigest()[:10]
+        return f"{hash(self):010x}"
 
     def replace(self, **values: Any) -> "Config":
         """A copy with other values for some of its knobs. Derived knobs are not recomputed:
@@ -54,49 +45,43 @@ class Config(Mapping[str, Value]):
             SpaceError: a knob that this configuration does not hold.
         """
         for name in values:
-            if name not in self._values:
-                raise SpaceError(unknown("knob", name, self._values))
-        return Config({**self._values, **values})
+            if name not in self._places:
+                raise SpaceError(unknown("knob", name, self._places))
+        return Config({**self, **values})
 
     def to_dict(self) -> dict[str, Value]:
         """A plain dictionary, ready for JSON and YAML."""
-        return dict(self._values)
-
-    def _json(self) -> str:
-        if self._canonical is None:
-            text = json.dumps(self._values, sort_keys=True, separators=(",", ":"), allow_nan=False)
-            object.__setattr__(self, "_canonical", text)
-        return self._canonical
+        return dict(zip(self._places, self._row))
 
     def __getitem__(self, name: str) -> Value:
-        return self._values[name]
+        return self._row[self._places[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._row)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a knob, or `default` where the knob is absent."""
-        return self._values.get(name, default)
+        return name in self._places
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Config):
-            return self._values is other._values or self._json() == other._json()
+        if isinstance(other, Config) and self._places is other._places:
+            return self._row == other._row and all(map(_same_type, self._row, other._row))
         if isinstance(other, Mapping):
-            return self._values.keys() == other.keys() and all(
-                type(value) is type(other[name]) and value == other[name]
-                for name, value in self._values.items()
+            return self._places.keys() == other.keys() and all(
+                _same_type(value, other[name]) and value == other[name] for name, value in self.items()
             )
         return NotImplemented
 
     def __hash__(self) -> int:
         # Not hash(text): sets of configurations iterate alike under every PYTHONHASHSEED.
-        return int(self.id, 16)
+        try:
+            return self._hash
+        except AttributeError:
+            text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+            _set_hash(self, int(hashlib.sha256(text.encode()).hexdigest()[:10], 16))
+            return self._hash
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Config is immutable; use config.replace({name}=...)")
@@ -105,11 +90,32 @@ class Config(Mapping[str, Value]):
         raise AttributeError("a Config is immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (dict(self._values),)
+        return _restore, (tuple(self._places), self._row)
 
     def __repr__(self) -> str:
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
 
-def _restore(values: dict[str, Value]) -> Config:
-    return Config._of(values)
+_set_hash = Config._hash.__set__
+_set_places = Config._places.__set__
+_set_row = Config._row.__set__
+
+
+def configs(names: Iterable[str], rows: Iterable[tuple[Value, ...]]) -> list[Config]:
+    """A configuration for every row of plain values, one a name."""
+    places = {name: at for at, name in enumerate(names)}
+    out = []
+    for row in rows:
+        config = object.__new__(Config)
+        _set_row(config, row)
+        _set_places(config, places)
+        out.append(config)
+    return out
+
+
+def _restore(names: tuple[str, ...], row: tuple[Value, ...]) -> Config:
+    return configs(names, [row])[0]
+
+
+def _same_type(a: object, b: object) -> bool:
+    return type(a) is type(b)

@@ -141,12 +141,12 @@ class Component:
                 pairs += table.rows * len(self._alive[step.name])
                 if pairs > MAX_PAIRS:
                     raise self._too_large()
-                table = self._extend(table, step)
+                table = self._extend(table, step, bounded=thin is None)
         if thin is not None and table.rows > keep:
             table = table.take(thin(table, keep))
         return table
 
-    def _extend(self, table: Table, step: Step) -> Table:
+    def _extend(self, table: Table, step: Step, *, bounded: bool) -> Table:
         alive = self._alive[step.name]
         active = self._active(table, step.name)
         parts, total = [], 0
@@ -164,7 +164,7 @@ class Component:
             piece = table.take(slice(start, min(start + chunk, table.rows)))
             parts.append(self._pair(piece, step))
             total += parts[-1].rows
-            if total > MAX_ROWS:
+            if bounded and total > MAX_ROWS:
                 raise self._too_large()
         if len(parts) == 1:
             return parts[0]

@@ -116,6 +116,9 @@ class _Parser:
         self.nesting = 0
 
     def fail(self, problem: str, offset: int) -> NoReturn:
+        last = self.tokens[-1]
+        if last.kind == "stray" and last.offset == offset:
+            problem = last.text
         raise GrammarError(problem, self.text, offset)
 
     def _tokens(self) -> list[_Token]:
@@ -125,9 +128,12 @@ class _Parser:
             if match is None:
                 character = self.text[offset]
                 advice = _ADVICE.get(character)
-                self.fail(f"unexpected {character!r}" + (f": {advice}" if advice else ""), offset)
+                # What is wrong before this place is said first.
+                problem = f"unexpected {character!r}" + (f": {advice}" if advice else "")
+                return [*tokens, _Token("stray", problem, offset)]
             if match.lastgroup == "number" and self.text[match.end() : match.end() + 1].isidentifier():
-                self.fail(f"unexpected {self.text[match.end()]!r} after the number {match.group()}", match.end())
+                problem = f"unexpected {self.text[match.end()]!r} after the number {match.group()}"
+                return [*tokens, _Token("stray", problem, match.end())]
             if match.lastgroup != "space":
                 tokens.append(_Token(match.lastgroup, match.group(), offset))
             offset = match.end()
@@ -141,7 +147,7 @@ class _Parser:
 
     def take(self) -> _Token:
         token = self.token
-        self.at += token.kind != "end"
+        self.at += token.kind not in ("end", "stray")
         return token
 
     def sees(self, *texts: str) -> bool:

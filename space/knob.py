@@ -53,6 +53,8 @@ class Knob(Expression):
         self._what = f"knob '{name}'"
         given = self._plain(values, "values")
         extra = self._plain(others, "others") if others is not None else None
+        if not given:
+            raise SpaceError(f"{self._what} has no values; give at least one")
         self.kind = kind_of_all([*given, *(extra or ())], self._what)
         self.others = None if extra is None else tuple(coerce(each, self.kind, self._what) for each in extra)
         """Values beyond the declared ones that `fix` and `override` accept; None for any of the kind."""

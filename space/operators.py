@@ -49,6 +49,9 @@ class Operator:
     vector: Callable[..., Column]
     bounds: Callable[..., Interval]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_sign, (self.sign,)
+
     def kind(self, kinds: tuple[str | None, ...]) -> str | None:
         """Kind of the result; None where an operand's kind is only known at run time."""
         if self.family != "arithmetic":
@@ -77,6 +80,10 @@ class Operator:
                 if kind == TEXT:
                     return f"'{self.sign}' needs numbers, but {text} is text"
         return None
+
+
+def _by_sign(sign: str) -> Operator:
+    return OPERATORS[sign]
 
 
 def union(*masks: np.ndarray | None) -> np.ndarray | None:

@@ -14,11 +14,12 @@ import numpy as np
 from ..errors import SpaceError, unknown
 from .config import Config
 from .document import describe, read_dict, read_yaml, write_dict, write_yaml
+from .enumeration import TooLarge
 from .explanation import resolve
 from .expression import Expression, condition
 from .grammar import parse
 from .knob import DerivedKnob, Knob, integer_values
-from .rules import Constraint, Predicate, Rule, RuleError
+from .rules import Constraint, Predicate, Rule, RuleError, holds
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
@@ -51,6 +52,7 @@ class Space:
         self._all: dict[str, Knob] = {}  # as declared, so that each comes after those it depends on
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
+        self._witness: Mapping[str, Any] = {}  # choices that were valid when last looked: they answer most checks
 
     # -- declaration -----------------------------------------------------------------------------------------
 
@@ -188,6 +190,7 @@ class Space:
         out._derived = {name: copy.copy(knob) for name, knob in self._derived.items()}
         out._all = {name: out._chosen[name] if name in out._chosen else out._derived[name] for name in self._all}
         out._constraints = list(self._constraints)
+        out._witness = self._witness
         return out
 
     # -- knobs -----------------------------------------------------------------------------------------------
@@ -407,7 +410,7 @@ class Space:
         self._derived = {name: self._derived[name] for name in derived}
 
     def _config(self, values: Mapping[str, Any]) -> Config:
-        return Config._of({knob.name: values[knob.name] for knob in self.knobs if knob.name in values})
+        return Config({knob.name: values[knob.name] for knob in self.knobs if knob.name in values})
 
     def _declare(self, knob: Knob) -> Knob:
         if knob.name in self._all:
@@ -456,7 +459,7 @@ class Space:
 
     def _require(self, constraint: Constraint) -> None:
         others = [each for each in self._constraints if not constraint.origin or each.origin != constraint.origin]
-        if self._alone(constraint) is False:
+        if not self._witnessed(constraint) and self._alone(constraint) is None:
             names = self._reaching(constraint.names)
             ranges = "; ".join(
                 f"{name} is one of {listing(knob.values)}" for name, knob in names.items() if not knob.derived
@@ -465,13 +468,21 @@ class Space:
         with self._change(f"constraint {constraint} leaves no valid configuration"):
             self._constraints = [*others, constraint]
 
-    def _alone(self, constraint: Constraint) -> bool | None:
-        """Whether a constraint can hold, the others aside; None where that is not known."""
-        structure = Structure(self._reaching(constraint.names), [constraint], strict=True)
+    def _witnessed(self, constraint: Constraint) -> bool:
+        """Whether the witness obeys a constraint, and has all its knobs."""
         try:
-            return ValidSet(structure).nonempty()
+            values = resolve(self, self._witness, complete=True).values
+            return values.keys() >= set(constraint.names) and holds(constraint.rule, values)
         except RuleError:
-            return None  # a callable that fails here may be fine where other constraints hold
+            return False
+
+    def _alone(self, constraint: Constraint) -> Config | TooLarge | RuleError | None:
+        """A point at which a constraint holds, the others aside; None where there is none."""
+        try:
+            structure = Structure(self._reaching(constraint.names), [constraint], strict=True)
+            return ValidSet(structure).witness()
+        except RuleError as error:
+            return error  # a callable that fails here may be fine where other constraints hold
 
     def _reaching(self, names: Iterable[str]) -> dict[str, Knob]:
         """The knobs named, and those that they are derived from or conditional on."""
@@ -491,10 +502,15 @@ class Space:
         before = (dict(self._chosen), dict(self._derived), dict(self._all), list(self._constraints))
         try:
             yield
-            valid = ValidSet(Structure(self.by_name, self._constraints))
-            if valid.nonempty() is False:
-                raise SpaceError(self._emptied(emptied))
-            self._valid = valid
+            self._valid = None
+            if resolve(self, self._witness, complete=True, first=True).problems:
+                valid = ValidSet(Structure(self.by_name, self._constraints))
+                found = valid.witness()
+                if found is None:
+                    raise SpaceError(self._emptied(emptied))
+                self._valid = valid
+                if isinstance(found, Config):
+                    self._witness = {name: value for name, value in found.items() if name in self._chosen}
         except SpaceError:
             self._chosen, self._derived, self._all, self._constraints = before
             self._valid = None
@@ -503,22 +519,32 @@ class Space:
     def _emptied(self, start: str) -> str:
         """`start`, and which constraints contradict each other: each of them is needed for it."""
         blamed = list(self._constraints)
-        if self._possible(blamed) is not False:
+        if not self._contradict(blamed):
             return start
         for constraint in self._constraints:
             fewer = [each for each in blamed if each is not constraint]
-            if self._possible(fewer) is False:
+            if self._contradict(fewer):
                 blamed = fewer
-        if not blamed or (len(blamed) == 1 and str(blamed[0]) in start):
-            return start
+        if not blamed:
+            empty = next(
+                (knob for name, knob in self._derived.items() if self._without_value(name) and str(knob.name) not in start),
+                None,
+            )
+            return start if empty is None else f"{start}: derived knob '{empty.name}' = `{empty.rule.text}` has no value"
         named = [str(each) for each in blamed if str(each) not in start]
         return f"{start}: it contradicts {' and '.join(named)}" if named else start
 
-    def _possible(self, constraints: Sequence[Constraint]) -> bool | None:
+    def _without_value(self, name: str) -> bool:
         try:
-            return ValidSet(Structure(self.by_name, constraints)).nonempty()
+            return ValidSet(Structure(self._reaching([name]), [])).witness() is None
         except RuleError:
-            return None
+            return False
+
+    def _contradict(self, constraints: Sequence[Constraint]) -> bool:
+        try:
+            return ValidSet(Structure(self.by_name, constraints)).witness() is None
+        except RuleError:
+            return False
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from ..errors import SpaceError
-from .config import Config
+from .config import Config, configs
 from .enumeration import MAX_ROWS, Component, Table, TooLarge
 from .knob import Knob
 from .structure import Lookup, Structure
@@ -74,28 +74,30 @@ class ValidSet:
         except TooLarge:
             return False
 
-    def nonempty(self) -> bool | None:
-        """Whether there is any configuration; None where that takes too long to find out."""
+    def witness(self) -> Config | None | TooLarge:
+        """Any configuration; None where there is none; the reason where that takes too long to find out."""
         if self.structure.contradiction is not None:
-            return False
-        certain = True
+            return None
+        doubt, tables = None, []
         for at in range(len(self.components)):
             found = self._inhabited(at)
-            if found is False:
-                return False
-            certain = certain and found is True
-        return True if certain else None
+            if isinstance(found, Table) and not found.rows:
+                return None
+            doubt = found if isinstance(found, TooLarge) else doubt
+            tables.append(found)
+        return doubt or self.configs([table.take(slice(0, 1)) for table in tables], 1)[0]
 
-    def _inhabited(self, at: int) -> bool | None:
-        if isinstance(self._tables[at], Table):
-            return self._tables[at].rows > 0
-        # A few random partial choices that can be completed answer it at once.
-        if self.components[at].draw(np.random.default_rng(0), 64).rows:
-            return True
+    def _inhabited(self, at: int) -> Table | TooLarge:
+        listed = self._tables[at]
+        if not isinstance(listed, Table):
+            # A few random partial choices that can be completed answer it at once.
+            drawn = self.components[at].draw(np.random.default_rng(0), 64)
+            if drawn.rows:
+                return drawn
         try:
-            return self.table(at).rows > 0
-        except TooLarge:
-            return None
+            return self.table(at)
+        except TooLarge as error:
+            return error
 
     # -- order -----------------------------------------------------------------------------------------------
 
@@ -171,12 +173,14 @@ class ValidSet:
         names = _ordered(self.structure.knobs.values())
         with np.errstate(all="ignore"):
             columns = [self._objects(name, owners, lookup, count) for name in names]
-        rows = zip(*columns)
+        rows = zip(*columns) if columns else [()] * count
         if not absent:
-            return [Config._of(dict(zip(names, row))) for row in rows]
-        return [
-            Config._of({name: value for name, value in zip(names, row) if value is not _ABSENT}) for row in rows
-        ]
+            return configs(names, rows)
+        out = []
+        for row in rows:
+            here = [(name, value) for name, value in zip(names, row) if value is not _ABSENT]
+            out += configs([name for name, _ in here], [tuple([value for _, value in here])])
+        return out
 
     def _objects(
         self, name: str, owners: dict[str, tuple[Component, np.ndarray]], lookup: Lookup, count: int
@@ -185,8 +189,9 @@ class ValidSet:
             return [self.structure.fixed[name]] * count
         if name in owners:
             component, codes = owners[name]
-            values = component.python_values(name)
-            return [values[code] if code >= 0 else _ABSENT for code in codes.tolist()]
+            values = np.empty(len(component.python_values(name)) + 1, object)
+            values[:] = [*component.python_values(name), _ABSENT]  # what code -1 picks
+            return values[codes].tolist()
         values = np.broadcast_to(lookup(name)[0], (count,)).tolist()
         for each in self.structure.absent_where(name):
             codes = owners[each][1]

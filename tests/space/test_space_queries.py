@@ -1,0 +1,302 @@
+"""Size, order, membership, explanation, samples and defaults of a space."""
+
+import time
+
+import numpy as np
+import pytest
+
+from redline.errors import SpaceError
+from redline.space import Config, Space, enumeration
+
+
+@pytest.fixture
+def space():
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4, 8])
+    pp = space.choice("pp", [1, 2, 4])
+    space.choice("ratio", [0, 0.5, 1])
+    space.choice("precision", ["fp32", "bf16", None])
+    space.flag("fusion", when=tp > 1)
+    space.derive("dp", 8 // (tp * pp))
+    space.require(tp * pp <= 8, "devices")
+    return space
+
+
+@pytest.fixture
+def huge():
+    """10^12 configurations in components of at most a thousand."""
+    space = Space()
+    for group in range(4):
+        a, b, c = (space.integer(f"{name}{group}", 1, 10) for name in "abc")
+        space.require(a + b + c <= 29 + group)
+    space.derive("sum", "a0 + b0 + a3 * b3")
+    return space
+
+
+@pytest.fixture
+def unlisted():
+    """One component with far more valid choices than are ever listed."""
+    space = Space()
+    knobs = [space.integer(f"k{at}", 1, 20, default=20) for at in range(10)]
+    space.require(sum(knobs) <= 100, "sum")
+    space.require(knobs[0] * knobs[1] == 36)
+    return space
+
+
+def test_order_is_that_of_the_values_in_the_order_of_the_knobs(space):
+    listed = list(space)
+    places = [tuple(knob.values.index(config[knob.name]) if knob.name in config else -1 for knob in
+                    (space["tp"], space["pp"], space["ratio"], space["precision"])) for config in listed]
+    component = [(tp, pp) for tp, pp, _, _ in places]
+    assert component == sorted(component)
+    assert listed == list(space)
+    assert [space.at(at) for at in range(len(space))] == listed
+    assert [space.index(config) for config in listed] == list(range(len(space)))
+
+
+def test_a_space_is_indexed_by_names_alone(space):
+    assert space["tp"].name == "tp"
+    with pytest.raises(SpaceError, match="space.at\\(3\\)"):
+        space[3]
+    with pytest.raises(SpaceError, match="unknown knob 'pt'"):
+        space["pt"]
+
+
+@pytest.mark.parametrize("index", [-1, 10**6])
+def test_an_index_out_of_range_is_refused(space, index):
+    with pytest.raises(SpaceError, match=f"0 <= index < {len(space)} must hold, but got {index}"):
+        space.at(index)
+
+
+def test_membership_takes_any_mapping_and_every_numeric_type(space):
+    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} in space
+    assert {"tp": np.int64(1), "pp": 1.0, "ratio": np.float64(0.5), "precision": None, "dp": np.int32(8)} in space
+    assert Config(dp=8, precision="fp32", ratio=0.0, pp=1, tp=1) in space
+    assert {"tp": True, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
+    assert {"tp": "1", "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
+    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32"} not in space
+    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 4} not in space
+    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8, "x": 1} not in space
+    assert {"tp": 1, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8, "fusion": False} not in space
+    assert {"tp": 2, "pp": 1, "ratio": 0, "precision": "fp32", "dp": 4} not in space
+    assert {"tp": [1], "pp": 1, "ratio": 0, "precision": "fp32", "dp": 8} not in space
+    assert "tp" not in space and 3 not in space and None not in space
+
+
+def test_explain_names_everything_that_is_wrong(space):
+    explained = space.explain({"tp": 8, "pp": 4, "ratio": 0.4, "precision": "bf61", "tq": 1, "dp": 0})
+    assert explained.splitlines() == [
+        "unknown knob 'tq'; did you mean 'tp'? Known: dp, fusion, pp, precision, ratio, tp.",
+        "knob 'ratio' has no value 0.4; the nearest is 0.5. Values: 0.0, 0.5, 1.0",
+        "knob 'precision' has no value 'bf61'; the nearest is 'bf16'. Values: fp32, bf16, None",
+        "knob 'fusion' is missing; its values are False, True",
+        "violates `tp * pp <= 8` (devices) with tp=8, pp=4: 32 <= 8 is false",
+    ]
+    good = space.at(0)
+    assert space.explain(good) == "valid"
+    assert space.explain({**good, "dp": 3}) == "knob 'dp' is 3, but `8 // (tp * pp)` gives 8 with tp=1, pp=1"
+    assert space.explain({**good, "tp": "1"}) == "knob 'tp' is an integer, but got '1', which is text"
+    without = {name: value for name, value in good.items() if name != "dp"}
+    assert space.explain(without) == "derived knob 'dp' is missing; it is 8 here, and config() fills it in"
+    with pytest.raises(SpaceError, match="a mapping of knob to value, but got 3"):
+        space.explain(3)
+
+
+def test_explain_says_where_a_value_cannot_be_computed():
+    space = Space()
+    pp = space.choice("pp", [0, 1])
+    space.derive("share", 8 // pp)
+    space.require(~(4 // pp == 2), "never half")
+    assert space.explain({"pp": 0, "share": 1}).splitlines() == [
+        "knob 'share' has no value: `8 // pp` cannot be computed with pp=0",
+        "violates `~(4 // pp == 2)` (never half) with pp=0: it has no value",
+    ]
+
+
+def test_explain_shows_both_sides_of_an_equation_without_a_value():
+    space = Space()
+    pp = space.choice("pp", [0, 1])
+    space.require(4 // pp == 4)
+    assert space.explain({"pp": 0}) == "violates `4 // pp == 4` with pp=0: `4 // pp` has no value"
+
+
+def test_a_predicate_that_raises_surfaces_with_the_point():
+    space = Space()
+    space.choice("x", [1, 2])
+    space.override("x", [1])
+    space.require(lambda x: {1: True}[x])
+    with pytest.raises(SpaceError, match=r"`lambda x: \{1: True\}\[x\]` raised KeyError: 2 for x=2") as caught:
+        space.override("x", [1, 2])
+        len(space)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_config_completes_defaults_and_derived_knobs(space):
+    assert space.config(tp=4) == {"tp": 4, "pp": 1, "ratio": 0.0, "precision": "fp32", "fusion": False, "dp": 2}
+    assert space.config({"tp": 4}, pp=2, dp=1)["dp"] == 1
+    assert list(space.config(pp=2, tp=2)) == ["tp", "pp", "ratio", "precision", "fusion", "dp"]
+    assert type(space.config(ratio=1)["ratio"]) is float
+    assert space.config(tp=2).id == space.at(space.index(space.config(tp=2))).id
+    for values, message in [
+        ({"tp": 8, "pp": 4}, r"violates `tp \* pp <= 8` \(devices\) with tp=8, pp=4: 32 <= 8 is false"),
+        ({"tp": 3}, "has no value 3; the nearest is 2"),
+        ({"tpp": 1}, "unknown knob 'tpp'; did you mean 'tp'"),
+        ({"dp": 7}, "knob 'dp' is 7, but"),
+        ({"tp": None}, "is an integer, but got None"),
+    ]:
+        with pytest.raises(SpaceError, match=message):
+            space.config(**values)
+
+
+def test_default_is_the_valid_configuration_nearest_to_the_defaults():
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4, 8], default=8)
+    pp = space.choice("pp", [1, 2, 4, 8], default=4)
+    space.choice("precision", ["fp32", "bf16"], default="bf16")
+    assert space.default() == {"tp": 8, "pp": 4, "precision": "bf16"}
+    space.require(tp * pp <= 16)
+    # One knob has to change, and pp = 2 is as far as tp = 4: the first in order wins.
+    assert space.default() == {"tp": 4, "pp": 4, "precision": "bf16"}
+    space.require(tp == 8)
+    assert space.default() == {"tp": 8, "pp": 2, "precision": "bf16"}
+
+
+def test_index_needs_a_member(space):
+    with pytest.raises(SpaceError, match="not in the space: .*violates `tp \\* pp <= 8`"):
+        space.index({"tp": 8, "pp": 4, "ratio": 0, "precision": "fp32", "fusion": False, "dp": 0})
+
+
+def test_samples_are_uniform(space):
+    counts = {config: 0 for config in space}
+    for seed in range(400):
+        for config in space.sample(3, seed):
+            counts[config] += 1
+    expected = 1200 / len(counts)
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 1.5 * len(counts)
+
+
+def test_a_sample_of_everything_is_the_whole_space(space):
+    assert set(space.sample(10**6, seed=1)) == set(space)
+    assert space.sample(0) == []
+    assert space.sample(5, seed=1) != space.sample(5, seed=2)
+    with pytest.raises(SpaceError, match="count >= 0 must hold, but got -1"):
+        space.sample(-1)
+
+
+def test_a_huge_product_of_small_components_is_instant(huge):
+    start = time.perf_counter()
+    size = len(huge)
+    assert size == huge.size == 999 * 1000**3
+    assert huge.enumerable
+    for index in (0, 1, size // 3, size - 1):
+        config = huge.at(index)
+        assert config in huge and huge.index(config) == index
+    picked = huge.sample(100, seed=0)
+    assert len(set(picked)) == 100 and all(config in huge for config in picked)
+    iterator = iter(huge)
+    assert next(iterator) == huge.at(0) and next(iterator) == huge.at(1)
+    assert all(config["sum"] == config["a0"] + config["b0"] + config["a3"] * config["b3"] for config in picked)
+    assert time.perf_counter() - start < 2
+    with pytest.raises(SpaceError, match="too many for columns"):
+        huge.columns()
+
+
+def test_sizes_beyond_a_machine_word_are_counted_and_sampled():
+    space = Space()
+    for at in range(25):
+        space.integer(f"k{at}", 1, 10)
+    assert space.size == 10**25
+    with pytest.raises(SpaceError, match="use space.size"):
+        len(space)
+    assert space.index(space.at(10**25 - 1)) == 10**25 - 1
+    assert len(set(space.sample(50, seed=3))) == 50
+    assert next(iter(space)) == space.at(0)
+
+
+def test_what_cannot_be_listed_says_so_and_works_otherwise(unlisted):
+    start = time.perf_counter()
+    assert not unlisted.enumerable
+    assert bool(unlisted)
+    for use in (len, list, lambda s: s.at(0), lambda s: s.columns(), lambda s: s.index(s.default()), lambda s: s.size):
+        with pytest.raises(SpaceError, match="too many valid combinations to list"):
+            use(unlisted)
+    picked = unlisted.sample(200, seed=5)
+    assert len(set(picked)) == 200 and all(config in unlisted for config in picked)
+    assert picked == unlisted.sample(200, seed=5) != unlisted.sample(200, seed=6)
+    assert len({config["k0"] for config in picked}) == 6  # every way to write 36 shows up
+    default = unlisted.default()
+    assert default in unlisted and default["k0"] * default["k1"] == 36
+    assert unlisted.config(**default) == default
+    assert "an unknown number" in unlisted.describe()
+    assert time.perf_counter() - start < 20
+
+
+def test_a_space_too_tight_for_random_search_says_so(monkeypatch):
+    space = Space()
+    knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]
+    weights = [1, 7, 31, 113, 411, 1301]
+    space.require(sum(knob * weight for knob, weight in zip(knobs, weights)) % 4999 == 17)
+    monkeypatch.setattr(enumeration, "MAX_ROWS", 40)
+    space._valid = None
+    try:
+        picked = space.sample(3)
+    except SpaceError as error:
+        assert "too tight for random search" in str(error)
+    else:
+        assert all(config in space for config in picked)
+
+
+def test_columns_are_the_enumeration_in_codes(space):
+    columns = space.columns()
+    assert list(columns) == [knob.name for knob in space.free] == ["tp", "pp", "ratio", "precision", "fusion"]
+    assert all(column.dtype == np.int32 for column in columns.values())
+    for at, config in enumerate(space):
+        for knob in space.free:
+            code = columns[knob.name][at]
+            assert (code == -1 and knob.name not in config) or knob.values[code] == config[knob.name]
+
+
+def test_describe_tells_people_what_there_is(space):
+    text = space.describe()
+    assert text.splitlines()[0] == "5 free knobs; 153 of 216 combinations are valid".replace("153", str(len(space)))
+    assert "tp * pp <= 8  devices" in text and "= 8 // (tp * pp)" in text and "when tp > 1" in text
+
+
+def test_predicates_are_called_once_for_every_combination_that_occurs():
+    space = Space()
+    for name in "abcd":
+        space.integer(name, 1, 10)
+    seen = []
+
+    def rule(a, b):
+        seen.append((a, b))
+        return a < b
+
+    space.require(rule)
+    seen.clear()
+    assert len(space) == 45 * 100
+    assert len(seen) <= 120 and set(seen) == {(a, b) for a in range(1, 11) for b in range(1, 11)}
+
+
+def test_derived_knobs_that_always_have_a_value_do_not_bind_components_together():
+    space = Space()
+    knobs = [space.integer(f"k{at}", 1, 100) for at in range(8)]
+    space.derive("total", sum(knobs))
+    assert space.size == 100**8
+    assert space.at(0)["total"] == 8
+
+
+def test_pruning_reaches_what_filtering_could_not():
+    space = Space()
+    names = ("tp", "pp", "dp", "micro", "acc")
+    tp, pp, dp, micro, acc = (space.integer(name, 1, 512) for name in names)
+    space.require(tp * pp * dp == 512)
+    space.require(micro * dp * acc == 2048)
+    start = time.perf_counter()
+    powers = [1 << bit for bit in range(10)]
+    expected = sum(
+        1 for a in powers for b in powers for c in powers if a * b * c == 512
+        for d in powers for e in powers if d * c * e == 2048
+    )
+    assert len(space) == expected
+    assert time.perf_counter() - start < 5

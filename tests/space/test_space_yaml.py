@@ -1,0 +1,272 @@
+"""Spaces as files: readable, complete, parsed rather than run, and refused with file and line."""
+
+import os
+import textwrap
+
+import pytest
+
+from redline.errors import SpaceError
+from redline.space import Space
+
+FILE = """\
+knobs:
+- name: tp
+  values: [1, 2, 4, 8]
+  default: 2
+  help: tensor-parallel degree
+  monotone_memory: -1
+- name: layers
+  type: integer
+  low: 4
+  high: 48
+  step: 4
+- name: ratio
+  values: [0.0, 0.5, 1.0e-05]
+- name: precision
+  values: [bf16, 'no', null]
+  others: [fp8]
+- name: fusion
+  type: flag
+  default: true
+  when: dp > 1
+derived:
+- name: dp
+  value: 8 // tp
+  help: replicas
+constraints:
+- require: tp * layers <= 96
+  reason: why, for people
+- require: (precision != 'no') | (ratio > 0)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "space.yaml"
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_file_reads_as_the_space_it_writes(write):
+    path = write(FILE)
+    space = Space.from_yaml(path)
+    tp, layers, ratio, precision, fusion, dp = space.knobs
+    assert tp.values == (1, 2, 4, 8) and tp.default == 2 and tp.help == "tensor-parallel degree"
+    assert tp.monotone_memory == -1
+    assert layers.values == tuple(range(4, 49, 4)) and ratio.values == (0.0, 0.5, 1e-5)
+    assert precision.values == ("bf16", "no", None) and precision.others == ("fp8",)
+    assert fusion.values == (False, True) and fusion.default is True and str(fusion.when) == "dp > 1"
+    assert dp.derived and dp.help == "replicas"
+    assert [each.reason for each in space.constraints] == ["why, for people", ""]
+    space.to_yaml(path)
+    assert path.read_text(encoding="utf-8") == FILE
+    assert list(Space.from_yaml(path)) == list(space)
+
+
+def test_awkward_values_survive(tmp_path):
+    space = Space()
+    space.choice("text", ["yes", "1", "null", "a: b", "it's", '"', "é\n", "", "~", "0x1", "1e3", "# x"])
+    space.choice("number", [1.0, -0.5, 1e-300, 1e300])
+    space.choice("big", [-(2**63) + 1, 2**63 - 1, 0])
+    space.require(space["text"].isin(["it's", '"', "é\n", "a: b"]), "reason: with a colon # and more")
+    path = tmp_path / "space.yaml"
+    space.to_yaml(path)
+    again = Space.from_yaml(path)
+    assert again.to_dict() == space.to_dict() and list(again) == list(space)
+
+
+def test_fixed_and_overridden_knobs_are_written_as_they_are(tmp_path):
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4])
+    space.flag("fusion")
+    space.derive("dp", 8 // tp)
+    space.fix("fusion", True)
+    space.override("tp", [2, 4, 8])
+    space.fix("dp", 2)
+    space.to_yaml(tmp_path / "space.yaml")
+    again = Space.from_yaml(tmp_path / "space.yaml")
+    assert list(again) == list(space) == [{"tp": 4, "fusion": True, "dp": 2}]
+
+
+def test_sections_may_come_in_any_order_and_derived_knobs_too(write):
+    space = Space.from_yaml(write("""
+        constraints:
+        - {require: world == 16}
+        derived:
+        - {name: world, value: dp * tp}
+        - {name: dp, value: rest + 0}
+        knobs:
+        - {name: tp, values: [2, 4]}
+        - {name: rest, values: [4, 8]}
+        - {name: last, type: flag, when: world > 1}
+    """))
+    assert [knob.name for knob in space.knobs] == ["tp", "rest", "last", "world", "dp"]
+    assert {(c["tp"], c["rest"]) for c in space} == {(2, 8), (4, 4)}
+    assert [knob.name for knob in Space.from_dict(space.to_dict()).knobs] == [knob.name for knob in space.knobs]
+
+
+def test_to_dict_and_from_dict_are_inverse_and_plain():
+    import json
+
+    space = Space()
+    tp = space.integer("tp", 1, 64)
+    space.integer("width", 1, 64, powers_of_two=True)
+    space.require(tp <= 32)
+    data = json.loads(json.dumps(space.to_dict()))
+    assert data == {
+        "knobs": [
+            {"name": "tp", "type": "integer", "low": 1, "high": 64},
+            {"name": "width", "values": [1, 2, 4, 8, 16, 32, 64]},
+        ],
+        "constraints": [{"require": "tp <= 32"}],
+    }
+    assert list(Space.from_dict(data)) == list(space)
+    assert Space.from_dict({"knobs": [{"name": "x", "low": 1, "high": 8, "powers_of_two": True}]})["x"].values == (
+        1, 2, 4, 8,
+    )
+
+
+def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
+    path = tmp_path / "space.yaml"
+    for declare, message in [
+        (lambda s: s.require(lambda tp: tp > 1, "parallel"), "the constraint 'parallel', `lambda tp: tp > 1`, is a Py"),
+        (lambda s: s.derive("dp", lambda tp: 8 // tp), "the rule of derived knob 'dp', `lambda tp: 8 // tp`"),
+        (lambda s: s.flag("x", when=lambda tp: tp > 1), "when= of knob 'x', `lambda tp: tp > 1`"),
+    ]:
+        space = Space()
+        space.choice("tp", [1, 2])
+        declare(space)
+        with pytest.raises(SpaceError, match=message) as caught:
+            space.to_yaml(path)
+        assert "write it as an expression" in str(caught.value)
+        assert not path.exists() and list(tmp_path.iterdir()) == []
+        recorded = space.to_dict(describe_callables=True)
+        assert "lambda tp: " in str(recorded)
+        with pytest.raises(SpaceError, match="a file is never run as Python"):
+            Space.from_dict(recorded)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- require: __import__('os').system('true') == 0\n",
+         "line 4, column 12: '__import__' cannot be called"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- require: 'tp.values == 1'\n",
+         "line 4, column 15: unexpected '.': attribute access is not part"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- require: |\n    tp > 0 and\n      tpp < 3\n",
+         "line 6, column 7: unknown knob 'tpp'; did you mean 'tp'"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- require: tp > 0 and\n    tpp < 3\n",
+         "line 4: line 1, column 12: unknown knob 'tpp'"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\n- {name: x, type: flag, when: tp >}\n",
+         "line 3, column 36: expected a knob"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: dp, value: 8 / / tp}\n", "line 4, column 26"),
+        ("knobs: [", "line 1, column 9: not valid YAML"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\n  x: 1\n", "not valid YAML"),
+        ("\t", "not valid YAML"),
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("3", "line 1: a space is a mapping with the keys knobs, derived, constraints, but got 3"),
+        ("- 1", "a space is a mapping"),
+        ("{}", "the key 'knobs' is missing"),
+        ("knobs: 3", "'knobs' must be a list, but got 3"),
+        ("knobs:", "'knobs' must be a list, but got None"),
+        ("knobs: [3]", "an entry of 'knobs' is a mapping, but got 3"),
+        ("knob: []\n", "unknown key 'knob'; did you mean 'knobs'"),
+        ("knobs: []\nconstraints: {a: 1}\n", "line 2: 'constraints' must be a list"),
+        ("knobs:\n- {values: [1]}\n", "line 2: the key 'name' is missing"),
+        ("knobs:\n- {name: 3, values: [1]}\n", "line 2: 'name' must be a text, but got 3"),
+        ("knobs:\n- {name: a b, values: [1]}\n", "line 2: a knob's name is made of"),
+        ("knobs:\n- {name: tp}\n", "line 2: knob 'tp' needs 'values'"),
+        ("knobs:\n- {name: tp, values: []}\n", "line 2: knob 'tp' has no values"),
+        ("knobs:\n- {name: tp, values: 3}\n", "must be a list, but got 3"),
+        ("knobs:\n- {name: tp, values: [1, a]}\n", "mixes kinds"),
+        ("knobs:\n- {name: tp, values: [1, 2020-01-01]}\n", "must be a bool, an int"),
+        ("knobs:\n- {name: tp, values: [1, 2020-31-01]}\n", "not valid YAML"),
+        ("knobs:\n- {name: tp, values: [1], value: [2]}\n", "unknown key 'value'; did you mean 'values'"),
+        ("knobs:\n- {name: tp, type: int, values: [1]}\n", "unknown type 'int'; did you mean 'integer'"),
+        ("knobs:\n- {name: tp, type: [1], values: [1]}\n", "unknown type"),
+        ("knobs:\n- {name: tp, type: integer, low: 1}\n", "needs 'high', or 'values'"),
+        ("knobs:\n- {name: tp, low: 1, high: 4, values: [1]}\n", "both 'values' and bounds"),
+        ("knobs:\n- {name: tp, low: 4, high: 1}\n", "line 2: knob 'tp': low <= high must hold"),
+        ("knobs:\n- {name: tp, low: 1, high: 4, powers_of_two: 3}\n", "'powers_of_two' is true or false"),
+        ("knobs:\n- {name: f, type: flag, values: [1, 0]}\n", "the values of flag 'f' are true and false"),
+        ("knobs:\n- {name: tp, values: [1]}\n- {name: tp, values: [1]}\n", "line 3: knob 'tp' is declared already"),
+        ("knobs:\n- {name: tp, values: [1, 2], default: 3}\n", "has no value 3; the nearest is 2"),
+        ("knobs:\n- {name: tp, values: [1, 2], default: 1, default: 2}\n", "line 2: key 'default' is given twice"),
+        ("knobs:\n- {name: tp, values: [1, 2], help: 3}\n", "'help' must be a text"),
+        ("knobs:\n- {name: tp, values: [1, 2], when: true}\n", "'when' is an expression as text"),
+        ("knobs:\n- {name: tp, values: [1, 2], when: later}\n- {name: later, type: flag}\n", "unknown knob 'later'"),
+        ("knobs:\n- {name: tp, values: [1, 2], when: tp > 1}\n", "unknown knob 'tp'"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: tp, value: tp + 1}\n",
+         "declared twice: here and in 'derived'"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: a, value: b + 1}\n- {name: b, value: a + tp}\n",
+         "derived knobs depend on each other: a -> b -> a"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: a, value: 3}\n", "'value' is an expression as text"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: a}\n", "the key 'value' is missing"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nderived:\n- {name: a, value: tp}\n- {name: a, value: tp}\n",
+         "line 5: knob 'a' is declared already"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- {require: tp > 4, reason: large}\n",
+         "line 4: constraint `tp > 4` \\(large\\) can never hold: tp is one of 1, 2"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- {require: tp > 1}\n- {require: tp < 2}\n",
+         "line 5: constraint `tp < 2` leaves no valid configuration: it contradicts `tp > 1`"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- {require: tp}\n", "is an integer, not a condition"),
+        ("knobs:\n- {name: tp, values: [1, 2]}\nconstraints:\n- {reason: tp}\n", "the key 'require' is missing"),
+        ("knobs: !!python/object/apply:os.system ['true']\n", "line 1, column 8: not valid YAML"),
+        ("knobs: &a [*a]\n", "an entry of 'knobs' is a mapping"),
+        ("? {a: 1}\n: 2\n", "not valid YAML|unknown key"),
+        ("[" * 3000, "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_place(write, text, message):
+    path = write(text)
+    with pytest.raises(SpaceError, match=message) as caught:
+        Space.from_yaml(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_bad_data_is_refused_with_its_place():
+    with pytest.raises(SpaceError, match=r"^constraints\[0\].require: line 1, column 6: expected a knob"):
+        Space.from_dict({"knobs": [{"name": "tp", "values": [1]}], "constraints": [{"require": "tp > "}]})
+    with pytest.raises(SpaceError, match=r"^knobs\[0\]: knob 'tp' has no values"):
+        Space.from_dict({"knobs": [{"name": "tp", "values": []}]})
+    with pytest.raises(SpaceError, match="unknown key '3'"):
+        Space.from_dict({"knobs": [], 3: 4})
+    for data in (None, 3, [], "knobs"):
+        with pytest.raises(SpaceError, match="a space is a mapping"):
+            Space.from_dict(data)
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
+    with pytest.raises(SpaceError, match=r"cannot read the space from .*nowhere.yaml: No such file"):
+        Space.from_yaml(tmp_path / "nowhere.yaml")
+    with pytest.raises(SpaceError, match="cannot read the space"):
+        Space.from_yaml(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"knobs: \xff\xfe\n")
+    with pytest.raises(SpaceError, match="not a text in UTF-8: .* at byte 7"):
+        Space.from_yaml(tmp_path / "binary.yaml")
+    (tmp_path / "control.yaml").write_bytes(b"knobs: \x00\n")
+    with pytest.raises(SpaceError, match="control.yaml.*not valid YAML"):
+        Space.from_yaml(tmp_path / "control.yaml")
+    space = Space()
+    space.choice("tp", [1])
+    with pytest.raises(SpaceError, match="cannot write the space to"):
+        space.to_yaml(tmp_path / "nowhere" / "space.yaml")
+
+
+def test_a_file_is_replaced_whole_and_readable_by_others(tmp_path):
+    path = tmp_path / "space.yaml"
+    space = Space()
+    space.choice("tp", [1, 2])
+    space.to_yaml(str(path))
+    first = path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    assert first == 0o666 & ~mask
+    space.require(lambda tp: tp > 1)
+    before = path.read_text()
+    with pytest.raises(SpaceError):
+        space.to_yaml(path)
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
