@@ -1,0 +1,42 @@
+"""How the next configuration is chosen. Samplers are found by name; each is imported when it is asked for."""
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from ...errors import UsageError, unknown
+from ...space import Space
+from .sampler import Sampler, StepwiseSampler
+
+_SAMPLERS = {
+    "random": ("random_search", "RandomSampler"),
+    "grid": ("grid", "GridSampler"),
+    "tpe": ("tpe", "TPESampler"),
+    "gp": ("gp", "GPSampler"),
+    "hebo": ("hebo", "HEBOSampler"),
+}
+
+__all__ = ["Sampler", "StepwiseSampler", "make_sampler", "sampler_names"]
+
+
+def sampler_names() -> tuple[str, ...]:
+    """Every name that `make_sampler` knows."""
+    return tuple(_SAMPLERS)
+
+
+def make_sampler(name: str, space: Space, seed: int = 0, **options: Any) -> Sampler:
+    """The sampler of that name over `space`; `options` are those of its class.
+
+    Raises:
+        UsageError: the name or an option is unknown, or a value out of range.
+        MissingDependency: the sampler needs a package that is not installed.
+    """
+    if name not in _SAMPLERS:
+        raise UsageError(unknown("sampler", name, _SAMPLERS))
+    module, attribute = _SAMPLERS[name]
+    cls = getattr(import_module(f".{module}", __name__), attribute)
+    known = set(signature(cls).parameters) - {"space", "seed"}
+    for option in options:
+        if option not in known:
+            raise UsageError(unknown(f"option of the sampler '{name}'", option, known))
+    return cls(space, seed=seed, **options)

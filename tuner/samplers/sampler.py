@@ -1,9 +1,10 @@
-"""The interface every sampler stands behind."""
+"""The interface every sampler stands behind, and the template of those that choose one at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from ...errors import UsageError
 from ...results import Trial
 from ...space import Config, Space
 
@@ -13,17 +14,26 @@ class Sampler(ABC):
 
     A sampler keeps no history of its own that a resumed run could not rebuild: everything it learns
     comes with `trials`, which holds finished, failed and pending trials alike. The same seed and the
-    same trials give the same proposals.
+    same trials give the same proposals, in any process.
+
+    A new sampler proves itself by inheriting `redline.tuner.samplers.conformance.SamplerConformance`.
 
     Args:
         space: the valid configurations.
-        seed: seed of every random choice.
+        seed: seed of every random choice, 0 or more.
+
+    Raises:
+        UsageError: the seed is not a whole number of at least 0.
     """
 
     name: ClassVar[str]
     """The name on the command line and in the `sampler` column."""
+    learns: ClassVar[bool] = True
+    """Whether measurements steer the proposals; False where only what was tried already counts."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UsageError(f"a sampler's seed must be a whole number of at least 0, but got {seed!r}.")
         self.space = space
         self.seed = seed
 
@@ -33,4 +43,33 @@ class Sampler(ABC):
 
         Fewer than `count` means that the space is exhausted; an empty list, that nothing is left.
         `trials` come in the order of their numbers; those without a measurement are pending.
+
+        Raises:
+            UsageError: `count` is below 1.
         """
+
+
+class StepwiseSampler(Sampler):
+    """A sampler that chooses one configuration at a time.
+
+    A batch is what asking one by one would give: each proposal is pending when the next is chosen.
+    """
+
+    def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
+        check_count(count)
+        known = list(trials)
+        proposals: list[Config] = []
+        while len(proposals) < count and (config := self.next(known)) is not None:
+            proposals.append(config)
+            known.append(Trial(number=len(known), config=config, sampler=self.name))
+        return proposals
+
+    @abstractmethod
+    def next(self, trials: Sequence[Trial]) -> Config | None:
+        """One valid configuration that is not in `trials`; None when there is none left."""
+
+
+def check_count(count: int) -> None:
+    """Raises UsageError unless `count` is a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"`count` must be a whole number of at least 1, but got {count!r}.")

@@ -1,0 +1,104 @@
+"""What can still be proposed: the valid configurations that are in no trial."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...results import Trial
+from ...space import Config
+from .encoding import Encoding, stack
+
+
+class Candidates:
+    """Valid configurations that were not tried yet, encoded; a sample of them where the space is too large.
+
+    Args:
+        encoding: of the space.
+        codes: encoded candidates, shape (n, knobs).
+        seen: the configurations that must not be proposed.
+        configs: the candidates themselves, where the space is not listed.
+        rows: positions of the candidates in a listed space, shape (n,).
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding,
+        codes: np.ndarray,
+        seen: frozenset[Config],
+        *,
+        configs: Sequence[Config] | None = None,
+        rows: np.ndarray | None = None,
+    ) -> None:
+        self.encoding = encoding
+        self.codes = codes
+        self._seen = seen
+        self._configs = configs
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def config(self, index: int) -> Config:
+        """The candidate of row `index`."""
+        if self._configs is not None:
+            return self._configs[index]
+        return self.encoding.space.at(int(self._rows[index]))
+
+    def lookup(self, code: np.ndarray) -> Config | None:
+        """The configuration of a code, in the sample or not; None where it is invalid or was tried."""
+        config = self.encoding.decode(code)
+        return None if config is None or config in self._seen else config
+
+    def closest(self, code: np.ndarray, rng: np.random.Generator) -> Config:
+        """The configuration of `code` where it can be proposed, else one nearest to it; `rng` breaks ties."""
+        config = self.lookup(code)
+        if config is not None:
+            return config
+        distance = self.encoding.distances(self.codes, code)
+        best = distance.min()
+        if self._configs is not None:
+            # A sample of a large space is sparse: what differs in one knob alone is mostly nearer.
+            rows = self.encoding.neighbours(code)
+            apart = self.encoding.distances(rows, code)
+            for i in np.lexsort((rng.random(len(rows)), apart)):
+                if apart[i] >= best:
+                    break
+                if (config := self.lookup(rows[i])) is not None:
+                    return config
+        return self.config(rng.choice(np.flatnonzero(distance <= best + 1e-9)))
+
+    def take(self, indices: np.ndarray) -> "Candidates":
+        """The candidates of the rows `indices`, shape (m,)."""
+        configs = None if self._configs is None else [self._configs[i] for i in indices]
+        rows = None if self._rows is None else self._rows[indices]
+        return Candidates(self.encoding, self.codes[indices], self._seen, configs=configs, rows=rows)
+
+
+def remaining(
+    encoding: Encoding,
+    trials: Sequence[Trial],
+    rng: np.random.Generator,
+    *,
+    sample: int,
+    around: np.ndarray | None = None,
+) -> Candidates:
+    """The candidates that `trials` leave.
+
+    All of them where the space can be listed; else `sample` of them, and those that differ in one knob
+    from the codes `around` (m, knobs), because a sample of a large space has nothing near the best.
+    """
+    seen = frozenset(trial.config for trial in trials)
+    if encoding.listed is not None:
+        left = np.ones(len(encoding.listed), dtype=bool)
+        left[[row for row in map(encoding.row, seen) if row is not None]] = False
+        rows = np.flatnonzero(left)
+        return Candidates(encoding, encoding.listed[rows], seen, rows=rows)
+    drawn = encoding.space.sample(sample + len(seen), int(rng.integers(2**31)))
+    configs = {config: None for config in drawn if config not in seen}
+    for code in () if around is None else around:
+        for row in encoding.neighbours(code):
+            config = encoding.decode(row)
+            if config is not None and config not in seen:
+                configs[config] = None
+    codes = stack([encoding.encode(config) for config in configs], len(encoding.knobs))
+    return Candidates(encoding, codes, seen, configs=list(configs))

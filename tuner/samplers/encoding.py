@@ -1,0 +1,107 @@
+"""Configurations as rows of small integers: what models learn from and distances are measured in."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ...errors import SpaceError
+from ...space import Config, Space
+
+MAX_LISTED = 200_000
+"""Largest space that is held as a list of codes; a larger one is sampled."""
+ABSENT = -1
+"""The code of a conditional knob that the configuration does not have: below its lowest value."""
+
+
+class Encoding:
+    """A code is one row of `int32`, one column per free knob: the index of its value in `knob.values`.
+
+    Indices rather than values, because the values of ordered knobs mostly grow geometrically (1, 2, 4, 8,
+    ...), and the step from 1 to 2 matters as much as the one from 16 to 32.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.knobs = tuple(space.free)
+        self.names = tuple(knob.name for knob in self.knobs)
+        self.sizes = np.array([len(knob.values) for knob in self.knobs], dtype=np.int32)
+        self.optional = np.array([knob.when is not None for knob in self.knobs], dtype=bool)
+        # Two values have no order to get wrong, and one number says as much as two categories.
+        self.ordered = np.array([knob.ordered for knob in self.knobs], dtype=bool) | (
+            (self.sizes == 2) & ~self.optional
+        )
+        self._index = [{value: i for i, value in enumerate(knob.values)} for knob in self.knobs]
+        self._rows: dict[Config, int | None] = {}
+
+    def encode(self, config: Config) -> np.ndarray | None:
+        """The code of `config`; None where a knob has a value that the space does not know."""
+        code = np.full(len(self.knobs), ABSENT, dtype=np.int32)
+        for column, (name, index) in enumerate(zip(self.names, self._index)):
+            if name in config:
+                position = index.get(config[name])
+                if position is None:
+                    return None
+                code[column] = position
+            elif not self.optional[column]:
+                return None
+        return code
+
+    def decode(self, code: np.ndarray) -> Config | None:
+        """The configuration of a code; None where it is not valid."""
+        values = {knob.name: knob.values[i] for knob, i in zip(self.knobs, code.tolist()) if i != ABSENT}
+        try:
+            config = self.space.config(values)
+        except SpaceError:
+            return None
+        # A knob left out is completed with its default: that is another code than the one given.
+        present = {name for name, i in zip(self.names, code.tolist()) if i != ABSENT}
+        return config if present == {name for name in self.names if name in config} else None
+
+    def distances(self, codes: np.ndarray, code: np.ndarray) -> np.ndarray:
+        """How far each of `codes` (n, knobs) is from `code` (knobs,): shape (n,), 0 to the number of knobs.
+
+        An ordered knob adds the share of its range between the two values, any other knob 1 where they
+        differ, and so does a conditional knob that only one of them has.
+        """
+        apart = np.abs(codes - code).astype(np.float64)
+        steps = apart / np.maximum(self.sizes - 1, 1)
+        differ = (apart > 0).astype(np.float64)
+        lone = (codes == ABSENT) != (code == ABSENT)
+        return np.where(self.ordered & ~lone, steps, differ).sum(axis=1)
+
+    def neighbours(self, code: np.ndarray) -> np.ndarray:
+        """Every code that differs from `code` in one present knob: shape (m, knobs); not all are valid."""
+        rows = []
+        for column in np.flatnonzero(code != ABSENT):
+            for value in range(self.sizes[column]):
+                if value != code[column]:
+                    row = code.copy()
+                    row[column] = value
+                    rows.append(row)
+        return np.array(rows, dtype=np.int32).reshape(len(rows), len(self.knobs))
+
+    @cached_property
+    def listed(self) -> np.ndarray | None:
+        """Codes of the whole space, row i being that of `space.at(i)`: shape (len(space), knobs).
+
+        None where the space is too large to be listed.
+        """
+        if not self.space.enumerable or self.space.size > MAX_LISTED:
+            return None
+        columns = self.space.columns()
+        codes = np.empty((self.space.size, len(self.knobs)), dtype=np.int32)
+        for column, name in enumerate(self.names):
+            codes[:, column] = columns[name]
+        return codes
+
+    def row(self, config: Config) -> int | None:
+        """The row of `config` in `listed`; None where it is not in the space. Looked up once each."""
+        if config not in self._rows:
+            self._rows[config] = self.space.index(config) if config in self.space else None
+        return self._rows[config]
+
+
+def stack(codes: Sequence[np.ndarray], knobs: int) -> np.ndarray:
+    """The codes as one array of shape (len(codes), knobs), also where there are none."""
+    return np.array(codes, dtype=np.int32).reshape(len(codes), knobs)

@@ -1,0 +1,184 @@
+"""HEBO, the heteroscedastic evolutionary Bayesian optimiser, on the valid configurations themselves."""
+
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import MissingDependency
+from ...space import Config, Space
+from .candidates import Candidates
+from .encoding import Encoding
+from .model_based import ModelSampler, one_thread, spread, thin
+from .observations import Observations
+
+if TYPE_CHECKING:
+    import torch
+
+LIMIT = 4096
+"""Candidates that are scored, at most."""
+CHUNK = 512
+"""Candidates that are scored at once."""
+_TURN = threading.Lock()  # what HEBO does to the process is put back by whoever holds this
+
+
+class HEBOSampler(ModelSampler):
+    """Draws from the candidates that no other beats in confidence bound, improvement and chance of it.
+
+    HEBO's surrogate (a Gaussian process under pSGLD, on power-transformed values) and its acquisition
+    ensemble MACE, https://arxiv.org/abs/2012.03826. HEBO searches the ensemble's Pareto front with an
+    evolution strategy; here every candidate is scored. HEBO drops failed observations: it is told a
+    poor value for them, and the mean for pending trials.
+
+    Raises:
+        MissingDependency: HEBO, or something it needs, is not installed.
+    """
+
+    name = "hebo"
+
+    def __init__(self, space: Space, *, seed: int = 0, startup: int | None = None, epochs: int = 100) -> None:
+        super().__init__(space, seed=seed, startup=startup)
+        self.epochs = epochs
+        with _contained(seed):
+            _load()
+
+    def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
+        candidates = thin(candidates, LIMIT, seen, rng)
+        with _contained(int(rng.integers(2**31))):
+            scores = _score(self._encoding, candidates.codes, seen, self.epochs)
+        usable = np.flatnonzero(np.isfinite(scores).all(axis=1))
+        if not len(usable):
+            return candidates.config(spread(candidates, seen, rng))
+        return candidates.config(usable[rng.choice(pareto_front(scores[usable]))])
+
+
+def pareto_front(values: np.ndarray) -> np.ndarray:
+    """Rows of `values` (n, objectives), all minimised, that no other row dominates; one of equal rows."""
+    front = []
+    rows = np.lexsort(values.T[::-1])  # the first in this order is dominated by none
+    while len(rows):
+        first, rows = rows[0], rows[1:]
+        front.append(first)
+        rows = rows[(values[rows] < values[first]).any(axis=1)]
+    return np.array(front)
+
+
+def _score(encoding: Encoding, codes: np.ndarray, seen: Observations, epochs: int) -> np.ndarray:
+    """MACE's objectives of each code, to be minimised: bound, -log EI, -log PI; shape (n, 3)."""
+    import torch
+    from gpytorch.settings import cholesky_jitter
+
+    get_model, mace = _load()
+    cost = _costs(seen)
+    numeric, categorical = _inputs(encoding, seen.codes)
+    # The configuration that HEBO gives its own surrogate.
+    settings: dict[str, Any] = {"lr": 0.01, "num_epochs": epochs, "noise_lb": 8e-4, "pred_likeli": False}
+    if not encoding.ordered.all():
+        settings["num_uniqs"] = (encoding.sizes + encoding.optional)[~encoding.ordered].tolist()
+    model = get_model("gp", numeric.shape[1], categorical.shape[1], 1, **settings)
+    scores = []
+    with cholesky_jitter():  # HEBO raises gpytorch's jitter for the whole process where a fit is difficult
+        model.fit(numeric, categorical, torch.from_numpy(cost).float().reshape(-1, 1))
+        with torch.no_grad():
+            best = int(np.argmin(cost))
+            best_cost, _ = model.predict(numeric[[best]], categorical[[best]])
+            ensemble = mace(model, best_y=best_cost.item(), kappa=_kappa(*seen.codes.shape))
+            for start in range(0, len(codes), CHUNK):
+                scores.append(ensemble(*_inputs(encoding, codes[start : start + CHUNK])).numpy())
+    return np.concatenate(scores)
+
+
+def _kappa(trials: int, knobs: int) -> float:
+    """How many deviations the confidence bound lies below the mean, as HEBO has it."""
+    return float(np.sqrt((2.0 + knobs / 2.0) * np.log(trials) + np.log(np.pi**2 / 0.01)))
+
+
+def _costs(seen: Observations) -> np.ndarray:
+    """What HEBO minimises, shape (n,): the objective's negative, made normal by a power transform."""
+    from sklearn.preprocessing import power_transform
+
+    objective = np.where(seen.failed, seen.poor, seen.objective)
+    cost = np.where(seen.pending, -np.nanmean(objective), -objective)
+    cost = (cost - cost.mean()) / cost.std()
+    try:
+        normal = power_transform(cost.reshape(-1, 1), method="yeo-johnson").ravel()
+    except (ValueError, RuntimeError):  # values from which no exponent can be estimated
+        return cost
+    return normal if np.isfinite(normal).all() and normal.std() > 0.5 else cost
+
+
+def _inputs(encoding: Encoding, codes: np.ndarray) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Ordered knobs as numbers from 0 to 1 (n, ordered), all others as categories from 0 (n, others)."""
+    import torch
+
+    ordered = encoding.ordered
+    start, last = codes + encoding.optional, encoding.sizes + encoding.optional - 1
+    return (
+        torch.from_numpy((start / last)[:, ordered]).float(),
+        torch.from_numpy(start[:, ~ordered]).long(),
+    )
+
+
+def _load() -> tuple[Any, Any]:
+    """HEBO's model factory and acquisition ensemble."""
+    try:
+        from hebo.acquisitions.acq import MACE
+        from hebo.models.model_factory import get_model
+    except ImportError as error:
+        raise MissingDependency(
+            f"the sampler 'hebo' cannot be loaded ({error}). Install HEBO without the versions it pins, and "
+            'then what it needs: `pip install --no-deps HEBO==0.3.6` and `pip install "redline[hebo]"`.'
+        ) from error
+    return get_model, MACE
+
+
+@contextmanager
+def _contained(seed: int) -> Iterator[None]:
+    """Puts back what HEBO changes in the process: threads, warning filters, random states.
+
+    HEBO draws from the global generators, which are seeded with `seed` meanwhile, and prints to stdout.
+    """
+    import torch
+
+    with _TURN:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        dtype = torch.get_default_dtype()
+        with one_thread(), _on_cpu(), warnings.catch_warnings(), redirect_stdout(_MutedThread()):
+            warnings.simplefilter("ignore")
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.set_default_dtype(torch.float32)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(dtype)
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
+
+
+def _on_cpu() -> AbstractContextManager[object]:
+    """New tensors on the CPU where a program has made another device the default; it costs time per call."""
+    import torch
+
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+class _MutedThread:
+    """Standard output without what the thread that made it writes; trials print from other threads."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,27 @@
+"""Random search."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...results import Trial
+from ...space import Config, Space
+from .candidates import remaining
+from .encoding import Encoding
+from .sampler import StepwiseSampler
+
+
+class RandomSampler(StepwiseSampler):
+    """Draws uniformly from the valid configurations that were not tried yet."""
+
+    name = "random"
+    learns = False
+
+    def __init__(self, space: Space, *, seed: int = 0) -> None:
+        super().__init__(space, seed=seed)
+        self._encoding = Encoding(space)
+
+    def next(self, trials: Sequence[Trial]) -> Config | None:
+        rng = np.random.default_rng([self.seed, len(trials)])
+        candidates = remaining(self._encoding, trials, rng, sample=1)
+        return candidates.config(rng.integers(len(candidates))) if len(candidates) else None
