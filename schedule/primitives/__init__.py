@@ -8,10 +8,12 @@ from . import (
     fork_rng,
     fuse,
     hook,
+    offload,
     parallel_loss,
     replace,
     replace_all,
     shard,
+    shard_data,
     sync,
 )
 
@@ -23,9 +25,11 @@ __all__ = [
     "fork_rng",
     "fuse",
     "hook",
+    "offload",
     "parallel_loss",
     "replace",
     "replace_all",
     "shard",
+    "shard_data",
     "sync",
 ]

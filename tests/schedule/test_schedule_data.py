@@ -1,0 +1,170 @@
+"""Data parallelism at every ZeRO stage, and offloading."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from redline.errors import ScheduleError
+from redline.schedule import build, create_schedule, full_state_dict, verify
+from torch import nn
+
+spec = importlib.util.spec_from_file_location(
+    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
+)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+
+def mesh(**axes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+def check_stage(make, name, zero, axes):
+    device = torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1)).to(device)
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    sch = create_schedule(make(name), mesh(**axes))
+    with verify(sch, batch, device=device):
+        if "tp" in axes:
+            example.tensor_parallel(sch, name)
+        sch.shard_data(zero=zero)
+        sch.select(example.NAMES[name].blocks)[0].checkpoint()
+    model, optimizer = build(sch, optimizer=adamw, device=device)
+    plain, reference = build(create_schedule(make(name)), optimizer=adamw, device=device)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    share = tokens.chunk(axes["dp"])[sch.mesh.get_local_rank("dp")]
+    for _ in range(3):
+        for each, opt, ids in ((model, optimizer, share), (plain, reference, tokens)):
+            opt.zero_grad()
+            each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            opt.step()
+    after = full_state_dict(model)
+    for key, value in plain.state_dict().items():
+        assert (after[key] - value).abs().max() <= 2e-6, key
+    inner = optimizer.optim if zero == 1 else optimizer
+    local = [v.to_local() if hasattr(v, "to_local") else v for s in inner.state.values() for v in s.values()]
+    return sum(v.numel() for v in local), sum(p.numel() for p in plain.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_train_as_one_process_on_the_whole_batch(two, make_transformer, zero):
+    results = two.run(check_stage, make_transformer, "gpt2", zero, {"dp": 2})
+    states, whole = [each[0] for each in results], results[0][1]
+    if zero == 0:
+        assert all(state >= 2 * whole for state in states)
+    else:
+        # AdamW keeps two numbers a weight, and a step counter a tensor.
+        assert sum(states) == pytest.approx(2 * whole, rel=0.01)
+        assert max(states) < 1.3 * whole
+
+
+def test_data_and_tensor_parallel_together(four, make_transformer):
+    four.run(check_stage, make_transformer, "llama", 3, {"dp": 2, "tp": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_every_stage_with_tensor_parallel(four, make_transformer, name, zero):
+    four.run(check_stage, make_transformer, name, zero, {"dp": 2, "tp": 2})
+
+
+def check_blocks(make):
+    from torch.distributed.fsdp import FSDPModule
+
+    sch = create_schedule(make("gpt2"), mesh(dp=2))
+    sch.shard_data(zero=3, blocks="transformer.h.*.mlp")
+    model, _ = build(sch)
+    assert isinstance(model.transformer.h[0].mlp, FSDPModule)
+    assert not isinstance(model.transformer.h[0], FSDPModule)
+    for call, why in [
+        (lambda s: s["transformer"].shard_data(), "on the root"),
+        (lambda s: s.shard_data(zero=4), "from 0 to 3, but got 4"),
+        (lambda s: s.shard_data(zero=True), "but got True"),
+        (lambda s: s.shard_data(blocks="transformer.x.*"), "nearest path"),
+        (lambda s: s.shard_data().shard_data(), "once"),
+    ]:
+        with pytest.raises(ScheduleError, match=why):
+            call(create_schedule(make("gpt2"), mesh(dp=2)))
+    with pytest.raises(ScheduleError, match="axis named dp"):
+        create_schedule(make("gpt2")).shard_data()
+
+
+def test_blocks_can_be_chosen_and_misuse_is_refused(two, make_transformer):
+    two.run(check_blocks, make_transformer)
+
+
+def check_departure(make):
+    sch = create_schedule(make("gpt2"), mesh(dp=2))
+    tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1))
+    with (
+        pytest.raises(ScheduleError, match=r"the gradient of .* departs"),
+        verify(sch, {"input_ids": tokens, "labels": tokens}),
+    ):
+        sch["transformer.h.0"].checkpoint()
+    with (
+        pytest.raises(ScheduleError, match="must divide the batch, but it has 3"),
+        verify(sch, {"input_ids": tokens[:3], "labels": tokens[:3]}),
+    ):
+        sch["transformer.h.1"].checkpoint()
+
+
+def test_verify_notices_that_gradients_are_not_averaged(two, make_transformer):
+    two.run(check_departure, make_transformer)
+
+
+# offload
+
+
+def test_offloaded_activations_change_nothing(make_transformer, tokens):
+    plain, _ = build(create_schedule(make_transformer("gpt2")))
+    sch = create_schedule(make_transformer("gpt2"))
+    for each in sch.select("transformer.h.*"):
+        each.offload()
+    built, _ = build(sch)
+    for model in (plain, built):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for ours, theirs in zip(built.parameters(), plain.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_an_offloaded_optimizer_steps_as_the_plain_one(mlp):
+    import copy
+
+    sch = create_schedule(copy.deepcopy(mlp)).offload("optimizer")
+    model, optimizer = build(sch, optimizer=adamw)
+    plain, reference = mlp, adamw(mlp.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, reference)]
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        for each, opt, scheduler in ((model, optimizer, schedulers[0]), (plain, reference, schedulers[1])):
+            opt.zero_grad()
+            each(x).pow(2).mean().backward()
+            opt.step()
+            scheduler.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-3 / 8
+    held = {id(p) for p in model.parameters()}
+    assert not held & {id(p) for p in optimizer.state}
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_offload_refuses_what_it_cannot(mlp):
+    sch = create_schedule(mlp)
+    with pytest.raises(ScheduleError, match="did you mean 'activations'"):
+        sch.offload("activation")
+    with pytest.raises(ScheduleError, match="on the root"):
+        sch["fc1"].offload("optimizer")
+    with pytest.raises(ScheduleError, match="once"):
+        sch["fc1"].offload().offload()
+    assert isinstance(sch.module, nn.Module) and len(sch.tree.steps) == 1
