@@ -17,7 +17,7 @@ class TimingPlan:
     """Steps that never count; the first ones allocate and compile."""
     warmup_max_steps: int = 10
     """Steps after which a time that still moves is measured as it is."""
-    warmup_seconds: float = 20.0
+    warmup_seconds: float = 10.0
     """Warm-up ends after this long even if unsteady (never before `warmup_min_steps`)."""
     steady_within: float = 0.05
     """Two successive steps this close (relative) are steady."""
@@ -155,10 +155,9 @@ def measure(
         warm += times
         if len(warm) < plan.warmup_min_steps:
             continue
-        change = abs(warm[-1] - warm[-2]) / max(warm[-1], 1e-9)
-        if change <= plan.steady_within or len(warm) >= plan.warmup_max_steps:
+        if len(warm) >= plan.warmup_max_steps or elapsed >= plan.warmup_seconds:
             break
-        if elapsed >= plan.warmup_seconds:
+        if len(warm) > 1 and abs(warm[-1] - warm[-2]) <= plan.steady_within * warm[-1]:
             break
         # Far slower than the best even now: no further warming will make it the winner.
         if best_step_ms is not None and min(warm[-2:]) > 3 * best_step_ms and len(warm) > plan.warmup_min_steps:

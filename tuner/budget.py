@@ -67,6 +67,8 @@ def parse_duration(text: str | float | None, what: str = "time") -> float | None
         compact = re.sub(r"\s+", "", str(text)).lower()
         if re.fullmatch(r"-?\d+(\.\d+)?", compact):
             seconds = float(compact)
+        elif re.fullmatch(r"-(\d+(\.\d+)?(ms|s|min|m|h|d))+", compact):
+            seconds = -1.0
         elif re.fullmatch(r"(\d+(\.\d+)?(ms|s|min|m|h|d))+", compact):
             parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d)", compact)
             seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from ..errors import RunnerError, SpaceError, UsageError, unknown
+from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect
 from ..results import RunFolder
@@ -204,14 +204,14 @@ def resolve_task(
         from ..models import workload as resolve_workload
 
         workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data)
-        made = space if space is not None else workload.make_space(device, devices=count)
+        made = space.copy() if space is not None else workload.make_space(device, devices=count)
         name, function = workload.name, None
     elif callable(target):
         if space is None:
             raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
         if seq_len is not None or global_batch is not None or data is not None:
             raise UsageError("seq_len, global_batch and data belong to a workload, not to a callable")
-        workload, function, made = None, target, space
+        workload, function, made = None, target, space.copy()
         name = getattr(target, "__name__", type(target).__name__)
     else:
         raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
@@ -262,8 +262,10 @@ def _runner(
     else:
         made = RayRunner(task.workload, terms, concurrency=concurrency, address=ray_address)
     try:
+        # Once here, while the workers start, rather than in every trial.
+        task.workload.flops  # noqa: B018
         made.wait_ready()
-    except (RunnerError, KeyboardInterrupt):
+    except BaseException:
         made.close()
         raise
     return made
@@ -289,14 +291,10 @@ def _with_micro_batch(space: Space, default: Config, smallest: int) -> Iterator[
 def _asked(task: Task, limit_mib: float | None, **others: Any) -> dict[str, Any]:
     """What run.yaml keeps of the request."""
     workload = task.workload
-    try:
-        space = task.space.to_dict()
-    except SpaceError:  # a predicate in Python cannot be written, only described
-        space = {"described": task.space.describe()}
     return {
         "model": task.name,
         "workload": {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name},
-        "space": space,
+        "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.device.to_dict(), "used": task.devices},
         "seq_len": workload.seq_len if workload else None,
         "global_batch": workload.global_batch if workload else None,

@@ -49,7 +49,7 @@ def space(
         task.space.to_yaml(output)
     if as_json:
         valid = len(task.space) if task.space.enumerable else None
-        click.echo(json.dumps({**task.space.to_dict(), "valid": valid, "default": task.space.default().to_dict()}))
+        click.echo(json.dumps({**task.space.to_dict(describe_callables=True), "valid": valid, "default": task.space.default().to_dict()}))
         return
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")

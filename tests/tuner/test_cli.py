@@ -1,0 +1,165 @@
+"""The command line: help, exit codes, and a clear word for every bad input, without a traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from redline.tuner.cli import main
+
+
+def run(capsys, *arguments):
+    """Exit code, standard output and standard error of a command line, in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize("command", ["tune", "models", "space", "show", "doctor"])
+def test_every_command_has_help_with_examples(capsys, command):
+    code, out, _ = run(capsys, command, "-h")
+    assert code == 0
+    assert "Examples:" in out
+    assert f"redline {command}" in out
+
+
+def test_help_names_every_command_and_loads_no_framework():
+    code = "import sys\nfrom redline.tuner.cli import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
+    code += "print(sorted({'torch', 'transformers', 'ray', 'optuna', 'pandas'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(command in out for command in ("tune", "models", "space", "show", "doctor"))
+    assert out.strip().endswith("[]")
+
+
+def test_no_arguments_show_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "Usage: redline" in out
+
+
+BAD = [
+    (["tune", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["tuen", "gpt2-tiny"], "did you mean 'tune'"),
+    (["tune"], "give either MODEL or --workload"),
+    (["tune", "gpt2-tiny", "--workload", "a.py:b"], "give either MODEL or --workload"),
+    (["tune", "--workload", "train.py"], "must be FILE:NAME"),
+    (["tune", "--workload", "no_such_file.py:workload"], "no_such_file.py"),
+    (["tune", "gpt2-tiny", "--trials", "0"], "trials must be at least 1"),
+    (["tune", "gpt2-tiny", "--trials", "-3"], "trials must be at least 1"),
+    (["tune", "gpt2-tiny", "--trials", "many"], "many"),
+    (["tune", "gpt2-tiny", "--time", "0s"], "time must be more than 0"),
+    (["tune", "gpt2-tiny", "--time", "soon"], "such as 90s, 30m or 1h30m"),
+    (["tune", "gpt2-tiny", "--memory-limit", "-1GiB"], "memory limit must be more than 0"),
+    (["tune", "gpt2-tiny", "--memory-limit", "big"], "such as 8GiB"),
+    (["tune", "gpt2-tiny", "--set", "micro_bach=1,2"], "did you mean 'micro_batch'"),
+    (["tune", "gpt2-tiny", "--set", "micro_batch"], "must look like"),
+    (["tune", "gpt2-tiny", "--set", "micro_batch=1,,2"], "must look like"),
+    (["tune", "gpt2-tiny", "--fix", "micro_batch=large"], "micro_batch"),
+    (["tune", "gpt2-tiny", "--fix", "micro_batch=1,2"], "takes one value"),
+    (["tune", "gpt2-tiny", "--fix", "precision=fp33"], "precision"),
+    (["tune", "gpt2-tiny", "--sampler", "tpee"], "did you mean 'tpe'"),
+    (["tune", "gpt2-tiny", "--runner", "rays"], "did you mean 'ray'"),
+    (["tune", "gpt2-tiny", "--devices", "0"], "devices must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--seq-len", "0"], "seq_len must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--global-batch", "-8"], "global_batch must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
+    (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
+    (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
+    (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
+    (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["show", "no/such/run"], "no/such/run"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
+def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err + out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "redline.tuner.cli", "tune", "gpt2-tinny", "--debug"], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("knobs: [", "line"),
+        ("knobs: 3\n", "knobs"),
+        (
+            "knobs:\n- {name: x, type: choice, values: [1, 2]}\n"
+            "constraints:\n- {require: \"__import__('os').system('true')\"}\n",
+            "line",
+        ),
+    ],
+    ids=["malformed", "wrong shape", "code in a constraint"],
+)
+def test_a_bad_space_file_is_refused_with_its_place(capsys, tmp_path, monkeypatch, text, where):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(text)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--space", "space.yaml")
+    assert code == 2
+    assert "space.yaml" in err
+    assert where in err
+
+
+def test_a_workload_file_that_fails_to_import_is_refused_with_its_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import redline\n\nraise ZeroDivisionError('broken set-up')\n")
+    code, _, err = run(capsys, "tune", "--workload", "train.py:workload")
+    assert code == 2
+    assert "broken set-up" in err
+    assert "train.py" in err
+    assert "3" in err
+
+
+def test_models_lists_the_presets_with_their_sizes(capsys):
+    code, out, _ = run(capsys, "models")
+    assert code == 0
+    assert "gpt2-tiny" in out
+    assert "llama3-8b" in out
+    code, out, _ = run(capsys, "models", "--json")
+    assert json.loads(out)["llama2-7b"]["parameters"] == pytest.approx(6.74e9, rel=0.01)
+
+
+def test_space_shows_the_knobs_and_writes_them_as_yaml(capsys, tmp_path):
+    file = tmp_path / "space.yaml"
+    code, out, _ = run(capsys, "space", "gpt2-tiny", "--fix", "precision=fp32", "-o", file)
+    assert code == 0
+    assert "micro_batch" in out
+    assert "default:" in out
+    code, out, _ = run(capsys, "space", "gpt2-tiny", "--space", file, "--json")
+    assert code == 0
+    assert json.loads(out)["valid"] > 1
+
+
+def test_doctor_tells_versions_devices_and_memory(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for word in ("torch", "transformers", "ray", "devices", "MiB"):
+        assert word in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert json.loads(out)["versions"]["torch"]
+
+
+def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "hebo" else real(name, *rest))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "--sampler hebo" in out
+    assert "pip install --no-deps HEBO==0.3.6" in out
+    assert "fusion" in out
