@@ -1,5 +1,6 @@
 """Trials on this machine, without Ray."""
 
+import os
 import queue
 from dataclasses import replace
 
@@ -42,9 +43,9 @@ class LocalRunner(DryRunner):
             at_once = concurrency
         self.slots = at_once
         self._free: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
+        ids = _cuda_ids(terms.device.count) if cuda else []
         for slot in range(at_once):
-            first = slot * terms.devices
-            self._free.put(tuple(str(each) for each in range(first, first + terms.devices)) if cuda else ())
+            self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
         self._agent = HostAgent(getattr(workload, "imports", ()))
 
     def dispatch(self, job: Job) -> Outcome:
@@ -61,3 +62,11 @@ class LocalRunner(DryRunner):
     def close(self) -> None:
         self.closed = True
         self._agent.close()
+
+
+def _cuda_ids(count: int) -> list[str]:
+    """The devices this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(each) for each in range(count)]
+    return [each.strip() for each in visible.split(",") if each.strip()]

@@ -1,0 +1,112 @@
+"""The Ray runner: real Ray, trials in placement groups, quiet, and nothing left behind."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import redline as rl
+from redline.models import detect
+from redline.runners import RayRunner, TrialRequest, TrialTerms
+
+space = rl.Space()
+micro = space.choice("micro_batch", [4, 8, 16], default=8)
+space.derive("grad_accum", 16 // micro)
+
+def batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 32, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+def loss(output, batch):
+    if len(batch[1]) == 16:
+        raise MemoryError
+    return nn.functional.cross_entropy(output, batch[1])
+
+workload = rl.Workload(
+    name="mlp", model=lambda: nn.Linear(32, 10), batch=batch, loss=loss, space=space, global_batch=16
+)
+"""
+
+
+def run(code, timeout=110):
+    script = SCRIPT + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ray") / "run"
+    return run(
+        f"""
+        result = rl.tune(workload, trials=3, sampler="random", out={str(out)!r}, concurrency=2)
+        print("STATUS", sorted((t.config["micro_batch"], str(t.measurement.status)) for t in result.all_trials))
+        print("LOG", (result.folder / "logs" / "0.log").exists())
+        import ray
+        print("RAY", ray.is_initialized())
+        """
+    )
+
+
+def test_trials_run_through_ray_with_typed_outcomes(tuned):
+    assert tuned.returncode == 0, tuned.stderr
+    assert "STATUS [(4, 'ok'), (8, 'ok'), (16, 'oom')]" in tuned.stdout
+
+
+def test_ray_is_quiet_and_shut_down_when_it_was_started_for_the_run(tuned):
+    assert tuned.stderr.strip() == ""
+    assert [line.split()[0] for line in tuned.stdout.splitlines()] == ["STATUS", "LOG", "RAY"]
+    assert "RAY False" in tuned.stdout
+
+
+def test_logs_are_in_the_runs_folder(tuned):
+    assert "LOG True" in tuned.stdout
+
+
+def test_more_trials_at_once_than_the_cluster_holds_are_refused_with_the_numbers():
+    done = run(
+        """
+        try:
+            rl.tune(workload, trials=1, concurrency=1000)
+        except rl.UsageError as error:
+            print(error)
+        """
+    )
+    assert "1000 trials at once need 1000 CPUs, but the Ray cluster has" in done.stdout, done.stderr
+
+
+def test_a_killed_actor_is_replaced_and_its_trial_run_again():
+    done = run(
+        """
+        import ray
+        terms = TrialTerms(device=detect(), threads=1)
+        with RayRunner(workload, terms) as runner:
+            runner.wait_ready()
+            ray.kill(runner._actors[0])
+            try:
+                runner.run(TrialRequest(config=space.default(), number=0))
+                print("FIRST answered")
+            except rl.RunnerError as error:
+                print("FIRST lost:", "lost the host" in str(error))
+            print("SECOND", runner.run(TrialRequest(config=space.default(), number=0)).status)
+        """
+    )
+    assert "FIRST lost: True" in done.stdout, done.stderr
+    assert "SECOND ok" in done.stdout, done.stderr
+
+
+def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
+    done = run(
+        """
+        try:
+            rl.tune(workload, trials=1, ray_address="127.0.0.1:1")
+        except rl.RunnerError as error:
+            print("RUNNER", error)
+        """
+    )
+    assert "joining the Ray cluster at '127.0.0.1:1' failed" in done.stdout, done.stderr
+    assert "--runner local" in done.stdout

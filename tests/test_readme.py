@@ -1,0 +1,42 @@
+"""What the README shows runs as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import redline
+
+README = (Path(redline.__file__).parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_python_examples():
+    assert len(BLOCKS) >= 2
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0])
+def test_every_python_example_runs(block, tmp_path):
+    (tmp_path / "example.py").write_text(block)
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=230
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_option_the_readme_names_exists():
+    out = subprocess.run(
+        [sys.executable, "-m", "redline.tuner.cli", "tune", "-h"], capture_output=True, text=True, check=True
+    ).stdout
+    for line in re.findall(r"\$ redline tune (.*)", README):
+        for option in re.findall(r"--[a-z-]+", line.split("#")[0]):
+            assert option in out, f"`redline tune {line}` names {option}"
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)#]+)\)", README))
+def test_every_file_the_readme_links_to_exists(link):
+    assert (Path(redline.__file__).parent / link).exists()

@@ -1,0 +1,279 @@
+"""`redline tune` as a user runs it: a process of its own, real trials, real kills, real OOMs."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+WORKLOAD = '''
+import os
+import time
+
+import torch
+from torch import nn
+
+import redline as rl
+
+
+def batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 256, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def make_space():
+    space = rl.Space()
+    micro = space.choice("micro_batch", [4, 8, 16, 32, 64], default=8)
+    space.choice("checkpoint_ratio", [0, 1])
+    space.derive("grad_accum", 64 // micro)
+    return space
+
+
+def net():
+    return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+mlp = rl.Workload(name="mlp", model=net, batch=batch, loss=loss, space=make_space(), global_batch=64)
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        time.sleep(0.1)
+        return self.net(x)
+
+
+slow = rl.Workload(name="slow", model=Slow, batch=batch, loss=loss, space=make_space(), global_batch=64)
+
+
+class Hungry(nn.Module):
+    """Takes 8 MiB a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return self.net(x + torch.ones(len(x), 8 * 2**20 // 4).mean())
+
+
+hungry = rl.Workload(name="hungry", model=Hungry, batch=batch, loss=loss, space=make_space(), global_batch=64)
+
+
+class Cheating(nn.Module):
+    """Faster above micro-batch 8, because it leaves out half of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        if len(x) > 8:
+            x = torch.cat([x[:, :128], torch.zeros(len(x), 128)], dim=1) * 5
+        return self.net(x)
+
+
+cheating = rl.Workload(name="cheating", model=Cheating, batch=batch, loss=loss, space=make_space(), global_batch=64)
+
+
+def not_a_number(output, batch):
+    return loss(output, batch) * (float("nan") if len(batch[1]) >= 32 else 1.0)
+
+
+exploding = rl.Workload(
+    name="exploding", model=net, batch=batch, loss=not_a_number, space=make_space(), global_batch=64
+)
+
+
+def dying(output, batch):
+    if len(batch[1]) == 16:
+        os.kill(os.getpid(), 11)
+    if len(batch[1]) == 32:
+        time.sleep(600)
+    return loss(output, batch)
+
+
+mortal = rl.Workload(name="mortal", model=net, batch=batch, loss=dying, space=make_space(), global_batch=64)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    return tmp_path
+
+
+def command(name, *arguments):
+    return [
+        sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", f"work.py:{name}",
+        "--runner", "local", "--sampler", "random", "--out", "run", *map(str, arguments),
+    ]  # fmt: skip
+
+
+def tune(folder, name, *arguments, timeout=100):
+    return subprocess.run(command(name, *arguments), cwd=folder, capture_output=True, text=True, timeout=timeout)
+
+
+def rows(folder):
+    path = folder / "run" / "trials.csv"
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def left_of(pids):
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder):
+    done = tune(folder, "mlp", "--trials", 6)
+    assert done.returncode == 0, done.stderr
+    for word in ("winner", "default", "gain", "samples/s", "re-measurements"):
+        assert word in done.stdout
+    best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
+    assert best["gain"] >= 0.9
+    assert best["default"]["configuration"]["micro_batch"] == 8
+    assert len(best["best"]["remeasured"]) == 2
+    assert "--fix micro_batch=" in best["reproduce"]
+    table = rows(folder)
+    assert [row["trial"] for row in table] == [str(number) for number in range(6)]
+    assert {row["status"] for row in table} == {"ok"}
+    assert all(float(row["throughput"]) > 0 and float(row["seconds_overhead"]) < 5 for row in table)
+    assert len({(row["knob.micro_batch"], row["knob.checkpoint_ratio"]) for row in table}) == 6
+
+
+def test_json_is_one_object_and_nothing_else(folder):
+    done = tune(folder, "mlp", "--trials", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["best"]["throughput"] > 0
+    assert result["trials"] == {"ok": 2}
+
+
+def test_real_ooms_stand_beside_what_fits(folder):
+    done = tune(folder, "hungry", "--memory-limit", "300MiB", "--trials", 10)
+    assert done.returncode == 0, done.stderr
+    by_micro_batch = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]): row["status"] for row in rows(folder)}
+    assert {status for (micro, _), status in by_micro_batch.items() if micro == "64"} == {"oom"}
+    assert {status for (micro, _), status in by_micro_batch.items() if micro in ("4", "8")} == {"ok"}
+
+
+def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(folder):
+    done = tune(folder, "hungry", "--memory-limit", "20MiB", "--trials", 4)
+    assert done.returncode == 3
+    assert "Nothing feasible" in done.stdout
+    assert "smallest need seen is" in done.stdout
+    assert "The limit is 20 MiB" in done.stdout
+    assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["best"] is None
+
+
+def test_a_faster_candidate_that_computes_something_else_is_wrong(folder):
+    done = tune(folder, "cheating", "--trials", 10)
+    assert done.returncode == 0, done.stderr
+    statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
+    assert statuses == {"4": "ok", "8": "ok", "16": "wrong", "32": "wrong", "64": "wrong"}
+    assert "is not the reference's" in next(row["reason"] for row in rows(folder) if row["status"] == "wrong")
+
+
+def test_a_loss_that_is_nan_is_wrong(folder):
+    tune(folder, "exploding", "--trials", 10)
+    statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
+    assert statuses == {"4": "ok", "8": "ok", "16": "ok", "32": "wrong", "64": "wrong"}
+
+
+def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
+    done = tune(folder, "mortal", "--trials", 10, "--trial-timeout", "5s")
+    assert done.returncode == 0, done.stderr
+    statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
+    assert statuses == {"4": "ok", "8": "ok", "16": "crash", "32": "timeout", "64": "ok"}
+    timed_out = next(row for row in rows(folder) if row["status"] == "timeout")
+    assert "dying" in (folder / "run" / timed_out["log"]).read_text()
+
+
+def start(folder, *arguments):
+    return subprocess.Popen(
+        command(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_rows(folder, count, process):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if (folder / "run" / "trials.csv").exists() and len(rows(folder)) >= count:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    raise AssertionError(f"no {count} rows within a minute")
+
+
+def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
+    process = start(folder, "slow", "--trials", 8)
+    wait_for_rows(folder, 2, process)
+    family = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
+    process.wait()
+    before = rows(folder)
+    end = time.monotonic() + 10
+    while left_of(family) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left_of(family) == []
+
+    refused = tune(folder, "slow", "--trials", 8)
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr
+    other = tune(folder, "mlp", "--trials", 8, "--resume")
+    assert other.returncode == 2
+    assert "workload" in other.stderr
+    assert rows(folder) == before
+
+    done = tune(folder, "slow", "--trials", 8, "--resume")
+    assert done.returncode == 0, done.stderr
+    after = rows(folder)
+    assert after[: len(before)] == before
+    assert [row["trial"] for row in after] == [str(number) for number in range(8)]
+    configs = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]) for row in after}
+    assert len(configs) == 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
+    process = start(folder, "slow", "--trials", 9)
+    wait_for_rows(folder, 1, process)
+    family = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, out
+    assert "Interrupted" in out
+    assert "winner" in out
+    assert "Traceback" not in out
+    assert left_of(family) == []
+    assert (folder / "run" / "best.yaml").exists()
+
+
+def test_two_processes_on_one_folder_are_refused(folder):
+    process = start(folder, "slow", "--trials", 8)
+    wait_for_rows(folder, 1, process)
+    second = tune(folder, "slow", "--trials", 8, "--resume")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert second.returncode == 2
+    assert str(process.pid) in second.stderr
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_the_first_trial(folder):
+    (folder / "run").write_text("a file, not a folder")
+    done = tune(folder, "mlp", "--trials", 2)
+    assert done.returncode == 2
+    assert "run" in done.stderr
+    assert "Traceback" not in done.stderr
