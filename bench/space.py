@@ -3,13 +3,13 @@
     python bench/space.py [--timeout SECONDS]
 
 Each row is one fresh process: declare the space, find every valid configuration, report the seconds from the
-first declaration to the last configuration and the peak resident memory of the process. `redline, valid set` stops
-at the indexed table that the search works on; `redline, list` also makes a Config of every row, which compares
-with the dictionaries that python-constraint2 returns. python-constraint2 is run with Python functions and with its
-own constraint classes; its string constraints evaluate text as Python and are not considered.
+first declaration to the last configuration and the peak resident memory of the process. `redline, valid set`
+stops at the indexed table that the search works on; `redline, list` also makes a Config of every row, which
+compares with the dictionaries that python-constraint2 returns. python-constraint2 is run with Python
+functions and with its own constraint classes; its string constraints evaluate text as Python and are left out.
 
-Goals: 10^6 combinations with three constraints in under 1 s, 10^9 with product constraints in under 3 s, neither
-above 1 GiB.
+Goals: 10^6 combinations with three constraints in under 1 s, 10^9 with product constraints in under 3 s,
+neither above 1 GiB.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Rule = tuple[Callable[..., bool], tuple[str, ...], tuple[str, int]]
 
 CASES: dict[str, tuple[dict[str, list[Any]], list[Rule]]] = {
     "10^6, three constraints": (
-        {name: DIGITS for name in "abcdef"},
+        dict.fromkeys("abcdef", DIGITS),
         [
             (lambda a, b: a * b <= 20, ("a", "b"), ("MaxProd", 20)),
             (lambda c, d, e: c + d + e <= 18, ("c", "d", "e"), ("MaxSum", 18)),
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, list[Any]], list[Rule]]] = {
         ],
     ),
     "10^6, one component": (
-        {name: DIGITS for name in "abcdef"},
+        dict.fromkeys("abcdef", DIGITS),
         [
             (lambda a, b, c, d: a * b * c * d <= 400, ("a", "b", "c", "d"), ("MaxProd", 400)),
             (lambda c, d, e: c + d + e <= 18, ("c", "d", "e"), ("MaxSum", 18)),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, list[Any]], list[Rule]]] = {
         ],
     ),
     "10^9, two products": (
-        {name: DEGREES for name in ("tp", "pp", "dp", "micro", "acc")}
+        dict.fromkeys(("tp", "pp", "dp", "micro", "acc"), DEGREES)
         | {"checkpoint_ratio": RATIOS, "precision": PRECISIONS, "fusion": [False, True]},
         [
             (lambda tp, pp, dp: tp * pp * dp == 512, ("tp", "pp", "dp"), ("ExactProd", 512)),
@@ -58,16 +58,13 @@ CASES: dict[str, tuple[dict[str, list[Any]], list[Rule]]] = {
         ],
     ),
     "10^9, powers of two": (
-        {name: POWERS for name in ("tp", "pp", "dp", "micro", "acc")}
-        | {name: RATIOS * 1 for name in ("checkpoint_ratio",)}
+        dict.fromkeys(("tp", "pp", "dp", "micro", "acc"), POWERS)
+        | dict.fromkeys(("checkpoint_ratio",), RATIOS * 1)
         | {f"flag{at}": [False, True] for at in range(11)},
         [
             (lambda tp, pp, dp: tp * pp * dp == 512, ("tp", "pp", "dp"), ("ExactProd", 512)),
             (lambda micro, dp, acc: micro * dp * acc == 2048, ("micro", "dp", "acc"), ("ExactProd", 2048)),
-            *[
-                (lambda x, y: x == y, (f"flag{at}", f"flag{at + 1}"), ("AllEqual", 0))
-                for at in range(8)
-            ],
+            *[(lambda x, y: x == y, (f"flag{at}", f"flag{at + 1}"), ("AllEqual", 0)) for at in range(8)],
         ],
     ),
 }
@@ -119,7 +116,11 @@ def measure(case: str, solver: str) -> dict[str, Any]:
     start = time.perf_counter()
     count = SOLVERS[solver](*CASES[case])
     seconds = time.perf_counter() - start
-    return {"count": count, "seconds": seconds, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return {
+        "count": count,
+        "seconds": seconds,
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
 
 
 def run(case: str, solver: str, timeout: float) -> dict[str, Any] | None:
@@ -143,8 +144,11 @@ def main() -> None:
     if given.case:
         print(json.dumps(measure(given.case, given.solver)))
         return
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-          f"numpy {version('numpy')}, python-constraint2 {version('python-constraint2')}\n")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, "
+        f"numpy {version('numpy')}, python-constraint2 {version('python-constraint2')}\n"
+    )
     print(f"{'case':<26}{'solver':<26}{'combinations':>14}{'valid':>10}{'seconds':>10}{'peak MiB':>10}")
     for case, (knobs, _) in CASES.items():
         combinations = 1

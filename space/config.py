@@ -19,7 +19,7 @@ class Config(Mapping[str, Value]):
         SpaceError: a value is not a finite bool, int, float, str or None.
     """
 
-    # Configurations of one space share `_places`, so that a million of them hold little more than their values.
+    # Configurations of one space share `_places`: a million of them hold little more than their values.
     __slots__ = ("_hash", "_places", "_row")
 
     def __init__(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:

@@ -1,17 +1,15 @@
-"""Spaces as plain data, as YAML files, and as text for people."""
+"""Spaces as plain lists and mappings, and back."""
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpaceError, unknown
+from .consistency import as_expression
 from .expression import Expression
-from .grammar import GrammarError, parse
+from .grammar import parse
 from .knob import Knob
 from .rules import Rule
-from .values import FLAG, INTEGER, listing
+from .values import FLAG, INTEGER
 
 if TYPE_CHECKING:
     from .space import Space
@@ -23,8 +21,20 @@ _SECTIONS = ("knobs", "derived", "constraints")
 _KNOB_KEYS = {
     "choice": ("name", "type", "values", "default", "when", "help", "others", "monotone_memory"),
     "flag": ("name", "type", "values", "default", "when", "help", "monotone_memory"),
-    "integer": ("name", "type", "low", "high", "step", "powers_of_two", "values", "default", "when", "help",
-                "others", "monotone_memory"),
+    "integer": (
+        "name",
+        "type",
+        "low",
+        "high",
+        "step",
+        "powers_of_two",
+        "values",
+        "default",
+        "when",
+        "help",
+        "others",
+        "monotone_memory",
+    ),
 }
 
 
@@ -34,21 +44,25 @@ _KNOB_KEYS = {
 def write_dict(space: "Space", *, describe_callables: bool) -> dict[str, Any]:
     """See `Space.to_dict`."""
 
-    def text(rule: Rule, what: str) -> Any:
-        if isinstance(rule, Expression):
-            return rule.text
+    def text(rule: Rule, what: str, *, condition: bool = True) -> Any:
+        same = rule if isinstance(rule, Expression) else as_expression(space.by_name, rule)
+        if same is not None and (same.kind == FLAG or not condition):
+            return same.text
         if describe_callables:
             return {"callable": rule.text}
         raise SpaceError(
-            f"{what}, `{rule.text}`, is a Python callable, which cannot be written as text; write it as an "
-            "expression over the knobs, with & | ~, minimum, maximum and isin"
+            f"{what}, `{rule.text}`, is a Python callable that no text of the grammar stands for; write it "
+            "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 
     out: dict[str, Any] = {"knobs": [_entry(knob, text) for knob in space.knobs if not knob.derived]}
     derived = [knob for knob in space.knobs if knob.derived]
     if derived:
         out["derived"] = [
-            {"name": knob.name, "value": text(knob.rule, f"the rule of derived knob '{knob.name}'")}
+            {
+                "name": knob.name,
+                "value": text(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False),
+            }
             | ({"help": knob.help} if knob.help else {})
             for knob in derived
         ]
@@ -70,7 +84,9 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
         if values != (False, True):
             out["values"] = list(values)
     elif step > 0 and values == tuple(range(values[0], values[-1] + 1, step)):
-        out |= {"type": "integer", "low": values[0], "high": values[-1]} | ({"step": step} if step > 1 else {})
+        out |= {"type": "integer", "low": values[0], "high": values[-1]} | (
+            {"step": step} if step > 1 else {}
+        )
     else:
         out["values"] = list(values)
     if knob.default != values[0]:
@@ -86,86 +102,15 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
     return out
 
 
-def write_yaml(space: "Space", path: str | os.PathLike[str]) -> None:
-    """See `Space.to_yaml`."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Lists of values on one line, everything else on lines of its own."""
-
-    Dumper.add_representer(
-        _Inline, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-    )
-    data = write_dict(space, describe_callables=False)
-    for entry in data["knobs"]:
-        entry.update({key: _Inline(entry[key]) for key in ("values", "others") if key in entry})
-    text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
-    target = Path(path)
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise SpaceError(f"cannot write the space to {target}: {error.strerror or error}") from error
-
-
-class _Inline(list):
-    """A list that is written on one line."""
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def read_yaml(space: "Space", path: str | os.PathLike[str]) -> "Space":
-    """See `Space.from_yaml`."""
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise SpaceError(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}") from error
-    loader = None
-    try:
-        loader = yaml.SafeLoader(text)  # what yaml.safe_load uses; it also tells where a node stands
-        node = loader.get_single_node()
-        data = loader.construct_document(node) if node is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        problem = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))) or str(error)
-        raise SpaceError(f"{path}{place}: not valid YAML: {problem}") from error
-    except (ValueError, RecursionError) as error:  # an impossible date, lists nested without end
-        raise SpaceError(f"{path}: not valid YAML: {error}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
-    if node is None:
-        raise SpaceError(f"{path} is empty; a space has at least the key 'knobs'")
-    places = _YamlPlaces(str(path), text, node)
-    places.refuse_duplicates()
-    return _Reader(space, places).read(data)
+def read_dict(space: "Space", data: Any, places: "Places | None" = None) -> "Space":
+    """See `Space.from_dict`; `places` words where an entry stands."""
+    return _Reader(space, places or Places()).read(data)
 
 
-def read_dict(space: "Space", data: Any) -> "Space":
-    """See `Space.from_dict`."""
-    return _Reader(space, _Places()).read(data)
-
-
-class _Places:
+class Places:
     """Where an entry stands, for messages: its path of keys."""
 
     def locate(self, path: KeyPath, error: SpaceError | None = None) -> str:
@@ -178,81 +123,16 @@ class _Places:
         return f"{self.locate(path)}{error}"
 
 
-class _YamlPlaces(_Places):
-    """Where an entry stands: file and line."""
-
-    def __init__(self, path: str, text: str, root: Any) -> None:
-        self.path = path
-        self.text = text
-        self.root = root
-
-    def node(self, path: KeyPath) -> Any:
-        node = self.root
-        for key in path:
-            if isinstance(key, int):
-                node = node.value[key]
-            else:
-                node = next((value for name, value in node.value if name.value == key), node)
-        return node
-
-    def locate(self, path: KeyPath, error: SpaceError | None = None) -> str:
-        return f"{self.path}, line {self.node(path).start_mark.line + 1}: "
-
-    def message(self, path: KeyPath, error: SpaceError) -> str:
-        if isinstance(error, GrammarError):
-            node = self.node(path)
-            place = self._inside(node, error)
-            if place is not None:
-                return f"{self.path}, line {place[0]}, column {place[1]}: {error.problem}, in `{error.text.strip()}`"
-        return f"{self.locate(path)}{error}"
-
-    def _inside(self, node: Any, error: GrammarError) -> tuple[int, int] | None:
-        """Line and column in the file of an error in a scalar's text; None where YAML folded or escaped it."""
-        start, raw = node.start_mark, self.text[node.start_mark.index : node.end_mark.index]
-        if "\n" not in raw:
-            quote = 1 if node.style in ("'", '"') else 0
-            if raw[quote : len(raw) - quote] == error.text:
-                return start.line + 1, start.column + 1 + quote + error.offset
-        if node.style == "|":
-            lines = raw.splitlines()
-            if error.line < len(lines):
-                line = lines[error.line]
-                return start.line + 1 + error.line, len(line) - len(line.lstrip()) + error.column
-        return None
-
-    def refuse_duplicates(self) -> None:
-        """YAML lets a later key silently replace an earlier one; a space does not."""
-        for mapping in _mappings(self.root):
-            seen = set()
-            for key, _ in mapping.value:
-                if key.value in seen:
-                    raise SpaceError(f"{self.path}, line {key.start_mark.line + 1}: key '{key.value}' is given twice")
-                if isinstance(key.value, str):
-                    seen.add(key.value)
-
-
-def _mappings(root: Any) -> Iterator[Any]:
-    todo, seen = [root], set()
-    while todo:
-        node = todo.pop()
-        if id(node) in seen or isinstance(node.value, str):
-            continue
-        seen.add(id(node))
-        if node.id == "mapping":
-            yield node
-            todo += [value for _, value in node.value]
-        else:
-            todo += node.value
-
-
 class _Reader(Mapping[str, Knob]):
     """Builds a space out of plain data. It is also the knobs that the grammar sees: derived knobs come into
     being when the first rule mentions them, so that the sections of a file need no order among them."""
 
-    def __init__(self, space: "Space", places: _Places) -> None:
+    def __init__(self, space: "Space", places: Places) -> None:
         self.space = space
         self.places = places
-        self.pending: dict[str, int] = {}  # derived knobs that are not declared yet, by their place in the list
+        self.pending: dict[
+            str, int
+        ] = {}  # derived knobs that are not declared yet, by their place in the list
         self.entered: list[str] = []
         self.derived: list[Any] = []
 
@@ -278,7 +158,9 @@ class _Reader(Mapping[str, Knob]):
 
     def read(self, data: Any) -> "Space":
         if not isinstance(data, Mapping):
-            raise self.error((), f"a space is a mapping with the keys {', '.join(_SECTIONS)}, but got {_short(data)}")
+            raise self.error(
+                (), f"a space is a mapping with the keys {', '.join(_SECTIONS)}, but got {_short(data)}"
+            )
         self.keys((), data, _SECTIONS)
         if "knobs" not in data:
             raise self.error((), "the key 'knobs' is missing")
@@ -313,13 +195,15 @@ class _Reader(Mapping[str, Knob]):
             raise self.error((section,), f"'{section}' must be a list, but got {_short(found)}")
         for at, entry in enumerate(found):
             if not isinstance(entry, Mapping):
-                raise self.error((section, at), f"an entry of '{section}' is a mapping, but got {_short(entry)}")
+                raise self.error(
+                    (section, at), f"an entry of '{section}' is a mapping, but got {_short(entry)}"
+                )
         return list(found)
 
     def declare(self, path: KeyPath, entry: Mapping[str, Any]) -> None:
         kind = entry.get("type", "integer" if "low" in entry or "high" in entry else "choice")
-        if kind not in _KNOB_KEYS:
-            raise self.error((*path, "type"), unknown("type", _short(kind), _KNOB_KEYS))
+        if not isinstance(kind, str) or kind not in _KNOB_KEYS:
+            raise self.error((*path, "type"), unknown("type", kind, _KNOB_KEYS))
         self.keys(path, entry, _KNOB_KEYS[kind])
         name = self.text(path, entry, "name")
         if name in self.pending:
@@ -343,8 +227,12 @@ class _Reader(Mapping[str, Knob]):
         if "values" not in entry and kind != "flag":
             raise self.error(path, f"knob '{name}' needs 'values'")
         values = entry.get("values", [False, True])
-        if kind == "flag" and (not isinstance(values, list | tuple) or any(type(each) is not bool for each in values)):
-            raise self.error((*path, "values"), f"the values of flag '{name}' are true and false, but got {_short(values)}")
+        if kind == "flag" and (
+            not isinstance(values, list | tuple) or any(type(each) is not bool for each in values)
+        ):
+            raise self.error(
+                (*path, "values"), f"the values of flag '{name}' are true and false, but got {_short(values)}"
+            )
         if kind == "flag":
             options.setdefault("default", False if False in values else None)
         self.located(path, self.space.choice, name, values, **options)
@@ -367,11 +255,16 @@ class _Reader(Mapping[str, Knob]):
             raise self.error(path, f"the key '{key}' is missing")
         given = entry[key]
         if isinstance(given, Mapping) and "callable" in given:
-            raise self.error((*path, key), f"`{given['callable']}` was a Python callable: only its source was kept, "
-                                           "and a file is never run as Python; write it as an expression")
+            raise self.error(
+                (*path, key),
+                f"`{given['callable']}` was a Python callable: only its source was kept, "
+                "and a file is never run as Python; write it as an expression",
+            )
         if not isinstance(given, str):
-            raise self.error((*path, key), f"'{key}' is an expression as text, such as tp * pp <= 8, but got "
-                                           f"{_short(given)}")
+            raise self.error(
+                (*path, key),
+                f"'{key}' is an expression as text, such as tp * pp <= 8, but got {_short(given)}",
+            )
         return self.located((*path, key), parse, given, self)
 
     def text(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> str:
@@ -384,7 +277,9 @@ class _Reader(Mapping[str, Knob]):
     def keys(self, path: KeyPath, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
         for key in entry:
             if key not in allowed:
-                raise self.error(path if not isinstance(key, str) else (*path, key), unknown("key", key, allowed))
+                raise self.error(
+                    path if not isinstance(key, str) else (*path, key), unknown("key", key, allowed)
+                )
 
     def located(self, path: KeyPath, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -405,37 +300,3 @@ class _Located(SpaceError):
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# -- for people ----------------------------------------------------------------------------------------------
-
-
-def describe(space: "Space") -> str:
-    """See `Space.describe`."""
-    lines = [_summary(space), ""]
-    width = max((len(knob.name) for knob in space.knobs), default=0)
-    for knob in space.knobs:
-        if knob.derived:
-            parts = [f"= {knob.rule.text}"]
-        else:
-            parts = [listing(knob.values)]
-            if len(knob.values) > 1:
-                parts.append(f"default {knob.default}")
-            if knob.when is not None:
-                parts.append(f"when {knob.when.text}")
-        if knob.help:
-            parts.append(knob.help)
-        lines.append(f"  {knob.name:<{width}}  {'  |  '.join(parts)}")
-    if space.constraints:
-        lines += ["", "constraints"]
-        width = max(len(each.text) for each in space.constraints)
-        lines += [f"  {each.text:<{width}}  {each.reason}".rstrip() for each in space.constraints]
-    return "\n".join(lines)
-
-
-def _summary(space: "Space") -> str:
-    total = f"{space.combinations:,}"
-    count = f"{space.size:,} of {total}" if space.enumerable else f"an unknown number, more than can be listed, of {total}"
-    return f"{len(space.free)} free knobs; {count} combinations are valid"
-
-

@@ -10,6 +10,7 @@ A table that outgrows `MAX_ROWS` is given up, or, to draw samples, thinned out a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,9 @@ class Interned:
         if len(self._array) != len(self.values):
             kinds = {type(value) for value in self.values}
             dtype = {frozenset({bool}): bool, frozenset({int}): np.int64}.get(frozenset(kinds), object)
-            self._array = np.array(self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype)
+            self._array = np.array(
+                self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype
+            )
         # No values, or a row where it is absent: any value will do, the rules that ask do not apply there.
         return self._array[codes] if self.values else np.zeros(codes.shape)
 
@@ -120,11 +123,17 @@ class Component:
 
     def closest(self, distance: Callable[[Table], np.ndarray], keep: int) -> Table:
         """Valid choices near the least `distance` of a (partial) table's rows."""
+        rng = np.random.default_rng(0)
 
         def thin(table: Table, most: int) -> np.ndarray:
-            return np.argsort(distance(table), kind="stable")[:most]
+            # Half of them at random: the nearest partial choices may all be dead ends.
+            order = np.argsort(distance(table), kind="stable")
+            return np.concatenate(
+                [order[: most // 2], rng.choice(order[most // 2 :], most - most // 2, replace=False)]
+            )
 
-        return self._join(thin, keep)
+        table = self._join(thin, keep)
+        return table if table.rows else self.draw(rng, keep)
 
     # -- joining ---------------------------------------------------------------------------------------------
 
@@ -248,7 +257,8 @@ class Component:
 
     def _divides(self, check: Check, step: Step, lookup: Lookup) -> np.ndarray | None:
         chosen = [
-            each for each in check.factors
+            each
+            for each in check.factors
             if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))
         ]
         if not chosen or not step.open.isdisjoint(self.structure.bases_of(check.total.names)):
@@ -277,8 +287,12 @@ class Component:
         if derives and isinstance(check.rule, Predicate):
             name = check.label.name
             codes = np.full(table.rows, _ABSENT, np.int32)
-            codes[rows] = self._called(here, check.rule, _ABSENT,
-                                       lambda result: self._interned(name, check.rule, result))
+            if here.rows:
+                results, inverse = self._called(here, check.rule)
+                interned = self.interned[name]
+                values = (settled(check.rule, result) for result in results)
+                found = [_ABSENT if value is UNDEFINED else interned.code(value) for value in values]
+                codes[rows] = np.array(found, np.int32)[inverse]
             keep[rows] = codes[rows] != _ABSENT
             table.codes[name] = codes
         elif derives:
@@ -292,32 +306,22 @@ class Component:
     def _true(self, table: Table, rule: Rule) -> np.ndarray:
         """Rows in which a condition holds; all its knobs must be there."""
         if isinstance(rule, Predicate):
-            return self._called(table, rule, 0, lambda result: truth(rule, result)).astype(bool)
+            if not table.rows:
+                return np.zeros(0, bool)
+            results, inverse = self._called(table, rule)
+            return np.fromiter((truth(rule, result) for result in results), bool, len(results))[inverse]
         holding = _holding(rule.columns(Lookup(self.structure, self._loader(table))))
         return np.broadcast_to(holding, (table.rows,))
 
-    def _interned(self, name: str, rule: Predicate, result: object) -> int:
-        value = settled(rule, result)
-        return _ABSENT if value is UNDEFINED else self.interned[name].code(value)
-
-    def _called(
-        self, table: Table, rule: Predicate, missing: int, reading: Callable[[object], int]
-    ) -> np.ndarray:
-        """What a function gives for every row, as `reading` codes it, `missing` where it divides by zero.
-
-        Called once for every combination of arguments that occurs.
-        """
-        if not table.rows:
-            return np.zeros(0, np.int32)
+    def _called(self, table: Table, rule: Predicate) -> tuple[list[Any], np.ndarray]:
+        """What a function returns, once for every combination of arguments that occurs, and for every row
+        which of these results it has."""
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
-        picked = [[values[code] for code in codes[first].tolist()] for codes, values in arguments]
-        results = np.zeros(len(first), np.int32)
-        for at, values in enumerate(zip(*picked)):
-            result = rule.call(dict(zip(rule.names, values)))
-            results[at] = missing if result is UNDEFINED else reading(result)
-        return results[inverse]
+        return rule.call_all(
+            [_objects(values)[codes[first]].tolist() for codes, values in arguments]
+        ), inverse
 
     def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
         """Codes of a knob's values in the rows, and the Python values they stand for."""
@@ -380,10 +384,16 @@ class Component:
 
     def _too_large(self) -> TooLarge:
         return TooLarge(
-            f"the knobs {', '.join(self.names)} have too many valid combinations to list (more than {MAX_ROWS:,}, "
-            "or too many to look through); sample(), config(), default() and `in` still work, and so does "
-            "everything after a further constraint, or a fixed or overridden knob"
+            f"the knobs {', '.join(self.names)} have too many valid combinations to list "
+            f"(more than {MAX_ROWS:,}, or too many to look through); sample(), config(), default() and `in` "
+            "still work, and so does everything after a further constraint, or a fixed or overridden knob"
         )
+
+
+def _objects(values: Sequence[Value]) -> np.ndarray:
+    out = np.empty(len(values), object)
+    out[:] = values
+    return out
 
 
 def _holding(column: Column) -> np.ndarray:
@@ -401,7 +411,7 @@ def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
 
 
 def _distinct(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices of the distinct combinations of some code columns, and for every row which of them it has."""
+    """Row indices of the distinct combinations of code columns, and for every row which of them it has."""
     key, span = columns[0].astype(np.int64), sizes[0]
     for codes, size in zip(columns[1:], sizes[1:]):
         if span * size >= 2**62:

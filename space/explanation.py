@@ -29,7 +29,9 @@ class Point:
     """What is wrong, a sentence each; empty for a valid point."""
 
 
-def resolve(space: "Space", given: Mapping[str, Any], *, complete: bool = False, first: bool = False) -> Point:
+def resolve(
+    space: "Space", given: Mapping[str, Any], *, complete: bool = False, first: bool = False
+) -> Point:
     """Checks `given` against every knob and rule.
 
     Args:
@@ -82,7 +84,9 @@ def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) 
                 point.problems.append(_inapplicable(knob, point, hidden))
             return
     if name not in given and not complete:
-        point.problems.append(f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}")
+        point.problems.append(
+            f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}"
+        )
         point.unsettled.add(name)
         return
     try:
@@ -98,8 +102,10 @@ def _derived(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool)
     if hidden:
         point.absent.add(name)
         if name in given:
-            point.problems.append(f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, "
-                                  "which does not either")
+            point.problems.append(
+                f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, "
+                "which does not either"
+            )
         return
     if not point.unsettled.isdisjoint(rule.names):
         point.unsettled.add(name)
@@ -123,7 +129,9 @@ def _derived(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool)
                 f"{_shown(rule, point.values)}"
             )
     elif not complete:
-        point.problems.append(f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in")
+        point.problems.append(
+            f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in"
+        )
 
 
 def _inapplicable(knob: Knob, point: Point, hidden: set[str]) -> str:

@@ -28,7 +28,7 @@ from .operators import (
     same,
     union,
 )
-from .values import FLAG, INTEGER, NUMERIC, TEXT, Value, article, coerce, kind_of, plain
+from .values import FLAG, INTEGER, NUMERIC, TEXT, coerce, kind_of, plain
 
 MAX_DEPTH = 200
 """Deepest nesting of an expression."""
@@ -55,7 +55,7 @@ class Expression:
         raise NotImplementedError
 
     def columns(self, lookup: Callable[[str], Column]) -> Column:
-        """Values and mask of undefined ones, given a function from a name to those of the knob; broadcasts."""
+        """Values and mask of undefined ones, given a function from a name to those of the knob."""
         raise NotImplementedError
 
     def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
@@ -105,8 +105,8 @@ class Expression:
 
     def __bool__(self) -> bool:
         raise SpaceError(
-            f"`{self}` has no truth value: it is an expression over knobs, not a result. Write & | ~ instead of "
-            "and, or, not; knob.isin([1, 2]) instead of in; (1 < a) & (a < 8) instead of 1 < a < 8; and "
+            f"`{self}` has no truth value: it is an expression over knobs, not a result. Write & | ~ instead "
+            "of and, or, not; knob.isin([1, 2]) instead of in; (1 < a) & (a < 8) instead of 1 < a < 8; and "
             "minimum, maximum of redline.space instead of min, max"
         )
 
@@ -240,7 +240,9 @@ class Operation(Expression):
         self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
         self.depth = 1 + max(each.depth for each in arguments)
         if self.depth > MAX_DEPTH:
-            raise SpaceError(f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first")
+            raise SpaceError(
+                f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first"
+            )
         # kind None may turn out as floats, whose bounds are the wider ones
         self._integral = all(kind in (INTEGER, FLAG) for kind in kinds)
 
@@ -348,8 +350,10 @@ def operation(sign: str, *arguments: Any) -> Expression:
     if sign == "**" and operands[0].kind == INTEGER and isinstance(operands[1], Constant):
         exponent = operands[1].value
         if isinstance(exponent, int) and exponent < 0:
-            raise SpaceError(f"`{_render(OPERATORS['**'], operands)}`: the power of an integer needs an "
-                             "exponent of at least 0; divide instead")
+            raise SpaceError(
+                f"`{_render(OPERATORS['**'], operands)}`: the power of an integer needs an "
+                "exponent of at least 0; divide instead"
+            )
     return Operation(OPERATORS[sign], operands)
 
 
@@ -367,17 +371,6 @@ def _extreme(sign: str, arguments: tuple[Any, ...]) -> Expression:
     if len(arguments) < 2:
         raise SpaceError(f"{sign}(...) takes two or more arguments, but got {len(arguments)}")
     return operation(sign, *arguments)
-
-
-def condition(expression: Expression) -> Expression:
-    """`expression` itself, where it is a condition.
-
-    Raises:
-        SpaceError: it is a number or a text.
-    """
-    if expression.kind not in (FLAG, None):
-        raise SpaceError(f"`{expression}` is {article(expression.kind)}, not a condition; compare it with something")
-    return expression
 
 
 def _as_column(value: Any) -> np.ndarray:

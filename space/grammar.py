@@ -33,8 +33,7 @@ _FUNCTIONS = {"min": minimum, "max": maximum}
 _RESERVED = frozenset({*keyword.kwlist, *_CONSTANTS, *_FUNCTIONS})
 _WORDS = frozenset({"and", "or", "not", "in"})
 _COMPARISONS = frozenset({"<", "<=", ">", ">=", "==", "!="})
-_BINARY = {sign: each.precedence for sign, each in OPERATORS.items()
-           if COMPARISON < each.precedence < UNARY}
+_BINARY = {sign: each.precedence for sign, each in OPERATORS.items() if COMPARISON < each.precedence < UNARY}
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+)
@@ -297,7 +296,9 @@ class _Parser:
         found = self.knobs.get(token.text)
         if found is None:
             problem = unknown("knob", token.text, self.knobs).rstrip(".")
-            owner = next((name for name, each in self.knobs.items() if token.text in getattr(each, "values", ())), "")
+            owner = next(
+                (name for name, each in self.knobs.items() if token.text in getattr(each, "values", ())), ""
+            )
             hint = f". '{token.text}' is a value of {owner}: texts need quotes" if owner else ""
             self.fail(problem + hint, token.offset)
         return found
@@ -305,7 +306,9 @@ class _Parser:
     def values(self) -> list[Value]:
         opening = self.token
         if not self.sees("[", "("):
-            self.fail(f"expected a list such as [1, 2] after 'in', but got {self._shown(opening)}", opening.offset)
+            self.fail(
+                f"expected a list such as [1, 2] after 'in', but got {self._shown(opening)}", opening.offset
+            )
         self.take()
         closing = "]" if opening.text == "[" else ")"
         values = [self.literal()]
@@ -346,4 +349,3 @@ class _Parser:
             self.fail(f"unknown escape {match[0]!r} in a text", token.offset + match.start() + 1)
 
         return _ESCAPE.sub(character, token.text[1:-1])
-

@@ -142,10 +142,16 @@ class Knob(Expression):
         return outward(values.min(), values.max())
 
     def _plain(self, values: Any, what: str) -> list[Value]:
-        if isinstance(values, str | bytes) or not hasattr(values, "__iter__") or isinstance(values, Expression):
+        if (
+            isinstance(values, str | bytes)
+            or not hasattr(values, "__iter__")
+            or isinstance(values, Expression)
+        ):
             raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
-            raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
+            raise SpaceError(
+                f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step"
+            )
         return [plain(each, f"{self._what}: a value") for each in values]
 
     def _unique(self, given: Sequence[Value]) -> tuple[Value, ...]:
@@ -215,8 +221,10 @@ def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: boo
         SpaceError: the bounds or the step leave no value.
     """
     what = f"knob '{name}'"
-    low, high, step = (coerce(each, INTEGER, f"{what}: {label}") for each, label in
-                       ((low, "low"), (high, "high"), (step, "step")))
+    low, high, step = (
+        coerce(each, INTEGER, f"{what}: {label}")
+        for each, label in ((low, "low"), (high, "high"), (step, "step"))
+    )
     if low > high:
         raise SpaceError(f"{what}: low <= high must hold, but got low={low}, high={high}")
     if step < 1:

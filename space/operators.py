@@ -25,7 +25,10 @@ _EXACT = 2.0**53  # integers up to here are exact as floats
 
 
 class _Undefined:
-    """The one value of what has no value."""
+    """The one value of what has no value; as a condition it does not hold."""
+
+    def __bool__(self) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return "UNDEFINED"
@@ -99,7 +102,7 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 
 
 def _alike(*values: Value) -> list[Any]:
-    """Numbers of one type: all integers, or all floats. Python compares int and float exactly, numpy does not."""
+    """Numbers of one type, as numpy would take them: all integers, or all floats."""
     if any(isinstance(value, float) for value in values):
         return [float(value) for value in values]
     return [int(value) for value in values]
@@ -156,7 +159,9 @@ def _arithmetic(sign: str, exact: Callable[[Any, Any], Any], ufunc: np.ufunc) ->
     return scalar, vector
 
 
-def _divide_scalar(exact: Callable[[Any, Any], Any], *, floats: bool = False) -> Callable[[Value, Value], Any]:
+def _divide_scalar(
+    exact: Callable[[Any, Any], Any], *, floats: bool = False
+) -> Callable[[Value, Value], Any]:
     def scalar(a: Value, b: Value) -> Any:
         a, b = _alike(a, b)
         if b == 0:
@@ -258,9 +263,13 @@ def outward(low: Any, high: Any) -> Interval:
     """Widened by one step where floats no longer hold every integer; unknown where it is not a number."""
     low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)
     if np.abs(low).max(initial=0) >= _EXACT or np.isnan(low).any():
-        low = np.where(np.isnan(low), -np.inf, np.where(np.abs(low) >= _EXACT, np.nextafter(low, -np.inf), low))
+        low = np.where(
+            np.isnan(low), -np.inf, np.where(np.abs(low) >= _EXACT, np.nextafter(low, -np.inf), low)
+        )
     if np.abs(high).max(initial=0) >= _EXACT or np.isnan(high).any():
-        high = np.where(np.isnan(high), np.inf, np.where(np.abs(high) >= _EXACT, np.nextafter(high, np.inf), high))
+        high = np.where(
+            np.isnan(high), np.inf, np.where(np.abs(high) >= _EXACT, np.nextafter(high, np.inf), high)
+        )
     return low, high
 
 
@@ -360,31 +369,84 @@ OPERATORS: Final[dict[str, Operator]] = {
     for each in [
         Operator("|", 5, "logic", None, None, _fold(np.maximum)),  # three-valued: see expression.py
         Operator("&", 6, "logic", None, None, _fold(np.minimum)),
-        Operator("~", UNARY, "logic", _not_scalar, lambda a: (~a.astype(bool, copy=False), None), _not_bounds),
-        Operator("<", 4, "order", *_order("<", np.less, operator.lt),
-                 _ignoring_kind(lambda a, b: _flags(_less(a[1], b[0]), _less(a[0], b[1])))),
-        Operator("<=", 4, "order", *_order("<=", np.less_equal, operator.le),
-                 _ignoring_kind(lambda a, b: _flags(_at_most(a[1], b[0]), _at_most(a[0], b[1])))),
-        Operator(">", 4, "order", *_order(">", np.greater, operator.gt),
-                 _ignoring_kind(lambda a, b: _flags(_less(b[1], a[0]), _less(b[0], a[1])))),
-        Operator(">=", 4, "order", *_order(">=", np.greater_equal, operator.ge),
-                 _ignoring_kind(lambda a, b: _flags(_at_most(b[1], a[0]), _at_most(b[0], a[1])))),
+        Operator(
+            "~", UNARY, "logic", _not_scalar, lambda a: (~a.astype(bool, copy=False), None), _not_bounds
+        ),
+        Operator(
+            "<",
+            4,
+            "order",
+            *_order("<", np.less, operator.lt),
+            _ignoring_kind(lambda a, b: _flags(_less(a[1], b[0]), _less(a[0], b[1]))),
+        ),
+        Operator(
+            "<=",
+            4,
+            "order",
+            *_order("<=", np.less_equal, operator.le),
+            _ignoring_kind(lambda a, b: _flags(_at_most(a[1], b[0]), _at_most(a[0], b[1]))),
+        ),
+        Operator(
+            ">",
+            4,
+            "order",
+            *_order(">", np.greater, operator.gt),
+            _ignoring_kind(lambda a, b: _flags(_less(b[1], a[0]), _less(b[0], a[1]))),
+        ),
+        Operator(
+            ">=",
+            4,
+            "order",
+            *_order(">=", np.greater_equal, operator.ge),
+            _ignoring_kind(lambda a, b: _flags(_at_most(b[1], a[0]), _at_most(b[0], a[1]))),
+        ),
         Operator("==", 4, "equality", same, lambda a, b: (_equal_columns(a, b), None), _equal_bounds),
-        Operator("!=", 4, "equality", lambda a, b: not same(a, b), lambda a, b: (~_equal_columns(a, b), None),
-                 _ignoring_kind(lambda a, b: _not_bounds(_equal_bounds(a, b)))),
+        Operator(
+            "!=",
+            4,
+            "equality",
+            lambda a, b: not same(a, b),
+            lambda a, b: (~_equal_columns(a, b), None),
+            _ignoring_kind(lambda a, b: _not_bounds(_equal_bounds(a, b))),
+        ),
         Operator("+", 7, "arithmetic", *_add, _ignoring_kind(lambda a, b: outward(a[0] + b[0], a[1] + b[1]))),
-        Operator("-", 7, "arithmetic", *_subtract,
-                 _ignoring_kind(lambda a, b: outward(a[0] - b[1], a[1] - b[0]))),
+        Operator(
+            "-", 7, "arithmetic", *_subtract, _ignoring_kind(lambda a, b: outward(a[0] - b[1], a[1] - b[0]))
+        ),
         Operator("*", 8, "arithmetic", *_multiply, _ignoring_kind(lambda a, b: _corners(np.multiply, a, b))),
-        Operator("/", 8, "arithmetic", _divide_scalar(operator.truediv, floats=True),
-                 _divide_vector("/", np.true_divide, floats=True), _divide_bounds),
-        Operator("//", 8, "arithmetic", _divide_scalar(operator.floordiv),
-                 _divide_vector("//", np.floor_divide), _floor_bounds),
-        Operator("%", 8, "arithmetic", _divide_scalar(operator.mod),
-                 _divide_vector("%", np.remainder), _modulo_bounds),
+        Operator(
+            "/",
+            8,
+            "arithmetic",
+            _divide_scalar(operator.truediv, floats=True),
+            _divide_vector("/", np.true_divide, floats=True),
+            _divide_bounds,
+        ),
+        Operator(
+            "//",
+            8,
+            "arithmetic",
+            _divide_scalar(operator.floordiv),
+            _divide_vector("//", np.floor_divide),
+            _floor_bounds,
+        ),
+        Operator(
+            "%",
+            8,
+            "arithmetic",
+            _divide_scalar(operator.mod),
+            _divide_vector("%", np.remainder),
+            _modulo_bounds,
+        ),
         Operator("**", POWER, "arithmetic", _power_scalar, _power_vector, _power_bounds),
-        Operator("neg", UNARY, "arithmetic", lambda a: _number(-_alike(a)[0]), _negate_vector,
-                 _ignoring_kind(lambda a: (-np.asarray(a[1]), -np.asarray(a[0])))),
+        Operator(
+            "neg",
+            UNARY,
+            "arithmetic",
+            lambda a: _number(-_alike(a)[0]),
+            _negate_vector,
+            _ignoring_kind(lambda a: (-np.asarray(a[1]), -np.asarray(a[0]))),
+        ),
         Operator("min", ATOM, "arithmetic", *_minimum, _fold(np.minimum)),
         Operator("max", ATOM, "arithmetic", *_maximum, _fold(np.maximum)),
     ]

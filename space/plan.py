@@ -34,8 +34,9 @@ def plan(
 ) -> tuple[Step, ...]:
     """The joins of a component, so ordered that the rules bind early.
 
-    Always next is the smallest knob of the rule that is cheapest to complete: whose open knobs have the fewest
-    combinations, where an equation leaves its largest knob no choice. A knob's condition comes before it.
+    Always next is the smallest knob of the rule that is cheapest to complete: whose open knobs have the
+    fewest combinations, where an equation leaves its largest knob no choice. A knob's
+    condition comes before it.
     """
     required = frozenset().union(
         *(check.conditionals for check in checks if not isinstance(check.label, DerivedKnob))
@@ -88,10 +89,7 @@ def _next(
             if check.equation and len(left) > 1:
                 cost //= max(1, max(sizes[name] for name in left))
             groups.append((cost, len(left), min(place[name] for name in left), left))
-    if groups:
-        candidates = min(groups, key=lambda group: group[:3])[3]
-    else:
-        candidates = frozenset(place) - joined
+    candidates = min(groups, key=lambda group: group[:3])[3] if groups else frozenset(place) - joined
     ready = [name for name in candidates if structure.needs(name) <= joined]
     return min(ready, key=lambda name: (sizes[name] if groups else 0, place[name]))
 

@@ -1,15 +1,16 @@
 """Rules of a space: an expression, or any callable that names knobs as its parameters."""
 
 import inspect
-import linecache
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SpaceError
+from ..errors import SpaceError, unknown
 from .expression import Expression
+from .grammar import parse
 from .operators import UNDEFINED
-from .values import Value, plain
+from .source import lambda_body
+from .values import FLAG, Value, article, plain
 
 
 class RuleError(SpaceError):
@@ -31,17 +32,22 @@ class Predicate:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
-            raise SpaceError(f"the parameters of {function!r} cannot be read ({error}); use a lambda") from None
+            raise SpaceError(
+                f"the parameters of {function!r} cannot be read ({error}); use a lambda"
+            ) from None
         self.parameters = tuple(signature.parameters.values())
         for each in self.parameters:
             if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
                 raise SpaceError(
-                    f"{_named(function)} has the parameter '{each}'; a rule names each of its knobs as an ordinary "
-                    "parameter, as in lambda tp, pp: tp <= pp"
+                    f"{_named(function)} has the parameter '{each}'; a rule names each of its knobs as an "
+                    "ordinary parameter, as in lambda tp, pp: tp <= pp"
                 )
         self.names: tuple[str, ...] = ()
         """The knobs it takes, in the order of its parameters; set by `bind`."""
-        self.text = _source(function) or f"{_named(function)}({', '.join(each.name for each in self.parameters)})"
+        self.body = lambda_body(function)
+        """What a lambda returns, as its source writes it; None where there is none to be had."""
+        listed = ", ".join(each.name for each in self.parameters)
+        self.text = f"{_named(function)}({listed})" if self.body is None else f"lambda {listed}: {self.body}"
 
     def bind(self, known: Any) -> str | None:
         """Settles which parameters are knobs; the name of the first that is none, or None if all is well.
@@ -55,22 +61,39 @@ class Predicate:
             elif each.default is each.empty:
                 return each.name
         self.names = tuple(names)
+        # Where the knobs are the first parameters, they can be passed by position, which is faster.
+        self._by_position = self.names == tuple(each.name for each in self.parameters[: len(names)]) and all(
+            each.kind == each.POSITIONAL_OR_KEYWORD for each in self.parameters[: len(names)]
+        )
         return None
 
     def call(self, values: Mapping[str, Value]) -> Any:
-        """What the callable returns; `UNDEFINED` for a division by zero.
+        """What the callable returns at a point; `UNDEFINED` for a division by zero.
 
         Raises:
-            SpaceError: the callable raised something else.
+            RuleError: the callable raised something else.
         """
-        given = {name: values[name] for name in self.names}
-        try:
-            return self.function(**given)
-        except ZeroDivisionError:
-            return UNDEFINED
-        except Exception as error:  # surfaces, with the point that the traceback does not show
-            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            raise RuleError(f"`{self.text}` raised {type(error).__name__}: {error} for {shown}") from error
+        return self.call_all([[values[name]] for name in self.names])[0]
+
+    def call_all(self, columns: Sequence[Sequence[Value]]) -> list[Any]:
+        """What the callable returns at many points, given for each of its knobs the values there.
+
+        Raises:
+            RuleError: the callable raised something other than a division by zero.
+        """
+        function, names = self.function, self.names
+        out: list[Any] = []
+        for point in zip(*columns):
+            try:
+                out.append(function(*point) if self._by_position else function(**dict(zip(names, point))))
+            except ZeroDivisionError:
+                out.append(UNDEFINED)
+            except Exception as error:  # surfaces, with the point that the traceback does not show
+                shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, point))
+                raise RuleError(
+                    f"`{self.text}` raised {type(error).__name__}: {error} for {shown}"
+                ) from error
+        return out
 
     def __str__(self) -> str:
         return self.text
@@ -86,26 +109,22 @@ def holds(rule: Rule, values: Mapping[str, Value]) -> bool:
     """Whether a condition is true at a point; without a value it is not.
 
     Raises:
-        SpaceError: a predicate raised.
+        RuleError: a predicate raised.
     """
-    result = compute(rule, values, condition=True)
-    return result is not UNDEFINED and bool(result)
+    if isinstance(rule, Expression):
+        return bool(rule.scalar(values.__getitem__))
+    return truth(rule, rule.call(values))
 
 
-def compute(rule: Rule, values: Mapping[str, Any], *, condition: bool = False) -> Any:
-    """The plain value of a rule at a point, or `UNDEFINED`. A derivation's None or NaN is no value.
+def compute(rule: Rule, values: Mapping[str, Any]) -> Any:
+    """The plain value that a rule derives at a point, or `UNDEFINED`.
 
     Raises:
-        SpaceError: a callable raised, or returned what is no value of a knob.
+        RuleError: a callable raised, or returned what is no value of a knob.
     """
     if isinstance(rule, Expression):
         return rule.scalar(values.__getitem__)
-    result = rule.call(values)
-    if result is UNDEFINED:
-        return UNDEFINED
-    if condition:
-        return truth(rule, result)
-    return settled(rule, result)
+    return settled(rule, rule.call(values))
 
 
 def truth(rule: Predicate, result: Any) -> bool:
@@ -118,12 +137,56 @@ def truth(rule: Predicate, result: Any) -> bool:
 
 def settled(rule: Predicate, result: Any) -> Any:
     """The value that a derivation returned, `UNDEFINED` for None and for what is not finite."""
-    if result is None or (isinstance(result, float) and result - result != 0):
+    if result is None or result is UNDEFINED or (isinstance(result, float) and result - result != 0):
         return UNDEFINED
     try:
         return plain(result, f"what `{rule.text}` returns")
     except SpaceError as error:
         raise RuleError(str(error)) from None
+
+
+def read_rule(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
+    """`given` as a rule over knobs: an expression, its text, or a callable.
+
+    Raises:
+        SpaceError: it is none of these, or names an unknown knob, or none.
+    """
+    if isinstance(given, Predicate):
+        given = given.function
+    rule: Rule
+    stranger = None
+    if isinstance(given, str):
+        rule = parse(given, knobs)
+    elif isinstance(given, Expression):
+        rule = given
+        stranger = next((name for name in given.names if name not in knobs), None)
+    elif callable(given):
+        rule = Predicate(given)
+        stranger = rule.bind(knobs)
+    else:
+        hint = ""
+        if type(given).__name__ in ("bool", "bool_"):
+            hint = ": Python decided it before it came here, because no knob takes part in it"
+        raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
+    if stranger is not None:
+        raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, knobs)}")
+    if not rule.names:
+        raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
+    return rule
+
+
+def read_condition(given: Any, what: str, knobs: Mapping[str, Expression]) -> Rule:
+    """`given` as a condition over knobs.
+
+    Raises:
+        SpaceError: as `read_rule`, or it is a number or a text.
+    """
+    rule = read_rule(given, what, knobs)
+    if rule.kind not in (FLAG, None):
+        raise SpaceError(
+            f"{what}: `{rule.text}` is {article(rule.kind)}, not a condition; compare it with something"
+        )
+    return rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +215,3 @@ class Constraint:
 def _named(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", type(function).__name__)
     return "the lambda" if name.endswith("<lambda>") else name.rsplit(".", 1)[-1]
-
-
-def _source(function: Callable[..., Any]) -> str | None:
-    """`lambda tp: tp > 1` for a lambda whose source is at hand; its code object knows where its body is."""
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_name != "<lambda>":
-        return None
-    spans = [span for span in code.co_positions() if None not in span and span[0] <= span[1]]
-    lines = linecache.getlines(code.co_filename)
-    # The first instructions (RESUME, COPY_FREE_VARS) sit on the line of the lambda with no width.
-    spans = [span for span in spans if (span[0], span[2]) != (span[1], span[3])]
-    if not spans or not lines or max(span[1] for span in spans) > len(lines):
-        return None
-    start = min((span[0], span[2]) for span in spans)
-    end = max((span[1], span[3]) for span in spans)
-    picked = [line.encode() for line in lines[start[0] - 1 : end[0]]]  # columns count bytes
-    picked[-1] = picked[-1][: end[1]]
-    picked[0] = picked[0][start[1] :]
-    body = " ".join(b" ".join(picked).decode(errors="replace").split())
-    parameters = ", ".join(inspect.signature(function).parameters)
-    return f"lambda {parameters}: {body}" if body else None

@@ -13,16 +13,17 @@ import numpy as np
 
 from ..errors import SpaceError, unknown
 from .config import Config
-from .document import describe, read_dict, read_yaml, write_dict, write_yaml
-from .enumeration import TooLarge
+from .consistency import can_hold, emptied_by, reaching
+from .description import describe
+from .document import read_dict, write_dict
 from .explanation import resolve
-from .expression import Expression, condition
-from .grammar import parse
+from .expression import Expression
 from .knob import DerivedKnob, Knob, integer_values
-from .rules import Constraint, Predicate, Rule, RuleError, holds
+from .rules import Constraint, RuleError, holds, read_condition, read_rule
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
+from .yaml_file import read_yaml, write_yaml
 
 
 class Space:
@@ -37,9 +38,9 @@ class Space:
         (13, 'violates `micro_batch * dp <= 16` (memory) with micro_batch=8, dp=8: 64 <= 16 is false')
 
     Rules are expressions (operators over knobs), texts of the same grammar, or callables that name knobs as
-    their parameters. A rule that mentions a knob which is absent (its `when=` is false) does not apply; what is
-    derived from an absent knob is absent. A division by zero, an overflow, None or NaN is no value: a condition
-    without one is false, a configuration with a derived knob without one is not valid.
+    their parameters. A rule that mentions a knob which is absent (its `when=` is false) does not apply; what
+    is derived from an absent knob is absent. A division by zero, an overflow, None or NaN is no value: a
+    condition without one is false, a configuration with a derived knob without one is not valid.
 
     Whatever cannot be meant is refused where it is declared, and leaves the space as it was.
     """
@@ -52,7 +53,9 @@ class Space:
         self._all: dict[str, Knob] = {}  # as declared, so that each comes after those it depends on
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
-        self._witness: Mapping[str, Any] = {}  # choices that were valid when last looked: they answer most checks
+        self._witness: Mapping[
+            str, Any
+        ] = {}  # choices that were valid when last looked: they answer most checks
 
     # -- declaration -----------------------------------------------------------------------------------------
 
@@ -81,9 +84,17 @@ class Space:
         Raises:
             SpaceError: the name is taken, or the values are none, mixed, or listed twice.
         """
-        rule = self._condition(when, f"when= of knob '{name}'")
+        rule = None if when is None else read_condition(when, f"when= of knob '{name}'", self._all)
         return self._declare(
-            Knob(name, values, default=default, when=rule, help=help, others=others, monotone_memory=monotone_memory)
+            Knob(
+                name,
+                values,
+                default=default,
+                when=rule,
+                help=help,
+                others=others,
+                monotone_memory=monotone_memory,
+            )
         )
 
     def integer(
@@ -100,14 +111,21 @@ class Space:
         others: Sequence[Any] | None = None,
         monotone_memory: int = 0,
     ) -> Knob:
-        """Declares a knob with the integers from `low` to `high`, both included, by `step` or as powers of two.
+        """Declares a knob with the integers from `low` to `high`, both included, by step or powers of two.
 
         Raises:
             SpaceError: the name is taken, or the bounds leave no value.
         """
         values = integer_values(name, low, high, step, powers_of_two)
-        return self.choice(name, values, default=default, when=when, help=help, others=others,
-                           monotone_memory=monotone_memory)
+        return self.choice(
+            name,
+            values,
+            default=default,
+            when=when,
+            help=help,
+            others=others,
+            monotone_memory=monotone_memory,
+        )
 
     def flag(
         self, name: str, *, default: bool = False, when: Any = None, help: str = "", monotone_memory: int = 0
@@ -117,8 +135,9 @@ class Space:
         Raises:
             SpaceError: the name is taken.
         """
-        return self.choice(name, [False, True], default=default, when=when, help=help,
-                           monotone_memory=monotone_memory)
+        return self.choice(
+            name, [False, True], default=default, when=when, help=help, monotone_memory=monotone_memory
+        )
 
     def derive(self, name: str, rule: Expression | str | Callable[..., Any], help: str = "") -> Knob:
         """Declares a knob that follows from earlier ones, by an expression or a callable that names them.
@@ -128,7 +147,7 @@ class Space:
         Raises:
             SpaceError: the name is taken, the rule names an unknown knob, or no configuration is left.
         """
-        resolved = self._rule(rule, f"the rule of derived knob '{name}'")
+        resolved = read_rule(rule, f"the rule of derived knob '{name}'", self._all)
         knob = DerivedKnob(name, resolved, help)
         with self._change(f"derived knob '{name}' = `{resolved.text}` has no value in any configuration"):
             self._declare(knob)
@@ -145,10 +164,7 @@ class Space:
         Raises:
             SpaceError: the rule names an unknown knob, can never hold, or leaves no configuration.
         """
-        resolved = self._condition(rule, "a constraint")
-        if resolved is None:
-            raise SpaceError("a constraint must be an expression, its text, or a callable, but got None")
-        self._require(Constraint(resolved, str(reason)))
+        self._require(Constraint(read_condition(rule, "a constraint", self._all), str(reason)))
 
     def fix(self, name: str, value: Any) -> None:
         """Leaves a knob one value. It need not be a declared one, if it is of the same kind. For a derived
@@ -175,7 +191,11 @@ class Space:
             self._require(Constraint(knob.isin(values), "overridden", origin=name))
             return
         before = dict(knob.__dict__)
-        values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | Expression) else values
+        values = (
+            list(values)
+            if isinstance(values, Iterable) and not isinstance(values, str | Expression)
+            else values
+        )
         try:
             with self._change(f"no configuration is left with '{name}' set to {_listed(values)}"):
                 knob.set_values(values)
@@ -188,7 +208,9 @@ class Space:
         out = Space()
         out._chosen = {name: copy.copy(knob) for name, knob in self._chosen.items()}
         out._derived = {name: copy.copy(knob) for name, knob in self._derived.items()}
-        out._all = {name: out._chosen[name] if name in out._chosen else out._derived[name] for name in self._all}
+        out._all = {
+            name: out._chosen[name] if name in out._chosen else out._derived[name] for name in self._all
+        }
         out._constraints = list(self._constraints)
         out._witness = self._witness
         return out
@@ -217,7 +239,9 @@ class Space:
 
     def __getitem__(self, name: str) -> Knob:
         if isinstance(name, int | np.integer):
-            raise SpaceError(f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})")
+            raise SpaceError(
+                f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})"
+            )
         if name not in self._all:
             raise SpaceError(unknown("knob", name, self._all))
         return self._all[name]
@@ -247,7 +271,9 @@ class Space:
     def __len__(self) -> int:
         size = self._set().size
         if size > sys.maxsize:
-            raise SpaceError(f"the space has {size} configurations, more than len() can return; use space.size")
+            raise SpaceError(
+                f"the space has {size} configurations, more than len() can return; use space.size"
+            )
         return size
 
     def __bool__(self) -> bool:
@@ -277,7 +303,8 @@ class Space:
         if point.problems:
             raise SpaceError(f"not in the space: {'; '.join(point.problems)}")
         codes = {
-            name: -1 if name in point.absent else knob.code(point.values[name]) for name, knob in self._chosen.items()
+            name: -1 if name in point.absent else knob.code(point.values[name])
+            for name, knob in self._chosen.items()
         }
         return self._set().index(codes)
 
@@ -301,7 +328,7 @@ class Space:
         return self._config(point.values)
 
     def default(self) -> Config:
-        """The valid configuration nearest to the knobs' defaults: the fewest knobs differ, and those the least."""
+        """The valid configuration nearest to the defaults: the fewest knobs differ, and those the least."""
         point = resolve(self, {}, complete=True)
         if not point.problems:
             return self._config(point.values)
@@ -336,12 +363,15 @@ class Space:
     def to_dict(self, *, describe_callables: bool = False) -> dict[str, Any]:
         """The space as plain lists and mappings, rules as text; see `to_yaml`.
 
+        A lambda is written as text, too, where its source is in the grammar and means the same for all values
+        of its knobs: `lambda tp, pp: tp > 1 or pp > 1` becomes `(tp > 1) | (pp > 1)`.
+
         Args:
-            describe_callables: write callables as `{callable: source}`, for a record or a comparison, instead of
-                refusing them; `from_dict` does not take these.
+            describe_callables: write callables as `{callable: source}`, for a record or a comparison, instead
+                of refusing them; `from_dict` does not take these.
 
         Raises:
-            SpaceError: a rule is a callable, which no text can stand for.
+            SpaceError: a rule is a callable that no text stands for.
         """
         return write_dict(self, describe_callables=describe_callables)
 
@@ -371,11 +401,11 @@ class Space:
             - require: tp * layers <= 96
               reason: why, for people
 
-        Rules are texts of the grammar in `redline.space.grammar`: they are parsed, never run as Python. The file
-        is written whole or not at all.
+        Rules are texts of the grammar in `redline.space.grammar`: they are parsed, never run as Python. The
+        file is written whole or not at all.
 
         Raises:
-            SpaceError: a rule is a callable, which no text can stand for; or the file cannot be written.
+            SpaceError: a rule is a callable that no text stands for; or the file cannot be written.
         """
         write_yaml(self, path)
 
@@ -384,8 +414,8 @@ class Space:
         """The space in a file written by `to_yaml` or by hand.
 
         Raises:
-            SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid space;
-                the message says in which file, line and column.
+            SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid
+                space; the message says in which file, line and column.
         """
         return read_yaml(cls(), path)
 
@@ -394,7 +424,8 @@ class Space:
         return describe(self)
 
     def __repr__(self) -> str:
-        return f"Space({', '.join(self._chosen)}; {len(self._derived)} derived, {len(self._constraints)} constraints)"
+        derived, constraints = len(self._derived), len(self._constraints)
+        return f"Space({', '.join(self._chosen)}; {derived} derived, {constraints} constraints)"
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -402,7 +433,7 @@ class Space:
         if self._valid is None:
             self._valid = ValidSet(Structure(self.by_name, self._constraints))
         if self._valid.enumerable and self._valid.size == 0:
-            raise SpaceError(self._emptied("no configuration is left"))
+            raise SpaceError(emptied_by(self._all, self._constraints, "no configuration is left"))
         return self._valid
 
     def arrange(self, derived: Sequence[str]) -> None:
@@ -414,53 +445,21 @@ class Space:
 
     def _declare(self, knob: Knob) -> Knob:
         if knob.name in self._all:
-            raise SpaceError(f"knob '{knob.name}' is declared already: {self[knob.name]!r}; use override() to change it")
+            raise SpaceError(
+                f"knob '{knob.name}' is declared already: {self[knob.name]!r}; use override() to change it"
+            )
         target = self._derived if isinstance(knob, DerivedKnob) else self._chosen
         target[knob.name] = knob
         self._all[knob.name] = knob
         self._valid = None
         return knob
 
-    def _rule(self, given: Any, what: str) -> Rule:
-        """`given` as a rule over the knobs declared so far."""
-        if isinstance(given, Predicate):
-            given = given.function
-        if isinstance(given, str):
-            rule: Rule = parse(given, self.by_name)
-        elif isinstance(given, Expression):
-            rule = given
-            for name in given.names:
-                if name not in self._all:
-                    raise SpaceError(f"{what}, `{given}`: {unknown('knob', name, self._all)}")
-        elif callable(given):
-            rule = Predicate(given)
-            stranger = rule.bind(self._all)
-            if stranger is not None:
-                raise SpaceError(f"{what}, `{rule.text}`: {unknown('knob', stranger, self._all)}")
-        else:
-            hint = ""
-            if isinstance(given, bool | np.bool_):
-                hint = ": Python decided it before it came here, because no knob takes part in it"
-            raise SpaceError(f"{what} must be an expression, its text, or a callable, but got {given!r}{hint}")
-        if not rule.names:
-            raise SpaceError(f"{what}, `{rule.text}`, mentions no knob")
-        return rule
-
-    def _condition(self, given: Any, what: str) -> Rule | None:
-        if given is None:
-            return None
-        rule = self._rule(given, what)
-        if isinstance(rule, Expression):
-            try:
-                condition(rule)
-            except SpaceError as error:
-                raise SpaceError(f"{what}: {error}") from None
-        return rule
-
     def _require(self, constraint: Constraint) -> None:
-        others = [each for each in self._constraints if not constraint.origin or each.origin != constraint.origin]
-        if not self._witnessed(constraint) and self._alone(constraint) is None:
-            names = self._reaching(constraint.names)
+        others = [
+            each for each in self._constraints if not constraint.origin or each.origin != constraint.origin
+        ]
+        if not self._witnessed(constraint) and can_hold(self._all, constraint) is False:
+            names = reaching(self._all, constraint.names)
             ranges = "; ".join(
                 f"{name} is one of {listing(knob.values)}" for name, knob in names.items() if not knob.derived
             )
@@ -476,26 +475,6 @@ class Space:
         except RuleError:
             return False
 
-    def _alone(self, constraint: Constraint) -> Config | TooLarge | RuleError | None:
-        """A point at which a constraint holds, the others aside; None where there is none."""
-        try:
-            structure = Structure(self._reaching(constraint.names), [constraint], strict=True)
-            return ValidSet(structure).witness()
-        except RuleError as error:
-            return error  # a callable that fails here may be fine where other constraints hold
-
-    def _reaching(self, names: Iterable[str]) -> dict[str, Knob]:
-        """The knobs named, and those that they are derived from or conditional on."""
-        known = self.by_name
-        found, rest = set(), list(names)
-        while rest:
-            name = rest.pop()
-            if name not in found:
-                found.add(name)
-                knob = known[name]
-                rest += knob.rule.names if knob.derived else knob.when.names if knob.when is not None else ()
-        return {name: knob for name, knob in known.items() if name in found}
-
     @contextmanager
     def _change(self, emptied: str) -> Iterator[None]:
         """Undoes what is done inside where it is refused or leaves no configuration."""
@@ -507,7 +486,7 @@ class Space:
                 valid = ValidSet(Structure(self.by_name, self._constraints))
                 found = valid.witness()
                 if found is None:
-                    raise SpaceError(self._emptied(emptied))
+                    raise SpaceError(emptied_by(self._all, self._constraints, emptied))
                 self._valid = valid
                 if isinstance(found, Config):
                     self._witness = {name: value for name, value in found.items() if name in self._chosen}
@@ -515,36 +494,6 @@ class Space:
             self._chosen, self._derived, self._all, self._constraints = before
             self._valid = None
             raise
-
-    def _emptied(self, start: str) -> str:
-        """`start`, and which constraints contradict each other: each of them is needed for it."""
-        blamed = list(self._constraints)
-        if not self._contradict(blamed):
-            return start
-        for constraint in self._constraints:
-            fewer = [each for each in blamed if each is not constraint]
-            if self._contradict(fewer):
-                blamed = fewer
-        if not blamed:
-            empty = next(
-                (knob for name, knob in self._derived.items() if self._without_value(name) and str(knob.name) not in start),
-                None,
-            )
-            return start if empty is None else f"{start}: derived knob '{empty.name}' = `{empty.rule.text}` has no value"
-        named = [str(each) for each in blamed if str(each) not in start]
-        return f"{start}: it contradicts {' and '.join(named)}" if named else start
-
-    def _without_value(self, name: str) -> bool:
-        try:
-            return ValidSet(Structure(self._reaching([name]), [])).witness() is None
-        except RuleError:
-            return False
-
-    def _contradict(self, constraints: Sequence[Constraint]) -> bool:
-        try:
-            return ValidSet(Structure(self.by_name, constraints)).witness() is None
-        except RuleError:
-            return False
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

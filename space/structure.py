@@ -120,8 +120,10 @@ class Structure:
                 else:
                     self.fixed[name] = value
         for constraint in self.constraints:
-            if self.contradiction is None and not self.bases_of(constraint.names) and not holds(
-                constraint.rule, self.fixed
+            if (
+                self.contradiction is None
+                and not self.bases_of(constraint.names)
+                and not holds(constraint.rule, self.fixed)
             ):
                 self.contradiction = constraint
 
@@ -129,8 +131,10 @@ class Structure:
 
     def _checks(self) -> Iterable[Check]:
         for name, knob in self.knobs.items():
-            if knob.derived and self.bases[name] and (
-                isinstance(knob.rule, Predicate) or not self._always_defined(name)
+            if (
+                knob.derived
+                and self.bases[name]
+                and (isinstance(knob.rule, Predicate) or not self._always_defined(name))
             ):
                 yield self._check(knob, knob.rule)
         for constraint in self.constraints:
@@ -183,7 +187,7 @@ class Structure:
                 if not (low > 0 or (high < 0 and node.operator.sign != "**")):
                     return False
             low, high = node.bounds(interval)
-            return bool(-_SAFE < low and high < _SAFE)
+            return bool(low > -_SAFE and high < _SAFE)
 
         with np.errstate(all="ignore"):
             return defined(self.knobs[name].rule)

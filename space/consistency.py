@@ -1,0 +1,98 @@
+"""Whether the rules of a space leave anything, and which of them contradict each other."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..errors import SpaceError
+from .config import Config
+from .expression import Expression
+from .grammar import parse
+from .knob import Knob
+from .operators import UNDEFINED
+from .rules import Constraint, Predicate, RuleError
+from .structure import Structure
+from .valid_set import ValidSet
+
+_COMPARED = 10_000
+
+
+def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]:
+    """The knobs named, and those that they are derived from or conditional on, in the order of `knobs`."""
+    found: set[str] = set()
+    rest = list(names)
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            knob = knobs[name]
+            rest += knob.rule.names if knob.derived else knob.when.names if knob.when is not None else ()
+    return {name: knob for name, knob in knobs.items() if name in found}
+
+
+def can_hold(knobs: Mapping[str, Knob], constraint: Constraint) -> bool:
+    """Whether a constraint holds anywhere where all its knobs are present, the other constraints aside.
+
+    True as well where that is not known: there is too much to look through, or a callable raises, which it
+    may not do where other constraints hold.
+    """
+    return _possible(reaching(knobs, constraint.names), [constraint], strict=True)
+
+
+def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:
+    """`start`, and which rules leave no configuration: constraints each of which is needed for it."""
+    blamed = list(constraints)
+    if _possible(knobs, blamed):
+        return start
+    for constraint in constraints:
+        fewer = [each for each in blamed if each is not constraint]
+        if not _possible(knobs, fewer):
+            blamed = fewer
+    if not blamed:
+        return start + _without_value(knobs, start)
+    named = [str(each) for each in blamed if str(each) not in start]
+    return f"{start}: it contradicts {' and '.join(named)}" if named else start
+
+
+def as_expression(knobs: Mapping[str, Knob], rule: Predicate) -> Expression | None:
+    """The expression that a lambda amounts to, where its source is in the grammar and names only its knobs.
+
+    Python and the grammar may differ, in a division by zero for instance, so both are compared on the values
+    of the rule's knobs: on every combination, or on a sample of 10,000. None where they disagree anywhere.
+    """
+    if rule.body is None:
+        return None
+    try:
+        expression = parse(rule.body, {name: knobs[name] for name in rule.names})
+    except SpaceError:
+        return None
+    points = ValidSet(Structure(reaching(knobs, rule.names), []))
+    try:
+        return (
+            expression
+            if all(_agree(expression, rule, point) for point in points.sample(_COMPARED, 0))
+            else None
+        )
+    except RuleError:
+        return None
+
+
+def _agree(expression: Expression, rule: Predicate, point: Config) -> bool:
+    if any(name not in point for name in rule.names):
+        return True  # does not apply
+    result, value = rule.call(point), expression.scalar(point.__getitem__)
+    if result is UNDEFINED or value is UNDEFINED:
+        return result is value
+    return type(result) is type(value) and result == value
+
+
+def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
+    for name, knob in knobs.items():
+        if knob.derived and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
+            return f": derived knob '{name}' = `{knob.rule.text}` has no value"
+    return ""
+
+
+def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], *, strict: bool = False) -> bool:
+    try:
+        return ValidSet(Structure(knobs, constraints, strict=strict)).witness() is not None
+    except RuleError:
+        return True
