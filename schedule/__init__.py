@@ -2,6 +2,7 @@
 
 from . import primitives
 from .build import build
+from .pattern import call_module
 from .recipe import apply_recipe
 from .registry import list_primitives, register_primitive
 from .schedule import Schedule, create_schedule
@@ -12,6 +13,7 @@ __all__ = [
     "Schedule",
     "apply_recipe",
     "build",
+    "call_module",
     "create_schedule",
     "full_state_dict",
     "list_primitives",

@@ -89,7 +89,8 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
         for key, value in values.items():
             setattr(tensor, key, value)
     module = sch.tree.module
-    return module, context.optimizer(module.parameters()) if context.optimizer is not None else None
+    params = list(module.parameters())
+    return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 
 def home(module: nn.Module) -> torch.device:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
 from .collectives import Axis, all_gather
+from .forward import layers_of
 from .schedule import find_module
 from .sharding import owner, whole
 from .vocabulary import SplitLogits, whole_logits
@@ -62,6 +63,8 @@ def run(
     out = Run()
     args, kwargs = as_call(inputs, device)
     batch = (args, kwargs)
+    # What draws random numbers in spite of all draws the same ones in either model.
+    torch.manual_seed(0)
     if axis is not None:
         args, kwargs = tree_map(lambda value: _share(value, axis), (args, kwargs))
     with _mode(model, training), _no_dropout(model):
@@ -132,7 +135,7 @@ def localise(
     reference, scheduled_record = records
     for path, value in reference.items():
         mine = scheduled_record.get(path)
-        if mine is None:
+        if mine is None or any(layer.alters for layer in layers_of(find_module(models[1], path))):
             continue
         if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
             value = value.chunk(axis.size)[axis.rank]

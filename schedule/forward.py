@@ -18,6 +18,8 @@ class Layer(ABC):
 
     order: ClassVar[int] = 0
     """Layers with a higher order lie further out."""
+    alters: ClassVar[bool] = False
+    """Whether the module's output differs on purpose, to be completed outside of it."""
 
     @abstractmethod
     def __call__(

@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import ScheduleError, unknown
 from .registry import PRIMITIVES
 from .schedule import Schedule
+from .subgraph import from_recipe
 
 Recipe = list[dict[str, Any]]
 
@@ -108,9 +109,7 @@ def _value(plain: Any, at: Schedule) -> Any:
         return _imported(plain["import"])
     if set(plain) == {"mapping"}:
         return {_value(key, at): _value(value, at) for key, value in plain["mapping"]}
-    if "find" in plain:
-        from .subgraph import from_recipe
-
+    if set(plain) == {"find", "at", "nodes"}:
         return from_recipe(at, plain, _value)
     raise ScheduleError(f"recipe: an argument must be a plain value, but is {dict(plain)!r}")
 

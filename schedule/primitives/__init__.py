@@ -5,6 +5,8 @@ from . import (
     cast,
     checkpoint,
     compile,
+    decompose,
+    find,
     fork_rng,
     fuse,
     hook,
@@ -15,6 +17,7 @@ from . import (
     shard,
     shard_data,
     sync,
+    trace,
 )
 
 __all__ = [
@@ -22,6 +25,8 @@ __all__ = [
     "cast",
     "checkpoint",
     "compile",
+    "decompose",
+    "find",
     "fork_rng",
     "fuse",
     "hook",
@@ -32,4 +37,5 @@ __all__ = [
     "shard",
     "shard_data",
     "sync",
+    "trace",
 ]

@@ -14,28 +14,34 @@ from ...errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..registry import register_primitive
 from ..schedule import Schedule
+from ..subgraph import checkpoint_subgraph
 
 Policy = Callable[..., Any]
 
 
 @register_primitive
-def checkpoint(sch: Schedule, policy: Policy | list[Any] | None = None) -> None:
+def checkpoint(sch: Schedule, subgraph: Any = None, policy: Policy | list[Any] | None = None) -> None:
     """Recomputes this module's activations in the backward pass instead of keeping them.
 
     Random state is restored for the recomputation, so dropout draws the same mask. Without gradients (or in
     evaluation under `torch.no_grad`) the module runs as it is.
 
     Args:
+        subgraph: one match or a list of matches from `find`, to recompute only these; None for the module.
         policy: None recomputes everything. A list of operators (`[torch.ops.aten.mm.default]`) keeps the
             outputs of these and recomputes the rest; a function `policy(context, op, *args, **kwargs)`
             returns a `torch.utils.checkpoint.CheckpointPolicy` for each operator.
 
     Raises:
-        ScheduleError: the module is checkpointed already; the policy is none of these.
+        ScheduleError: the module is checkpointed already; the policy is none of these; an
+            inner value of the subgraph is used outside of it.
 
     Source: https://pytorch.org/docs/stable/checkpoint.html
     """
     _check_policy(policy)
+    if subgraph is not None:
+        checkpoint_subgraph(sch, subgraph, partial(_options, policy))
+        return
     if sch.deferred(_apply):
         raise ScheduleError(f"checkpoint on '{sch.name}': a module is checkpointed once, and it already is")
     sch.defer("checkpoint", _apply, policy=policy)
@@ -55,10 +61,13 @@ class Checkpointed(Layer):
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         args, kwargs = _without_cache(args, kwargs)
-        extra = {}
-        if self.policy is not None:
-            extra["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
-        return torch_checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=True, **extra, **kwargs)
+        return torch_checkpoint(inner, *args, use_reentrant=False, **_options(self.policy), **kwargs)
+
+
+def _options(policy: Any) -> dict[str, Any]:
+    if policy is None:
+        return {}
+    return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
 def _apply(sch: Schedule, module: nn.Module, context: Any, policy: Any) -> None:

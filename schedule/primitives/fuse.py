@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import ScheduleError, unknown
+from ..compiled import compiled
 from ..forward import Layer, add_layer, layers_of
 from ..registry import register_primitive
 from ..schedule import Schedule
+from ..subgraph import fuse_subgraph
 
 COMPILERS = ("inductor", "none")
 
@@ -36,25 +37,11 @@ def fuse(
     if not callable(compiler) and compiler not in COMPILERS:
         raise ScheduleError(f"fuse on '{sch.name}': {unknown('compiler', compiler, COMPILERS)}")
     if subgraph is not None:
-        from ..subgraph import fuse_subgraph
-
         fuse_subgraph(sch, subgraph, compiler)
         return
     if layers_of(sch.module, Fused):
         raise ScheduleError(f"fuse on '{sch.name}': a module is fused once, and it already is")
     add_layer(sch.module, Fused(compiler))
-
-
-def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the compiler returns it."""
-    if compiler == "none":
-        return function
-    if compiler == "inductor":
-        return torch.compile(function)
-    made = compiler(function)
-    if not callable(made):
-        raise ScheduleError(f"fuse: the compiler must return a callable, but returned {type(made).__name__}")
-    return made
 
 
 class Fused(Layer):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..collectives import Axis, through
-from ..forward import Layer
+from ..forward import Layer, layers_of
 from ..sharding import Shard, shards_of
 
 Follow = tuple[nn.Module, str, int]
@@ -68,6 +68,18 @@ def input_of(module: nn.Module) -> str:
     return ""
 
 
+class WithoutBias(Layer):
+    """Runs a linear layer without its bias, which the graph around it adds."""
+
+    order = 5
+    alters = True
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return nn.functional.linear(args[0] if args else kwargs["input"], module.weight)
+
+
 class BiasOnce(Layer):
     """Adds the bias on one rank, so that it is in the sum over ranks once; its gradient is whole on each."""
 
@@ -83,6 +95,8 @@ class BiasOnce(Layer):
         if bias is None:
             return inner(*args, **kwargs)
         once = through(bias, forward=None if self.axis.rank == 0 else torch.zeros_like)
+        if any(isinstance(each, WithoutBias) for each in layers_of(module)):
+            return inner(*args, **kwargs)
         if type(module) is nn.Linear:
             return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, once)
         # Other forwards read `self.bias`: for the call they find the stand-in there.

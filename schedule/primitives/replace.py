@@ -11,6 +11,7 @@ from ...errors import ScheduleError
 from ..forward import layers_of
 from ..registry import register_primitive
 from ..schedule import Schedule, places
+from ..subgraph import replace_subgraph
 from ..transfer import transfer
 
 
@@ -30,8 +31,6 @@ def replace(sch: Schedule, new: nn.Module | Callable[..., Any], subgraph: Any = 
         ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding).
     """
     if subgraph is not None:
-        from ..subgraph import replace_subgraph
-
         replace_subgraph(sch, new, subgraph)
         return
     made = make(sch, sch.module, new)

@@ -1,0 +1,172 @@
+"""decompose: take operations of a traced module apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ...errors import ScheduleError, unknown
+from ..forward import add_layer, layers_of
+from ..pattern import operation
+from ..registry import register_primitive
+from ..schedule import Schedule
+from ..sharding import shards_of
+from ..trace import Traced
+from .kinds import WithoutBias
+from .sync import syncs_of
+
+KINDS = ("linear", "layer_norm", "attention")
+
+
+@register_primitive
+def decompose(sch: Schedule, kinds: str | Sequence[str] = "linear") -> None:
+    """Takes operations of this traced module apart, so that their parts can be fused with what follows.
+
+    | kind | becomes |
+    |---|---|
+    | `linear` | the child's product without bias (its hooks and exchanges stay), and the bias added |
+    | `layer_norm` | mean, variance, scaling and shift |
+    | `attention` | `scaled_dot_product_attention` as two products and a softmax |
+
+    A linear layer may be sharded before or after: cut along its input, the bias is added behind the sum.
+
+    Raises:
+        ScheduleError: not traced; unknown kind; there is nothing of these kinds to take apart; the output of
+            a layer is gathered while its bias is cut.
+    """
+    wanted = [kinds] if isinstance(kinds, str) else list(kinds)
+    label = f"decompose on '{sch.name}'"
+    for kind in wanted:
+        if kind not in KINDS:
+            raise ScheduleError(f"{label}: {unknown('kind', kind, KINDS)}")
+    layers = layers_of(sch.module, Traced)
+    if not layers:
+        raise ScheduleError(f"{label}: trace it first")
+    traced = layers[0]
+    plans = [plan for node in traced.graph.nodes for plan in _plans(sch, label, node, wanted)]
+    if not plans:
+        raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to take apart")
+    for apply, node in plans:
+        apply(sch.module, traced.graph, node)
+    traced.changed()
+
+
+def _plans(sch: Schedule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
+    child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
+    if "linear" in wanted and type(child) is nn.Linear and child.bias is not None:
+        if layers_of(child, WithoutBias):
+            return []
+        gathered = any(mode == "fwd_post" and op == "all_gather" for mode, op, _ in syncs_of(child))
+        if gathered and "bias" in shards_of(child):
+            raise ScheduleError(
+                f"{label}: the output of '{node.target}' is gathered, so its bias must be whole"
+            )
+        return [(_linear, node)]
+    if "layer_norm" in wanted and type(child) is nn.LayerNorm and not _hooked(child):
+        return [(_layer_norm, node)]
+    if "attention" in wanted and node.op == "call_function":
+        found = operation(node, sch.module)
+        if found is not None and found.name == "scaled_dot_product_attention":
+            return [(_attention, node)]
+    return []
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _linear(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
+    add_layer(module.get_submodule(node.target), WithoutBias())
+    with graph.inserting_after(node):
+        bias = graph.get_attr(f"{node.target}.bias")
+    with graph.inserting_after(bias):
+        total = graph.call_function(torch.add, (node, bias))
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+
+
+def _layer_norm(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
+    norm = module.get_submodule(node.target)
+    dims = list(range(-len(norm.normalized_shape), 0))
+    x = node.args[0] if node.args else node.kwargs["input"]
+
+    def add(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.call_function(function, args, kwargs)
+
+    with graph.inserting_before(node):
+        centred = add(torch.sub, x, add(torch.mean, x, dim=dims, keepdim=True))
+        variance = add(torch.mean, add(torch.square, centred), dim=dims, keepdim=True)
+        out = add(torch.mul, centred, add(torch.rsqrt, add(torch.add, variance, norm.eps)))
+        if norm.weight is not None:
+            out = add(torch.mul, out, graph.get_attr(f"{node.target}.weight"))
+        if norm.bias is not None:
+            out = add(torch.add, out, graph.get_attr(f"{node.target}.bias"))
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
+
+def _attention(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        out = graph.call_function(plain_attention, node.args, node.kwargs)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    _inline(graph, out)
+
+
+def _inline(graph: fx.Graph, node: fx.Node) -> None:
+    """Puts the operations of a call of `plain_attention` into the graph."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    defaults = (None, None, None, None, 0.0, False, None, False)
+    given = dict(zip(names, defaults)) | dict(zip(names, node.args)) | dict(node.kwargs)
+    constant = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
+    mask = given["attn_mask"]
+
+    def body(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> Any:
+        return plain_attention(
+            query, key, value, attn_mask if mask is not None else None, dropout_p, **constant
+        )
+
+    inner = fx.Tracer().trace(body)
+    values = [given[name] for name in names[:5]]
+    holders = [each for each in inner.nodes if each.op == "placeholder"]
+    mapped: dict[fx.Node, Any] = dict(zip(holders, values))
+    with graph.inserting_before(node):
+        for each in inner.nodes:
+            if each.op not in ("placeholder", "output"):
+                mapped[each] = graph.node_copy(each, mapped.__getitem__)
+    result = inner.output_node().args[0]
+    node.replace_all_uses_with(mapped[result])
+    graph.erase_node(node)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` in its parts; (batch, heads, length, width)."""
+    if enable_gqa:
+        groups = query.size(-3) // key.size(-3)
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    factor = query.size(-1) ** -0.5 if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if is_causal:
+        hidden = torch.ones_like(scores, dtype=torch.bool).tril().logical_not()
+        scores = scores.masked_fill(hidden, float("-inf"))
+    if attn_mask is not None:
+        scores = scores + as_bias(attn_mask)
+    weights = torch.softmax(scores, -1)
+    return torch.matmul(torch.dropout(weights, dropout_p, True), value)
+
+
+@fx.wrap
+def as_bias(mask: torch.Tensor) -> torch.Tensor:
+    """An attention mask as what is added to the scores: a boolean one hides where it is false."""
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
+    return mask
