@@ -1,0 +1,294 @@
+"""What belongs to one sampler or to their registry; what belongs to all is in the conformance suite."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from redline.errors import MissingDependency, UsageError
+from redline.results import Status
+from redline.space import Space
+from redline.tuner.samplers import make_sampler, sampler_names
+from redline.tuner.samplers.conformance import (
+    boundless_space,
+    conditional_space,
+    failed,
+    finished,
+    ok,
+    plausible,
+    search,
+    small_space,
+    vast_space,
+    wide_space,
+)
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+PROPOSALS = """
+import json
+import optuna, scipy.optimize, scipy.sparse, scipy.stats, torch
+from redline.tuner.samplers import make_sampler, sampler_names
+from redline.tuner.samplers.conformance import finished, plausible, process_state, wide_space
+space = wide_space()
+trials = finished(space.sample(14, 9), plausible)
+proposals, changes = {}, {}
+for name in sampler_names():
+    options = {"epochs": 20} if name == "hebo" else {}
+    before = process_state()
+    sampler = make_sampler(name, space, 3, **options)
+    proposals[name] = [config.id for config in sampler.propose(trials, 2)]
+    after = process_state()
+    changes[name] = [what for what in before if before[what] != after[what]]
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """What every sampler does in a fresh process with another hash seed; none was imported before."""
+    pytest.importorskip("hebo")
+    program = "import torch\ntorch.set_num_threads(2)" + PROPOSALS + "print(json.dumps([proposals, changes]))"
+    proposals, changes = json.loads(python(program, PYTHONHASHSEED="4321"))
+    return {"proposals": proposals, "changes": changes}
+
+
+class TestRegistry:
+    def test_every_name_makes_a_sampler_of_that_name(self):
+        assert sampler_names() == ("random", "grid", "tpe", "gp", "hebo")
+        for name in ("random", "grid", "tpe", "gp"):
+            assert make_sampler(name, small_space(), 1).name == name
+
+    def test_an_unknown_name_is_answered_with_the_nearest(self):
+        with pytest.raises(UsageError, match="unknown sampler 'tpee'; did you mean 'tpe'"):
+            make_sampler("tpee", small_space())
+
+    def test_an_unknown_option_is_answered_with_the_nearest(self):
+        with pytest.raises(UsageError, match="option of the sampler 'tpe' 'start'; did you mean 'startup'"):
+            make_sampler("tpe", small_space(), start=3)
+        with pytest.raises(UsageError, match="unknown option of the sampler 'random'"):
+            make_sampler("random", small_space(), startup=3)
+
+    @pytest.mark.parametrize("startup", [1, 0, -4])
+    def test_too_few_trials_to_start_with_are_refused(self, startup):
+        with pytest.raises(UsageError, match=f"at least 2.*{startup}"):
+            make_sampler("tpe", small_space(), startup=startup)
+
+    def test_a_fresh_process_proposes_the_same_whatever_its_hash_seed(self, fresh):
+        here: dict[str, object] = {}
+        exec(PROPOSALS, here)
+        assert fresh["proposals"] == here["proposals"]
+        assert set(fresh["proposals"]) == set(sampler_names())
+
+    def test_importing_them_leaves_threads_warnings_and_generators_alone(self, fresh):
+        assert fresh["changes"] == {name: [] for name in sampler_names()}
+
+    def test_neither_hebo_nor_torch_is_imported_for_the_others(self):
+        code = """
+import sys
+from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.conformance import small_space
+make_sampler("random", small_space()).propose([], 2)
+print([name for name in ("hebo", "gpytorch", "sklearn") if name in sys.modules])
+"""
+        assert python(code).strip() == "[]"
+
+
+class TestRandom:
+    def test_every_configuration_is_as_likely(self):
+        space = small_space()
+        first = [make_sampler("random", space, seed).propose([])[0] for seed in range(900)]
+        counts = np.array([first.count(config) for config in space])
+        assert counts.sum() == 900
+        assert ((counts - 50) ** 2 / 50).sum() < 46  # chi-squared, 17 degrees of freedom: 99.98 %
+
+    def test_seeds_differ(self):
+        space = wide_space()
+        assert len({make_sampler("random", space, seed).propose([])[0] for seed in range(8)}) > 4
+
+
+class TestGrid:
+    def test_the_order_is_that_of_the_space(self):
+        space = conditional_space()
+        assert make_sampler("grid", space).propose([], 99) == list(space)
+        trials = finished(list(space)[1:3], plausible)
+        assert make_sampler("grid", space).propose(trials, 2) == [space.at(0), space.at(3)]
+
+    def test_a_vast_space_is_not_gone_through_for_its_first_configurations(self):
+        space = vast_space()
+        sampler = make_sampler("grid", space)
+        started = time.process_time()
+        assert sampler.propose([], 3) == [space.at(i) for i in range(3)]
+        assert time.process_time() - started < 1
+
+    def test_a_space_that_cannot_be_listed_is_refused(self):
+        with pytest.raises(UsageError, match="too large to be listed; fix some knobs"):
+            make_sampler("grid", boundless_space())
+
+
+class TestTPE:
+    def test_a_proposal_after_500_trials_takes_less_than_a_second(self):
+        space = vast_space()
+
+        def outcome(config):
+            return failed(Status.OOM) if config["k0"] > 11 else ok(1.0 + config["k1"] + config["k5"])
+
+        trials = finished(space.sample(500, 0), outcome)
+        sampler = make_sampler("tpe", space)
+        sampler.propose(trials[:20])
+        started = time.process_time()
+        sampler.propose(trials, 3)
+        assert (time.process_time() - started) / 3 < 1
+
+    def test_many_skipped_trials_do_not_drown_the_few_that_worked(self):
+        from redline.tuner.samplers.encoding import Encoding
+        from redline.tuner.samplers.observations import observe
+        from redline.tuner.samplers.tpe import _without_surplus_failures
+
+        space = wide_space()
+        configs = space.sample(100, 0)
+        trials = finished(configs, lambda c: ok(2.0) if c in configs[10:16] else failed(Status.SKIPPED))
+        seen = _without_surplus_failures(observe(Encoding(space), trials))
+        assert seen.ok.sum() == 6
+        assert seen.failed.sum() == 12
+        assert seen.pending.sum() == 82
+
+    def test_points_it_draws_are_valid_and_new_without_being_moved(self, monkeypatch):
+        from redline.tuner.samplers import tpe
+
+        asked = []
+        monkeypatch.setattr(tpe, "ask", lambda *args, ask=tpe.ask: asked.append(ask(*args)) or asked[-1])
+        space = wide_space()
+        sampler = make_sampler("tpe", space, 0)
+        trials = finished(space.sample(100, 1), plausible)
+        moved = 0
+        for seed in range(10):
+            sampler = make_sampler("tpe", space, seed)
+            (config,) = sampler.propose(trials)
+            moved += sampler._encoding.decode(asked[-1]) != config
+        assert moved <= 2
+
+
+class TestGP:
+    def test_the_best_candidate_is_taken_as_it_is(self, monkeypatch):
+        from redline.tuner.samplers import gp
+
+        asked = []
+        monkeypatch.setattr(gp, "ask", lambda *args, ask=gp.ask: asked.append(ask(*args)) or asked[-1])
+        space = conditional_space()
+        trials = finished(space.sample(10, 1), lambda c: ok(float(c["tp"] + 2 * c["checkpoint"])))
+        for seed in range(3):
+            sampler = make_sampler("gp", space, seed)
+            (config,) = sampler.propose(trials)
+            assert sampler._encoding.decode(asked[-1]) == config
+
+    def test_memory_of_successes_warns_of_the_wall(self):
+        space = Space()
+        space.choice("micro_batch", [1, 2, 4, 8, 16, 32, 64, 128])
+        space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1])
+
+        def outcome(config):
+            need = 60.0 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
+            memory = {"peak_memory_mib": need, "memory_limit_mib": 1000.0}
+            return ok(10.0 * config["micro_batch"] ** 0.8, **memory) if need < 1000 else failed(Status.OOM)
+
+        blind = [outcome(config) for config in space.sample(12, 3)]
+        trials = finished(space.sample(12, 3), outcome)
+        assert 3 <= sum(not each.ok for each in blind) <= 9
+        batch = [make_sampler("gp", space, seed).propose(trials, 4) for seed in range(2)]
+        fails = [not outcome(config).ok for configs in batch for config in configs]
+        chance = np.mean([not outcome(config).ok for config in space])
+        assert np.mean(fails) < chance
+
+
+class TestHEBO:
+    def test_without_it_the_error_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "hebo", None)
+        monkeypatch.setitem(sys.modules, "hebo.acquisitions.acq", None)
+        with pytest.raises(MissingDependency) as caught:
+            make_sampler("hebo", small_space())
+        assert "`pip install --no-deps HEBO==0.3.6`" in str(caught.value)
+        assert '`pip install "redline[hebo]"`' in str(caught.value)
+
+    def test_what_other_threads_print_meanwhile_is_kept(self, capsys):
+        from redline.tuner.samplers.hebo import _contained
+
+        with _contained(0):
+            print("noise")
+            other = threading.Thread(target=print, args=("progress",))
+            other.start()
+            other.join()
+        print("after")
+        assert capsys.readouterr().out == "progress\nafter\n"
+
+    def test_the_seed_of_the_process_is_put_back_when_it_fails(self):
+        from redline.tuner.samplers.hebo import _contained
+
+        state = np.random.get_state()[1].tolist()
+        with pytest.raises(KeyError), _contained(0):
+            np.random.rand(3)
+            raise KeyError
+        assert np.random.get_state()[1].tolist() == state
+
+    def test_another_default_dtype_does_not_matter(self):
+        pytest.importorskip("hebo")
+        import torch
+
+        space = wide_space()
+        trials = finished(space.sample(12, 0), plausible)
+        expected = make_sampler("hebo", space, epochs=5).propose(trials)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert make_sampler("hebo", space, epochs=5).propose(trials) == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def test_the_pareto_front_holds_what_no_other_beats(self):
+        from redline.tuner.samplers.hebo import pareto_front
+
+        values = np.array([[1.0, 5.0], [2.0, 2.0], [2.0, 3.0], [5.0, 1.0], [5.0, 1.0], [6.0, 6.0]])
+        assert sorted(values[pareto_front(values)].tolist()) == [[1.0, 5.0], [2.0, 2.0], [5.0, 1.0]]
+        random = np.random.default_rng(0).random((200, 3))
+        beaten = [(random <= row).all(axis=1).sum() > 1 for row in random]
+        assert sorted(pareto_front(random)) == np.flatnonzero(~np.array(beaten)).tolist()
+
+    def test_an_even_surrogate_is_told_of_failures(self):
+        from redline.tuner.samplers.encoding import Encoding
+        from redline.tuner.samplers.hebo import _costs
+        from redline.tuner.samplers.observations import observe
+
+        space = wide_space()
+        configs = space.sample(9, 0)
+        speed = dict(zip(configs, [8.0, 16.0, 32.0, 64.0, 128.0]))
+        trials = finished(configs, lambda c: ok(speed[c]) if c in speed else failed(Status.TIMEOUT))
+        cost = _costs(observe(Encoding(space), trials))
+        assert cost.shape == (9,)
+        assert np.allclose(cost[5:], cost[1])  # the lower quartile
+        assert cost[4] < cost[3] < cost[2] < cost[1] < cost[0]
+
+
+def test_a_learner_beats_chance_with_a_wall_in_the_way():
+    """The acceptance of `bench/samplers.py` in small: best of 14 trials, mean over seeds."""
+    space = wide_space()
+    fastest = max(plausible(config).throughput or 0 for config in space)
+
+    def reached(name: str) -> float:
+        best = []
+        for seed in range(6):
+            trials = search(make_sampler(name, space, seed), plausible, 14)
+            best.append(max(trial.measurement.throughput or 0 for trial in trials) / fastest)
+        return float(np.mean(best))
+
+    chance = reached("random")
+    assert reached("tpe") > chance
+    assert reached("gp") > chance
