@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import ScheduleError
+from .collectives import axis_of
 from .materialise import materialise
+from .pipeline import Pipeline
 from .primitives.sync import check_synced
 from .schedule import PHASES, Schedule, find_module
 
@@ -23,6 +25,8 @@ class Context:
     """Makes the optimizer; deferred work may put another in its place."""
     loss: Callable[..., torch.Tensor] | None = None
     """`loss(output, target)`, where the model itself computes none."""
+    pipeline: Pipeline | None = None
+    """This rank's part of the pipeline, where the model is cut into stages."""
 
 
 def build(
@@ -43,13 +47,14 @@ def build(
     Args:
         sch: the schedule, at its root.
         optimizer: called with the parameters, returns the optimizer; without it None is returned for one.
-        loss: `loss(output, target)`, for a model cut into pipeline stages.
+        loss: `loss(output, target)`, for a model cut into pipeline stages that returns no loss itself.
         device: where to train; default: where the weights are, or the CPU for a model on the meta device.
         seed: of the initial weights.
         init: `init(module)` sets a module's own tensors and returns true, where the module has no rule.
 
     Returns:
-        The module (in training mode as it was) and the optimizer.
+        The module (in training mode as it was) and the optimizer. A model cut into pipeline stages is this
+        rank's part of it, and runs by `module.pipeline.step(**batch)`.
 
     Raises:
         ScheduleError: not the root; built already; weights that nothing initialises.
@@ -70,6 +75,9 @@ def build(
 def prepare(sch: Schedule, context: Context, seed: int, init: Callable[[nn.Module], Any] | None) -> None:
     """The first half of `build`: checks, and weights on the device."""
     check_synced(sch)
+    axis = axis_of(sch.mesh, "pp")
+    if sch.tree.cuts and axis.size > 1:
+        context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
     materialise(sch.tree.module, context.device, seed, init)
     sch.tree.built = True
 
@@ -83,12 +91,19 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
         due = [each for each in sch.tree.deferred if each.phase == phase]
         for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
             at = Schedule(sch.tree, each.path)
+            if context.pipeline is not None and context.pipeline.absent(each.path):
+                continue
             each.apply(at, at.module, context, **each.arguments)
     for (path, name), values in sch.tree.annotations.items():
         tensor = getattr(find_module(sch.tree.module, path), name)
+        if tensor is None:
+            # It lives on another rank of the pipeline.
+            continue
         for key, value in values.items():
             setattr(tensor, key, value)
     module = sch.tree.module
+    if context.pipeline is not None:
+        context.pipeline.start()
     params = list(module.parameters())
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 

@@ -42,6 +42,9 @@ def axis_of(mesh: Any, name: str) -> Axis | None:
 
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis, without gradient."""
+    if tensor.is_meta:
+        # Shapes are all that is asked for.
+        return torch.empty_like(tensor)
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=axis.group)
     return out
@@ -51,7 +54,8 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """The ranks' tensors joined along a dimension in the order of ranks, without gradient."""
     piece = tensor.detach().movedim(dim, 0).contiguous()
     joined = piece.new_empty(piece.shape[0] * axis.size, *piece.shape[1:])
-    _all_gather(joined, piece, group=axis.group)
+    if not piece.is_meta:
+        _all_gather(joined, piece, group=axis.group)
     return joined.movedim(0, dim).contiguous()
 
 
@@ -59,7 +63,8 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """This rank's piece along a dimension of the sum over the axis, without gradient."""
     sums = tensor.detach().movedim(dim, 0).contiguous()
     piece = sums.new_empty(sums.shape[0] // axis.size, *sums.shape[1:])
-    _reduce_scatter(piece, sums, group=axis.group)
+    if not sums.is_meta:
+        _reduce_scatter(piece, sums, group=axis.group)
     return piece.movedim(0, dim).contiguous()
 
 

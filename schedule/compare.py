@@ -67,12 +67,20 @@ def run(
     torch.manual_seed(0)
     if axis is not None:
         args, kwargs = tree_map(lambda value: _share(value, axis), (args, kwargs))
+    pipeline = model.__dict__.get("pipeline")
     with _mode(model, training), _no_dropout(model):
         model.zero_grad()
-        output = model(*args, **kwargs)
-        value = scalar(output, loss, (args, kwargs), axis, batch)
-        value.backward()
-    out.outputs = [_joined(each, axis) for each in floats(output)]
+        if pipeline is not None:
+            value = pipeline.step(*args, **kwargs)
+            parts = [floats(each) for each in pipeline.outputs]
+            # Only the last stage has outputs; per micro-batch, those without a batch are its mean.
+            found = [torch.cat(p) if p[0].dim() else torch.stack(p).mean() for p in zip(*parts)]
+        else:
+            output = model(*args, **kwargs)
+            value = scalar(output, loss, (args, kwargs), axis, batch)
+            value.backward()
+            found = floats(output)
+    out.outputs = [_joined(each, axis) for each in found]
     out.loss = _mean(value.detach(), axis)
     for name, param in named(model):
         grad = None if param.grad is None else whole(*owner(model, name), param.grad)
@@ -89,7 +97,7 @@ def run(
 
 def compare(expected: Run, found: Run, limit: float) -> Mismatch | None:
     """The gravest departure of outputs, else of the loss, else of gradients, else of stepped parameters."""
-    if len(expected.outputs) != len(found.outputs):
+    if found.outputs and len(expected.outputs) != len(found.outputs):
         detail = f"number {len(found.outputs)}, not {len(expected.outputs)}"
         return Mismatch("outputs", float("inf"), detail)
     outputs = {f"output {i}": pair for i, pair in enumerate(zip(expected.outputs, found.outputs))}
@@ -137,6 +145,10 @@ def localise(
         mine = scheduled_record.get(path)
         if mine is None or any(layer.alters for layer in layers_of(find_module(models[1], path))):
             continue
+        if "pipeline" in models[1].__dict__ and value.dim() and mine.shape[1:] == value.shape[1:]:
+            # The first micro-batch of this rank's share of the batch.
+            start = axis.rank * value.shape[0] // axis.size if axis is not None else 0
+            value = value[start : start + mine.shape[0]]
         if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
             value = value.chunk(axis.size)[axis.rank]
         if mine.shape != value.shape:

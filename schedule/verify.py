@@ -68,7 +68,8 @@ def _check(
     limit = tolerance if tolerance is not None else _default_tolerance(after)
     pair = []
     for sch in (before, after):
-        context = Context(device=device, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), loss=loss)
+        whole_loss = None if loss is None else lambda output, target: loss(output)
+        context = Context(device=device, optimizer=_sgd, loss=whole_loss)
         prepare(sch, context, seed=0, init=None)
         pair.append((sch, context))
     _same_weights(before.module, after.module)
@@ -82,6 +83,10 @@ def _check(
         mismatch = compare(expected, found, limit)
         if _anywhere(mismatch is not None, after.mesh, device):
             _report(mismatch, [m for m, _ in models], inputs, loss, training, device, axis, limit)
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
 
 
 def _report(

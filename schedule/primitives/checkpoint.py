@@ -1,6 +1,5 @@
 """checkpoint: recompute a module's activations in the backward pass instead of keeping them."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ...errors import ScheduleError
+from ..caches import without_cache
 from ..forward import Layer, add_layer
 from ..registry import register_primitive
 from ..schedule import Schedule
@@ -60,7 +60,7 @@ class Checkpointed(Layer):
     ) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        args, kwargs = _without_cache(args, kwargs)
+        args, kwargs = without_cache(args, kwargs)
         return torch_checkpoint(inner, *args, use_reentrant=False, **_options(self.policy), **kwargs)
 
 
@@ -83,13 +83,3 @@ def _check_policy(policy: Any) -> None:
         "checkpoint: policy must be None, a function or a list of operator overloads such as "
         f"torch.ops.aten.mm.default, but got {policy!r}"
     )
-
-
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A key-value cache would be written a second time when the module is recomputed; training needs none.
-    cache_utils = sys.modules.get("transformers.cache_utils")
-    if cache_utils is None:
-        return args, kwargs
-    args = tuple(None if isinstance(each, cache_utils.Cache) else each for each in args)
-    kwargs = {key: None if isinstance(value, cache_utils.Cache) else value for key, value in kwargs.items()}
-    return args, kwargs

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import axis_of
+from ..collectives import Axis, axis_of
 from ..registry import register_primitive
 from ..schedule import Schedule
 
@@ -50,6 +51,9 @@ def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None) -> None:
 
 def _apply(sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: str | None) -> None:
     axis = axis_of(sch.mesh, "dp")
+    if context.pipeline is not None:
+        _replicate_stages(sch, module, context, axis, zero)
+        return
     if zero <= 1:
         from torch.distributed._composable.replicate import replicate
 
@@ -64,6 +68,27 @@ def _apply(sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: st
     chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
     for each in [*chosen, module]:
         fully_shard(each, mesh=mesh, reshard_after_forward=zero == 3)
+
+
+def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis, zero: int) -> None:
+    """Data parallelism around a pipeline: a stage's forward ends early, and hooks on the root do not run."""
+    if zero >= 2:
+        from torch.distributed.fsdp import fully_shard
+
+        for unit in context.pipeline.units:
+            if not context.pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
+                fully_shard(unit.module, mesh=sch.mesh["dp"], reshard_after_forward=zero == 3)
+        return
+
+    def average() -> None:
+        for param in module.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, group=axis.group)
+                param.grad.div_(axis.size)
+
+    context.pipeline.after_step.append(average)
+    if zero == 1 and context.optimizer is not None:
+        context.optimizer = _redundancy_free(context.optimizer, axis.group)
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,53 @@
+"""cut_pipeline_stage: a stage of the pipeline ends behind a module."""
+
+from ...errors import ScheduleError
+from ..collectives import axis_of
+from ..partition import check_divided
+from ..registry import register_primitive
+from ..schedule import Schedule, find_module, places
+
+
+@register_primitive
+def cut_pipeline_stage(sch: Schedule) -> None:
+    """Ends a pipeline stage behind this module; what the model registers after it belongs to the next.
+
+    `build` then returns this rank's part of the model with `model.pipeline`, whose `step(**batch)` runs
+    forward and backward in micro-batches. The module may return tuples or mappings; every stage is given the
+    same batch, so masks and positions need not cross. Weights tied across stages stay equal.
+
+    Raises:
+        ScheduleError: the root; no `pp` axis; cut already, or above or below another cut; inside of a module
+            that occurs several times, or of one that runs as a whole (checkpoint, compile, trace).
+
+    Source: https://pytorch.org/docs/stable/distributed.pipelining.html
+    """
+    label = f"cut_pipeline_stage on '{sch.name}'"
+    root = sch.tree.module
+    if not sch.path:
+        raise ScheduleError(f"{label}: a stage ends behind a module below the root")
+    if axis_of(sch.mesh, "pp") is None:
+        raise ScheduleError(
+            f"{label}: the mesh must have an axis named pp; pass create_schedule(model, mesh=...)"
+        )
+    for cut in sch.tree.cuts:
+        if cut == sch.path:
+            raise ScheduleError(f"{label}: the pipeline is cut here once, and it already is")
+        if cut.startswith(sch.path + ".") or sch.path.startswith(cut + "."):
+            raise ScheduleError(
+                f"{label}: a cut must not lie inside of a module behind which is another: '{cut}'"
+            )
+    parts = sch.path.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        where = places(root, find_module(root, path))
+        if len(where) > 1:
+            others = ", ".join(other for _, _, other in where if other != path)
+            raise ScheduleError(
+                f"{label}: a cut must not lie in a module that occurs several times, but '{path}' is "
+                f"also {others}"
+            )
+    for depth in range(len(parts)):
+        path = ".".join(parts[:depth])
+        check_divided(sch.tree, find_module(root, path), path)
+    order = {path: i for i, (path, _) in enumerate(root.named_modules())}
+    sch.tree.cuts = sorted([*sch.tree.cuts, sch.path], key=order.__getitem__)

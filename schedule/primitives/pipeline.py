@@ -1,0 +1,33 @@
+"""pipeline: how the micro-batches of a batch run through the stages."""
+
+from ...errors import ScheduleError, unknown
+from ..pipeline import SCHEDULES
+from ..registry import register_primitive
+from ..schedule import Schedule
+
+
+@register_primitive
+def pipeline(sch: Schedule, schedule: str = "1f1b", micro_batches: int | None = None) -> None:
+    """Says how a batch runs through the stages that `cut_pipeline_stage` makes.
+
+    Args:
+        schedule: `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as possible, so that
+            fewer activations live; `interleaved`: 1F1B with several stages a rank. Default without this
+            call: `1f1b` with one stage a rank, `interleaved` with more.
+        micro_batches: into how many parts a batch is divided; default: the number of stages.
+
+    Raises:
+        ScheduleError: not the root; unknown schedule; a number below 1; called before.
+
+    Source: https://pytorch.org/docs/stable/distributed.pipelining.html
+    """
+    label = f"pipeline on '{sch.name}'"
+    if sch.path:
+        raise ScheduleError(f"{label}: there is one pipeline, so call it on the root's schedule")
+    if schedule not in SCHEDULES:
+        raise ScheduleError(f"{label}: {unknown('schedule', schedule, SCHEDULES)}")
+    if micro_batches is not None and (isinstance(micro_batches, bool) or micro_batches < 1):
+        raise ScheduleError(f"{label}: micro_batches must be at least 1, but got {micro_batches!r}")
+    if sch.tree.pipeline is not None:
+        raise ScheduleError(f"{label}: it is set once, and it already is")
+    sch.tree.pipeline = (schedule, micro_batches)

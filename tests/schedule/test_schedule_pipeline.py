@@ -1,0 +1,333 @@
+"""Pipelines on real ranks: values, gradients, training steps, ties, refusals."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from redline.errors import ScheduleError
+from redline.schedule import build, create_schedule, full_state_dict, verify
+from torch import nn
+
+spec = importlib.util.spec_from_file_location(
+    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
+)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+FAMILIES = ["gpt2", "bert", "llama"]
+
+
+def mesh(**axes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
+
+
+def check_transformer(make, name, axes, cuts, layers=2, kind=None, micro_batches=None, zero=None):
+    device = torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1)).to(device)
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    sch = create_schedule(make(name, layers=layers), mesh(**axes))
+    with verify(sch, batch, device=device):
+        if "tp" in axes:
+            example.tensor_parallel(sch, name, sequence_parallel=True)
+        blocks = sch.select(example.NAMES[name].blocks)
+        for index in cuts:
+            blocks[index].cut_pipeline_stage()
+        for block in blocks[::2]:
+            block.checkpoint()
+        if kind is not None:
+            sch.pipeline(kind, micro_batches)
+        if zero is not None:
+            sch.shard_data(zero=zero)
+    model, optimizer = build(sch, optimizer=adamw, device=device)
+    plain, reference = build(create_schedule(make(name, layers=layers)), optimizer=adamw, device=device)
+    share = tokens
+    if "dp" in axes:
+        share = tokens.chunk(axes["dp"])[sch.mesh.get_local_rank("dp")]
+    for _ in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss = model.pipeline.step(input_ids=share, labels=share, use_cache=False)
+        expected = plain(**batch).loss
+        expected.backward()
+        if "dp" not in axes:
+            # The same in float32: the mean over equal micro-batches is that over the batch.
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        optimizer.step()
+        reference.step()
+    whole, mine = plain.state_dict(), full_state_dict(model)
+    for key, value in mine.items():
+        # As argued in test_schedule_parallel: rounding carried through three steps of AdamW.
+        assert (value - whole[key]).abs().max() <= 2e-6, key
+    return list(mine), list(whole)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_stages_train_as_one_process(two, make_transformer, name):
+    (first, names), (last, _) = two.run(check_transformer, make_transformer, name, {"pp": 2}, [0])
+    # Each rank holds its part under the original names; a weight tied across the cut is on both.
+    assert set(first) | set(last) == set(names)
+    shared = {"gpt2": ["lm_head.weight", "transformer.wte.weight"], "llama": []}.get(name)
+    if shared is not None:
+        assert len(first) + len(last) == len(names)
+
+
+@pytest.mark.parametrize(("kind", "cuts"), [("gpipe", [1]), ("interleaved", [0, 1, 2])])
+def test_the_other_schedules_train_alike(two, make_transformer, kind, cuts):
+    two.run(check_transformer, make_transformer, "gpt2", {"pp": 2}, cuts, 4, kind, 4)
+
+
+def test_pipeline_tensor_and_sequence_parallel_together(four, make_transformer):
+    four.run(check_transformer, make_transformer, "llama", {"pp": 2, "tp": 2}, [0])
+
+
+def test_pipeline_and_data_parallel_together(four, make_transformer):
+    four.run(check_transformer, make_transformer, "gpt2", {"pp": 2, "dp": 2}, [0], 2, None, None, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_pipeline_with_every_stage_of_zero(four, make_transformer, name, zero):
+    four.run(check_transformer, make_transformer, name, {"pp": 2, "dp": 2}, [0], 2, None, None, zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_stages(four, make_transformer, name):
+    four.run(check_transformer, make_transformer, name, {"pp": 4}, [0, 1, 2], 4, "1f1b", 8)
+
+
+class Layer(nn.Module):
+    """Takes and returns several things, by position, by keyword, in tuples and mappings."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, *, state, scale):
+        y = torch.relu(self.fc(x)) * scale
+        return {"x": y, "extra": (state + y, "label", 3)}
+
+
+class Tuples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.drop = nn.Dropout(0.0)
+        self.leave = nn.Linear(8, 2)
+
+    def forward(self, x, scale=2.0):
+        half = x.mean(-1, keepdim=True)
+        y = self.enter(x)
+        state = y * 0
+        for layer in self.layers:
+            out = layer(y, state=state, scale=scale)
+            y, (state, label, number) = out["x"], out["extra"]
+            assert label == "label" and number == 3
+        return self.leave(self.drop(y + state + half))
+
+
+def check_tuples():
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    sch = create_schedule(Tuples(), mesh(pp=2))
+    with verify(sch, {"x": x}, loss=lambda out: out.pow(2).mean()):
+        sch["layers.1"].cut_pipeline_stage()
+        sch.pipeline("gpipe", 3)
+    plain = sch.copy().module
+    model, _ = build(sch, loss=lambda out, target: (out - target).pow(2).mean())
+    target = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    # Gradients of two batches add up.
+    for part in (x, x * 2):
+        loss = model.pipeline.step(part, target=target)
+        expected = (plain(part) - target).pow(2).mean()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, gradients[name])
+    # Another batch size means other shapes.
+    assert torch.isfinite(model.pipeline.step(x[:3], target=target[:3]))
+    with pytest.raises(ScheduleError, match="3 micro-batches must divide the batch, but it has 4"):
+        model.pipeline.step(x[:4], target=target[:4])
+    with pytest.raises(ScheduleError, match=r"pipeline\.step"):
+        model(x)
+    if dist.get_rank() == 1:
+        # Both sides raise, or neither would know: the last stage alone has the loss.
+        return model.pipeline.outputs[-1].shape
+    return None
+
+
+def test_tuples_mappings_and_keywords_cross_the_cut(two):
+    assert two.run(check_tuples)[1] == (1, 2)
+
+
+class Bypass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.b(torch.relu(first))
+        return second + self.after(first)
+
+    def after(self, first):
+        return first
+
+
+class Early(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, 4)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        skipped = self.enter(x)
+        return self.b(self.a(x)) + skipped
+
+
+class Backwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(self.b(x))
+
+
+def check_values():
+    def run(model):
+        torch.manual_seed(0)
+        sch = create_schedule(model, mesh(pp=2))
+        sch["a"].cut_pipeline_stage()
+        built, _ = build(sch, loss=lambda out, target: out.sum())
+        try:
+            built.pipeline.step(torch.randn(4, 4))
+        except (ScheduleError, RuntimeError) as error:
+            return f"{error} {error.__cause__}"
+        return "ran"
+
+    return run(Bypass())
+
+
+def test_what_the_cut_returns_may_be_used_several_times(two):
+    assert two.run(check_values) == ["ran", "ran"]
+
+
+def check_order(kind):
+    """Both ranks find out by themselves, before they wait for each other."""
+    sch = create_schedule(kind(), mesh(pp=2))
+    sch["a"].cut_pipeline_stage()
+    built, _ = build(sch, loss=lambda out, target: out.sum())
+    board, units = built.pipeline.board, built.pipeline.units
+    x = torch.randn(4, 4)
+    if kind is Backwards:
+        if dist.get_rank() == 1:
+            return "stage 1"
+        board.stage = 0
+        with pytest.raises(ScheduleError, match=r"'b' belongs to pipeline stage 1 .* called in stage 0"):
+            built(x)
+        return "refused"
+    if dist.get_rank() == 0:
+        return [unit.path for unit in units]
+    # The stage behind the cut, given what stage 0 would send.
+    built.pipeline._prepare({"x": x}, 4)
+    stage = built.pipeline.schedule._stage.submod
+    with pytest.raises(ScheduleError, match=r"uses a value from before its cut"):
+        stage(torch.randn(2, 4), x=x[:2])
+    return "refused"
+
+
+def test_values_that_by_pass_the_cut_are_noticed(two):
+    assert two.run(check_order, Early) == [["enter", "a", "b"], "refused"]
+
+
+def test_modules_called_out_of_order_are_noticed(two):
+    assert two.run(check_order, Backwards) == ["refused", "stage 1"]
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.inner(x) + self.shift
+
+
+def check_refusals(make):
+    axis = mesh(pp=2)
+
+    def refused(sch, why, call):
+        before = (list(sch.tree.cuts), str(sch), sch.tree.pipeline)
+        with pytest.raises(ScheduleError, match=why):
+            call(sch)
+        assert before == (sch.tree.cuts, str(sch), sch.tree.pipeline)
+
+    def gpt2():
+        return create_schedule(make("gpt2", layers=4), axis)
+
+    refused(gpt2(), "below the root", lambda s: s.cut_pipeline_stage())
+    sch = gpt2()
+    sch["transformer.h.1"].cut_pipeline_stage()
+    refused(sch, "once, and it already is|already is", lambda s: s["transformer.h.1"].cut_pipeline_stage())
+    refused(sch, "inside of a module behind which", lambda s: s["transformer"].cut_pipeline_stage())
+    refused(sch, "inside of a module behind which", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
+    sch["transformer.h.0"].cut_pipeline_stage()
+    assert sch.tree.cuts == ["transformer.h.0", "transformer.h.1"]
+    refused(sch, r"must divide the number of stages, but there are 3 \(2 cuts\)", build)
+
+    shared = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    refused(
+        create_schedule(nn.Sequential(shared, nn.Linear(4, 4), shared), axis),
+        "occurs several times, but '0' is also 2",
+        lambda s: s["0.0"].cut_pipeline_stage(),
+    )
+    sch = gpt2()
+    sch["transformer.h.1"].checkpoint()
+    refused(sch, "'transformer.h.1' has checkpoint", lambda s: s["transformer.h.1.mlp"].cut_pipeline_stage())
+    sch = gpt2()
+    sch["transformer.h.1"].cut_pipeline_stage()
+    sch["transformer"].compile()
+    refused(sch, "'transformer' has compile; apply it to the modules below", build)
+    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())), axis)
+    sch["1"].trace()
+    refused(sch, "traced or fused, but '1' is", lambda s: s["1.0"].cut_pipeline_stage())
+    refused(
+        create_schedule(Holding(), axis), "must hold no parameter itself, but holds shift",
+        lambda s: s["inner.0"].cut_pipeline_stage(),
+    )  # fmt: skip
+    refused(gpt2(), "did you mean 'gpipe'", lambda s: s.pipeline("gpip"))
+    refused(gpt2(), "at least 1, but got 0", lambda s: s.pipeline("gpipe", 0))
+    refused(gpt2(), "on the root", lambda s: s["lm_head"].pipeline())
+    refused(gpt2().pipeline(), "once", lambda s: s.pipeline("gpipe"))
+    refused(
+        create_schedule(make("gpt2"), mesh(dp=2)),
+        "axis named pp",
+        lambda s: s["lm_head"].cut_pipeline_stage(),
+    )
+    for cuts, kind, count, why in [
+        ([0], "1f1b", 1, "as many micro-batches as ranks, 2, or more, but got 1"),
+        ([0, 1, 2], "gpipe", 4, "takes one stage a rank, but there are 4; use 'interleaved'"),
+        ([0, 1, 2], "interleaved", 3, "2 ranks must divide the micro-batches, but got 3"),
+    ]:
+        sch = gpt2().pipeline(kind, count)
+        for index in cuts:
+            sch[f"transformer.h.{index}"].cut_pipeline_stage()
+        refused(sch, why, build)
+
+
+def test_cuts_that_cannot_be_are_refused_and_leave_the_schedule_as_it_was(two, make_transformer):
+    two.run(check_refusals, make_transformer)
