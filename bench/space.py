@@ -5,8 +5,8 @@
 Each row is one fresh process: declare the space, find every valid configuration, report the seconds from the
 first declaration to the last configuration and the peak resident memory of the process. `redline, valid set`
 stops at the indexed table that the search works on; `redline, list` also makes a Config of every row, which
-compares with the dictionaries that python-constraint2 returns. python-constraint2 is run with Python
-functions and with its own constraint classes; its string constraints evaluate text as Python and are left out.
+compares with the dictionaries that python-constraint2 returns. python-constraint2 is run with functions and
+with its own constraint classes; its string constraints evaluate text as Python and are left out.
 
 Goals: 10^6 combinations with three constraints in under 1 s, 10^9 with product constraints in under 3 s,
 neither above 1 GiB.

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 from ..errors import SpaceError, unknown
@@ -67,10 +69,10 @@ class Config(Mapping[str, Value]):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Config) and self._places is other._places:
-            return self._row == other._row and all(map(_same_type, self._row, other._row))
+            return self._row == other._row  # of one space, where a knob's values are of one type
         if isinstance(other, Mapping):
             return self._places.keys() == other.keys() and all(
-                _same_type(value, other[name]) and value == other[name] for name, value in self.items()
+                type(value) is type(other[name]) and value == other[name] for name, value in self.items()
             )
         return NotImplemented
 
@@ -103,19 +105,13 @@ _set_row = Config._row.__set__
 
 def configs(names: Iterable[str], rows: Iterable[tuple[Value, ...]]) -> list[Config]:
     """A configuration for every row of plain values, one a name."""
-    places = {name: at for at, name in enumerate(names)}
-    out = []
-    for row in rows:
-        config = object.__new__(Config)
-        _set_row(config, row)
-        _set_places(config, places)
-        out.append(config)
+    rows = list(rows)
+    out = list(map(object.__new__, repeat(Config, len(rows))))
+    # Loops in C: this is most of the time that listing a space takes.
+    deque(map(_set_row, out, rows), maxlen=0)
+    deque(map(_set_places, out, repeat({name: at for at, name in enumerate(names)})), maxlen=0)
     return out
 
 
 def _restore(names: tuple[str, ...], row: tuple[Value, ...]) -> Config:
     return configs(names, [row])[0]
-
-
-def _same_type(a: object, b: object) -> bool:
-    return type(a) is type(b)

@@ -45,7 +45,9 @@ def write_dict(space: "Space", *, describe_callables: bool) -> dict[str, Any]:
     """See `Space.to_dict`."""
 
     def text(rule: Rule, what: str, *, condition: bool = True) -> Any:
-        same = rule if isinstance(rule, Expression) else as_expression(space.by_name, rule)
+        if isinstance(rule, Expression):
+            return rule.text
+        same = as_expression(space.by_name, rule)
         if same is not None and (same.kind == FLAG or not condition):
             return same.text
         if describe_callables:

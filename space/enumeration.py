@@ -24,7 +24,7 @@ from .values import Value
 
 MAX_ROWS = 5_000_000
 """Most rows of a table, while it is built and at the end."""
-MAX_PAIRS = 1_000_000_000
+MAX_PAIRS = 300_000_000
 """Most pairs of row and value looked at for one component."""
 _CHUNK = 1 << 19  # pairs looked at in one go: bounds the memory
 _DENSE = 1 << 22  # below this many combinations, mark which occur instead of sorting them

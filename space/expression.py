@@ -298,7 +298,7 @@ class Membership(Expression):
         if isinstance(values, str | Expression):
             raise SpaceError(f"isin takes a list of values, but got {values!r}")
         try:
-            given = list(values)
+            given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
         except TypeError:
             raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
         if not given:

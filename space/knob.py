@@ -142,6 +142,8 @@ class Knob(Expression):
         return outward(values.min(), values.max())
 
     def _plain(self, values: Any, what: str) -> list[Value]:
+        if isinstance(values, set | frozenset):
+            raise SpaceError(f"{self._what}: {what} must be a list, which has an order, but got a set")
         if (
             isinstance(values, str | bytes)
             or not hasattr(values, "__iter__")

@@ -45,8 +45,6 @@ class Space:
     Whatever cannot be meant is refused where it is declared, and leaves the space as it was.
     """
 
-    __hash__ = object.__hash__
-
     def __init__(self) -> None:
         self._chosen: dict[str, Knob] = {}
         self._derived: dict[str, DerivedKnob] = {}
@@ -199,7 +197,7 @@ class Space:
         try:
             with self._change(f"no configuration is left with '{name}' set to {_listed(values)}"):
                 knob.set_values(values)
-        except SpaceError:
+        except BaseException:
             knob.__dict__.update(before)
             raise
 
@@ -242,7 +240,7 @@ class Space:
             raise SpaceError(
                 f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})"
             )
-        if name not in self._all:
+        if not isinstance(name, str) or name not in self._all:
             raise SpaceError(unknown("knob", name, self._all))
         return self._all[name]
 
@@ -427,6 +425,9 @@ class Space:
         derived, constraints = len(self._derived), len(self._constraints)
         return f"Space({', '.join(self._chosen)}; {derived} derived, {constraints} constraints)"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_valid": None}  # is found again where it is needed
+
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _set(self) -> ValidSet:
@@ -490,7 +491,7 @@ class Space:
                 self._valid = valid
                 if isinstance(found, Config):
                     self._witness = {name: value for name, value in found.items() if name in self._chosen}
-        except SpaceError:
+        except BaseException:
             self._chosen, self._derived, self._all, self._constraints = before
             self._valid = None
             raise

@@ -71,7 +71,6 @@ class Structure:
         """The first rule that fails whatever is chosen, because it depends on constants alone."""
         self._settle()
         self.checks = tuple(self._checks()) if self.contradiction is None else ()
-        # (a part of a condition may turn out to be a contradiction, too)
         self.components = self._components() if self.contradiction is None else ()
 
     # -- dependencies ----------------------------------------------------------------------------------------
@@ -182,11 +181,7 @@ class Structure:
                 return False
             if node.operator.family != "arithmetic":
                 return True
-            if node.operator.sign in ("/", "//", "%", "**"):
-                low, high = node.arguments[1].bounds(interval)
-                if not (low > 0 or (high < 0 and node.operator.sign != "**")):
-                    return False
-            low, high = node.bounds(interval)
+            low, high = node.bounds(interval)  # infinite where it divides by zero
             return bool(low > -_SAFE and high < _SAFE)
 
         with np.errstate(all="ignore"):

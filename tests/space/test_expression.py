@@ -204,7 +204,8 @@ def test_integers_never_wrap(knobs):
 
 def test_a_power_is_bounded_in_time_and_size(knobs):
     tp, *_ = knobs
-    assert (tp ** (tp**9) ** 9).evaluate({"tp": 8}) is None
+    assert (tp ** (tp**20)).evaluate({"tp": 8}) is None
+    assert (tp ** (tp**20)).evaluate({"tp": np.array([8, 1])}).tolist() == [None, 1]
     assert (2.5 ** (tp * 10**6)).evaluate({"tp": 8}) is None
     assert ((tp - 3) ** 0.5).evaluate({"tp": 1}) is None
     assert (tp ** (0 - tp)).evaluate({"tp": 2}) is None
@@ -214,6 +215,17 @@ def test_integers_and_floats_compare_alike_everywhere(knobs):
     tp, *_ = knobs
     condition = tp * (2**53 + 1) == 2.0**53
     assert condition.evaluate({"tp": 1}) is bool(condition.evaluate({"tp": np.array([1])})[0])
+
+
+def test_bounds_hold_the_rounded_quotient_of_floats():
+    space = Space()
+    x = space.choice("x", [1.0, 2.0])
+    step = space.choice("step", [0.1, 0.2])
+    assert (x // step).evaluate({"x": 1.0, "step": 0.1}) == 9.0  # although 1.0 / 0.1 is 10.0
+    low, high = (x // 0.1).bounds(lambda name: (1.0, 1.0))
+    assert low <= 9.0 <= high
+    space.require(x // step == 9)
+    assert [dict(config) for config in space] == [{"x": 1.0, "step": 0.1}, {"x": 2.0, "step": 0.2}]
 
 
 def test_evaluating_needs_every_knob(knobs):

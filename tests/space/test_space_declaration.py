@@ -1,11 +1,14 @@
 """What cannot be meant is refused where it is declared, and leaves the space as it was."""
 
 import copy
+import doctest
+import functools
 import pickle
 
 import numpy as np
 import pytest
 import redline as rl
+import redline.space.space
 from redline.errors import SpaceError
 from redline.space import Space, maximum
 
@@ -102,6 +105,7 @@ def test_numpy_arrays_ranges_and_generators_list_values():
         ("has no values", lambda s: s.choice("x", [])),
         ("must be a list, but got 'ab'", lambda s: s.choice("x", "ab")),
         ("must be a list, but got 3", lambda s: s.choice("x", 3)),
+        ("must be a list, which has an order, but got a set", lambda s: s.choice("x", {1, 2})),
         ("mixes kinds: 1 .an integer. and 'a' .text.", lambda s: s.choice("x", [1, "a"])),
         ("mixes kinds: True .a flag. and 2 .an integer.", lambda s: s.choice("x", [True, 2])),
         ("mixes kinds", lambda s: s.choice("x", [1, None])),
@@ -401,6 +405,29 @@ def test_a_space_pickles_unless_it_holds_lambdas(space):
     assert list(again) == list(space) and again.to_dict() == space.to_dict()
 
 
+def test_an_interrupted_change_is_undone(space):
+    def interrupted(tp):
+        raise KeyboardInterrupt
+
+    before = space.to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        space.require(interrupted)
+    assert space.to_dict() == before and len(space) == 24
+
+
+def test_rules_may_be_any_callable(space):
+    class Fits:
+        def __call__(self, tp, pp):
+            return tp * pp <= 8
+
+    space.require(Fits())
+    space.require(functools.partial(lambda tp, limit: tp <= limit, limit=4))
+    assert max(config["tp"] for config in space) == 4
+    refused_text = "the parameters of <built-in function max> cannot be read"
+    with pytest.raises(SpaceError, match=refused_text):
+        space.require(max)
+
+
 def test_overflow_has_no_value():
     space = Space()
     a = space.choice("a", [1, 2**40])
@@ -423,3 +450,8 @@ def test_the_empty_space_holds_the_empty_configuration():
     space = Space()
     assert len(space) == 1 and list(space) == [{}] and space.default() == {} and space.sample(3) == [{}]
     assert space.columns() == {} and {} in space and space.index({}) == 0
+
+
+def test_the_example_in_the_docstring_of_space_is_true():
+    assert doctest.testmod(redline.space.space).failed == 0
+    assert doctest.testmod(redline.space.space).attempted >= 5

@@ -267,13 +267,24 @@ def models(draw, callables=True):
     return model
 
 
-EXAMPLES = int(__import__("os").environ.get("EX", "60"))
-FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=EXAMPLES)
+FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
 
 
 @FUZZ
 @given(models())
 def test_enumeration_is_what_trying_every_combination_finds(model):
+    check_enumeration(model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(FUZZ, max_examples=3000)
+@given(models())
+def test_enumeration_is_what_trying_every_combination_finds_at_length(model):
+    check_enumeration(model)
+
+
+def check_enumeration(model):
     expected = model.configurations()
     space = model.space
     assert sorted(map(repr, space)) == sorted(map(repr, expected))

@@ -180,6 +180,13 @@ def test_default_is_the_valid_configuration_nearest_to_the_defaults():
     assert space.default() == {"tp": 8, "pp": 2, "precision": "bf16"}
 
 
+def test_one_large_change_is_nearer_than_two_small_ones():
+    space = Space()
+    a, b, c = (space.integer(name, 1, 10) for name in "abc")
+    space.require(((a == 2) & (b == 2)) | (c == 10) | ((c == 7) & (a == 1)))
+    assert space.default() == {"a": 1, "b": 1, "c": 7}
+
+
 def test_index_needs_a_member(space):
     with pytest.raises(SpaceError, match=r"not in the space: .*violates `tp \* pp <= 8`"):
         space.index({"tp": 8, "pp": 4, "ratio": 0, "precision": "fp32", "fusion": False, "dp": 0})
@@ -314,6 +321,42 @@ def test_derived_knobs_that_always_have_a_value_do_not_bind_components_together(
     space.derive("total", sum(knobs))
     assert space.size == 100**8
     assert space.at(0)["total"] == 8
+
+
+def test_products_may_be_zero_and_factors_negative():
+    space = Space()
+    names = [space.choice(name, [-2, -1, 0, 1, 2, 4, 6]) for name in "abc"]
+    a, b, c = names
+    space.require(a * b * c == 0)
+    space.require((4 - a) * (b + c) == 8 - a * c)
+    expected = [
+        (x, y, z)
+        for x in a.values
+        for y in a.values
+        for z in a.values
+        if x * y * z == 0 and (4 - x) * (y + z) == 8 - x * z
+    ]
+    assert expected and [tuple(config.values()) for config in space] == expected
+
+
+def test_rules_do_not_apply_to_rows_whose_conditional_knob_is_absent_while_others_are_joined():
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4])
+    depth = space.choice("depth", [5, 6], when=tp > 1)
+    wide = space.integer("wide", 1, 40)
+    more = space.integer("more", 1, 50)
+    space.require(depth * wide * more == 60)
+    space.require(depth + wide + more <= 20)
+    expected = [
+        (t, d, w, m)
+        for t in (1, 2, 4)
+        for d in ((5, 6) if t > 1 else (None,))
+        for w in range(1, 41)
+        for m in range(1, 51)
+        if d is None or (d * w * m == 60 and d + w + m <= 20)
+    ]
+    assert [(c["tp"], c.get("depth"), c["wide"], c["more"]) for c in space] == expected
+    assert len(expected) == 2020
 
 
 def test_pruning_reaches_what_filtering_could_not():

@@ -1,6 +1,7 @@
 """Spaces as files: readable, complete, parsed rather than run, and refused with file and line."""
 
 import os
+import re
 import textwrap
 
 import pytest
@@ -145,13 +146,16 @@ def test_callables_are_refused_saying_which_and_what_to_do(tmp_path):
             lambda s: s.require(lambda tp: tp.bit_count() > 0, "parallel"),
             "the constraint 'parallel', `lambda tp: tp.bit_count() > 0`, is a Py",
         ),
-        (lambda s: s.derive("dp", lambda tp: 8 // tp), "the rule of derived knob 'dp', `lambda tp: 8 // tp`"),
-        (lambda s: s.flag("x", when=lambda tp: tp > 1), "when= of knob 'x', `lambda tp: tp > 1`"),
+        (
+            lambda s: s.derive("dp", lambda tp: hash(tp)),
+            "the rule of derived knob 'dp', `lambda tp: hash(tp)`",
+        ),
+        (lambda s: s.flag("x", when=lambda tp: hash(tp) > 1), "when= of knob 'x', `lambda tp: hash(tp) > 1`"),
     ]:
         space = Space()
         space.choice("tp", [1, 2])
         declare(space)
-        with pytest.raises(SpaceError, match=message) as caught:
+        with pytest.raises(SpaceError, match=re.escape(message)) as caught:
             space.to_yaml(path)
         assert "write it as an expression" in str(caught.value)
         assert not path.exists() and list(tmp_path.iterdir()) == []
