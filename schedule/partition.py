@@ -184,7 +184,8 @@ def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
     own = [key for key, value in module._parameters.items() if value is not None]
     if own:
         raise ScheduleError(
-            f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds {', '.join(own)}"
+            f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds "
+            f"{', '.join(own)}"
         )
 
 

@@ -11,6 +11,7 @@ from ..forward import Layer, add_layer, layers_of
 from ..registry import register_primitive
 from ..schedule import Schedule
 from ..sharding import Shard, cut_tensor, holders, put, shards_of
+from ..subgraph import traced_below
 from .annotate import tensor_of
 from .kinds import Follow, kind_of
 
@@ -59,6 +60,7 @@ def shard(
                 f"shard on '{sch.name}': {divisor} ranks must divide {type(module).__name__}.{attribute}, "
                 f"but it is {value}"
             )
+    _check_traced(sch, [module for module, _, _ in follows])
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module, name, plan, _, layer in plans:
         tensor = module._parameters.get(name, module._buffers.get(name))
@@ -161,6 +163,22 @@ def _heads(
         for name in HEADS
         if name not in done and isinstance(getattr(parent, name, None), int)
     ]
+
+
+def _check_traced(sch: Schedule, modules: list[nn.Module]) -> None:
+    """Refuses to change counts that a graph has taken in as constants."""
+    for path, traced, layer in traced_below(Schedule(sch.tree)):
+        kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
+        inlined = {traced}
+        if layer.flatten:
+            inside = {each for child in kept for each in child.modules()}
+            inlined = set(traced.modules()) - inside
+        for module in modules:
+            if module in inlined:
+                raise ScheduleError(
+                    f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
+                    f"'{path or sch.tree.module.__class__.__name__}'; shard before tracing"
+                )
 
 
 def _distinct(follows: list[Follow]) -> list[Follow]:

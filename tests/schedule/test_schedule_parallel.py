@@ -469,6 +469,84 @@ def test_contradictions_are_refused_and_leave_the_schedule_as_it_was(two, make_t
     two.run(check_refusals, type(mlp), make_transformer)
 
 
+def check_traced_counts():
+    class Heads(nn.Module):
+        """Counts its heads, as attention modules do."""
+
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.head_dim = 4, 2
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x).unflatten(-1, (self.num_heads, self.head_dim)).sum(-1)
+
+    sch = create_schedule(nn.Sequential(Heads()), mesh(tp=2))
+    sch["0"].trace()
+    with pytest.raises(
+        ScheduleError, match="counts of Heads are constants in the graph of '0'; shard before"
+    ):
+        sch["0.fc"].shard(["weight", "bias"], axis=0)
+    assert sch["0"].module.num_heads == 4 and sch["0.fc"].module.weight.shape == (8, 8)
+
+
+def test_counts_that_a_graph_has_taken_in_are_not_changed_behind_it(two):
+    two.run(check_traced_counts)
+
+
+def check_decompose(make, first):
+    torch.manual_seed(0)
+    sch = create_schedule(make(), mesh(tp=2))
+    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(0))):
+        if first:
+            sch.trace().decompose()
+        cut_mlp(sch)
+        if not first:
+            sch.trace().decompose()
+        # The bias of the layer cut along its input is added behind the sum, once and on every rank.
+        assert len(sch.find(lambda y, b: torch.relu(y + b))) == 1
+    gathered = create_schedule(make(), mesh(tp=2))
+    gathered["fc1"].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather", axis=-1)
+    gathered.trace()
+    with pytest.raises(ScheduleError, match="the output of 'fc1' is gathered, so its bias must be whole"):
+        gathered.decompose()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_linear_layers_come_apart_before_and_after_sharding(two, mlp, first):
+    two.run(check_decompose, type(mlp), first)
+
+
+def check_recipe(make):
+    from redline.schedule import apply_recipe
+
+    sch = create_schedule(make("gpt2"), mesh(tp=2))
+    plan(sch, "gpt2", True)
+    again = apply_recipe(create_schedule(make("gpt2"), mesh(tp=2)), sch.recipe())
+    assert again.recipe() == sch.recipe() and str(again) == str(sch)
+    one, two = (build(each, device=device())[0] for each in (sch, again))
+    assert one(**batch()).loss == two(**batch()).loss
+
+
+def test_a_parallel_schedule_is_data_too(two, make_transformer):
+    two.run(check_recipe, make_transformer)
+
+
+def check_compiled(make):
+    sch = create_schedule(make("llama"), mesh(tp=2))
+    data = batch()
+    data.pop("attention_mask")
+    with verify(sch, data, device=device()):
+        plan(sch, "llama")
+        for block in sch.select("model.layers.*"):
+            block.checkpoint().compile(backend="aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_with_tensor_parallelism(two, make_transformer):
+    two.run(check_compiled, make_transformer)
+
+
 def check_heads(make):
     sch = create_schedule(make("llama"), mesh(tp=4))
     with pytest.raises(ScheduleError, match=r"4 ranks must divide the 2 heads of 'model.layers.0.self_attn'"):
