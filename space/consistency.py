@@ -11,6 +11,7 @@ from .operators import UNDEFINED
 from .rules import Constraint, Predicate, RuleError
 from .structure import Structure
 from .valid_set import ValidSet
+from .values import listing
 
 _COMPARED = 10_000
 
@@ -28,13 +29,20 @@ def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]
     return {name: knob for name, knob in knobs.items() if name in found}
 
 
-def can_hold(knobs: Mapping[str, Knob], constraint: Constraint) -> bool:
-    """Whether a constraint holds anywhere where all its knobs are present, the other constraints aside.
+def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
+    """Refuses a constraint that never holds where all its knobs are present, the other constraints aside.
 
-    True as well where that is not known: there is too much to look through, or a callable raises, which it
-    may not do where other constraints hold.
+    Passes it where that is not known: there is too much to look through, or a callable raises, which it may
+    not do where other constraints hold.
+
+    Raises:
+        SpaceError: the constraint can never hold.
     """
-    return _possible(reaching(knobs, constraint.names), [constraint], strict=True)
+    concerned = reaching(knobs, constraint.names)
+    if not _possible(concerned, [constraint], strict=True):
+        chosen = [knob for knob in concerned.values() if not knob.derived]
+        ranges = "; ".join(f"{knob.name} is one of {listing(knob.values)}" for knob in chosen)
+        raise SpaceError(f"constraint {constraint} can never hold: {ranges}")
 
 
 def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import SpaceError, unknown
 from .config import Config
-from .consistency import can_hold, emptied_by, reaching
+from .consistency import check_alone, emptied_by
 from .description import describe
 from .document import read_dict, write_dict
 from .explanation import resolve
@@ -189,13 +189,11 @@ class Space:
             self._require(Constraint(knob.isin(values), "overridden", origin=name))
             return
         before = dict(knob.__dict__)
-        values = (
-            list(values)
-            if isinstance(values, Iterable) and not isinstance(values, str | Expression)
-            else values
-        )
+        if isinstance(values, Iterator):
+            values = list(values)
+        shown = values if isinstance(values, str) or not isinstance(values, Iterable) else listing(values)
         try:
-            with self._change(f"no configuration is left with '{name}' set to {_listed(values)}"):
+            with self._change(f"no configuration is left with '{name}' set to {shown}"):
                 knob.set_values(values)
         except BaseException:
             knob.__dict__.update(before)
@@ -459,12 +457,8 @@ class Space:
         others = [
             each for each in self._constraints if not constraint.origin or each.origin != constraint.origin
         ]
-        if not self._witnessed(constraint) and can_hold(self._all, constraint) is False:
-            names = reaching(self._all, constraint.names)
-            ranges = "; ".join(
-                f"{name} is one of {listing(knob.values)}" for name, knob in names.items() if not knob.derived
-            )
-            raise SpaceError(f"constraint {constraint} can never hold: {ranges}")
+        if not self._witnessed(constraint):
+            check_alone(self._all, constraint)
         with self._change(f"constraint {constraint} leaves no valid configuration"):
             self._constraints = [*others, constraint]
 
@@ -501,7 +495,3 @@ def _mapping(config: Any) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise SpaceError(f"a configuration is a mapping of knob to value, but got {config!r}")
     return config
-
-
-def _listed(values: Any) -> str:
-    return listing(values) if isinstance(values, list) else repr(values)

@@ -92,7 +92,8 @@ def coerce(value: Any, kind: str | None, what: str) -> Value:
         return float(value)
     if kind == INTEGER and given == NUMBER and value.is_integer() and abs(value) <= 2**53:
         return int(value)
-    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {value!r}, which is {_ARTICLE[given]}")
+    nature = "" if value is None else f", which is {_ARTICLE[given]}"
+    raise SpaceError(f"{what} is {_ARTICLE[kind]}, but got {value!r}{nature}")
 
 
 def from_text(text: str, kind: str | None, what: str) -> Value:

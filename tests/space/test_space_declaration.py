@@ -363,6 +363,15 @@ def test_a_constraint_that_holds_nowhere_it_applies_is_refused():
     refused(space, "can never hold", lambda s: s.require((depth >= 1) & (tp == 1)))
 
 
+def test_no_part_of_a_constraint_applies_where_one_of_its_knobs_is_absent():
+    space = Space()
+    tp = space.choice("tp", [1, 2, 4])
+    depth = space.choice("depth", [1, 2, 3], when=tp > 1)
+    space.require((depth <= 2) & (tp == 4))
+    assert [tuple(config.values()) for config in space] == [(1,), (4, 1), (4, 2)]
+    assert {"tp": 1} in space and {"tp": 2, "depth": 1} not in space
+
+
 def test_a_predicate_that_raises_only_where_others_forbid_is_fine(space):
     space.require(space["tp"] <= 2)
     table = {1: True, 2: False}
