@@ -15,7 +15,6 @@ from .values import (
     NUMERIC,
     TEXT,
     Value,
-    article,
     coerce,
     from_text,
     kind_of_all,
@@ -241,8 +240,3 @@ def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: boo
     if not values:
         raise SpaceError(f"{what}: no power of two lies between {low} and {high}")
     return values
-
-
-def describe_kind(knob: Knob) -> str:
-    """`an integer`, `a number`, ..., for messages."""
-    return article(knob.kind) if knob.kind else "known only when computed"
