@@ -9,8 +9,8 @@ compares with the dictionaries that python-constraint2 returns. python-constrain
 with its own constraint classes; its string constraints evaluate text as Python and are left out.
 
 redline enumerates by its own joins, because they win: the indexed set took 1/3 to 1/40 of the time of
-python-constraint2 on two shared cores. A list of everything, which the search does not ask for, costs about the
-same with both where it is long, since making the objects is most of it.
+python-constraint2 on two shared cores. A list of everything, which the search does not ask for, costs about
+the same with both where it is long, since making the objects is most of it.
 
 Goals: 10^6 combinations with three constraints in under 1 s, 10^9 with product constraints in under 3 s,
 neither above 1 GiB.
