@@ -139,8 +139,8 @@ class SamplerConformance:
 
     def test_proposals_are_valid_and_new_in_a_long_search(self, make):
         space = wide_space()
-        configs = [trial.config for trial in search(make(space, seed=2), plausible, 24, count=2)]
-        assert len(set(configs)) == 24
+        configs = [trial.config for trial in search(make(space, seed=2), plausible, 18, count=2)]
+        assert len(set(configs)) == 18
         assert all(config in space for config in configs)
 
     def test_a_batch_is_full_and_without_duplicates(self, make):
@@ -284,23 +284,23 @@ class SamplerConformance:
 
     def test_failures_of_a_region_keep_it_from_being_proposed(self, make):
         space = wide_space()
-        small = [config for config in space.sample(210, 5) if config["micro_batch"] <= 8][:8]
-        large = [config for config in space.sample(210, 6) if config["micro_batch"] >= 16][:8]
-        throughput = {1: 95.0, 2: 100.0, 4: 105.0, 8: 110.0}
+        small = [config for config in space.sample(210, 5) if config["micro_batch"] <= 8][:10]
+        large = [config for config in space.sample(210, 6) if config["micro_batch"] >= 16][:10]
+        throughput = {1: 95.0, 2: 105.0, 4: 110.0, 8: 100.0}
         trials = finished(
             [config for pair in zip(small, large) for config in pair],
             lambda c: failed(Status.OOM) if c["micro_batch"] >= 16 else ok(throughput[c["micro_batch"]]),
         )
         share = _share_of_large(make, space, trials)
         if make(space, seed=0).learns:
-            assert share <= 0.25, f"{share:.0%} of the proposals lie where every trial failed; chance is 43 %"
+            assert share <= 0.2, f"{share:.0%} of the proposals lie where every trial failed; chance is 42 %"
 
     def test_failures_alone_are_learnt_from(self, make):
         space = wide_space()
-        large = [config for config in space.sample(210, 7) if config["micro_batch"] >= 16][:8]
+        large = [config for config in space.sample(210, 7) if config["micro_batch"] >= 16][:10]
         share = _share_of_large(make, space, finished(large, lambda config: failed(Status.OOM)))
         if make(space, seed=0).learns:
-            assert share <= 0.25, f"{share:.0%} of the proposals lie where every trial failed; chance is 42 %"
+            assert share <= 0.25, f"{share:.0%} of the proposals lie where every trial failed; chance is 40 %"
 
     def test_outcomes_steer_the_search(self, make):
         space = wide_space()
@@ -328,8 +328,8 @@ def search_on(sampler: Sampler, trials: list[Trial], outcome: Outcome) -> list[T
 
 
 def _share_of_large(make: Callable[..., Sampler], space: Space, trials: list[Trial]) -> float:
-    """Share of proposals with a micro-batch of at least 16, over four seeds and batches of three."""
-    proposals = [config for seed in range(4) for config in make(space, seed=seed).propose(trials, 3)]
+    """Share of proposals with a micro-batch of at least 16, over six seeds and batches of two."""
+    proposals = [config for seed in range(6) for config in make(space, seed=seed).propose(trials, 2)]
     return float(np.mean([config["micro_batch"] >= 16 for config in proposals]))
 
 

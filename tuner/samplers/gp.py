@@ -10,8 +10,9 @@ from optuna.trial import FrozenTrial
 
 from ...space import Config
 from .candidates import Candidates
+from .containment import one_thread
 from .encoding import Encoding
-from .model_based import ModelSampler, one_thread, thin
+from .model_based import ModelSampler, thin
 from .observations import Observations
 from .optuna_study import ask, build_study
 

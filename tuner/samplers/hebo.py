@@ -1,20 +1,15 @@
 """HEBO, the heteroscedastic evolutionary Bayesian optimiser, on the valid configurations themselves."""
 
-import random
-import sys
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import MissingDependency
+from ...errors import MissingDependency, UsageError
 from ...space import Config, Space
 from .candidates import Candidates
+from .containment import contained
 from .encoding import Encoding
-from .model_based import ModelSampler, one_thread, spread, thin
+from .model_based import ModelSampler, spread, thin
 from .observations import Observations
 
 if TYPE_CHECKING:
@@ -24,37 +19,48 @@ LIMIT = 4096
 """Candidates that are scored, at most."""
 CHUNK = 512
 """Candidates that are scored at once."""
-_TURN = threading.Lock()  # what HEBO does to the process is put back by whoever holds this
 
 
 class HEBOSampler(ModelSampler):
-    """Draws from the candidates that no other beats in confidence bound, improvement and chance of it.
+    """Takes the candidate that does best in confidence bound, improvement and the chance of it together.
 
     HEBO's surrogate (a Gaussian process under pSGLD, on power-transformed values) and its acquisition
-    ensemble MACE, https://arxiv.org/abs/2012.03826. HEBO searches the ensemble's Pareto front with an
-    evolution strategy; here every candidate is scored. HEBO drops failed observations: it is told a
-    poor value for them, and the mean for pending trials.
+    ensemble MACE, https://arxiv.org/abs/2012.03826. HEBO draws from the ensemble's Pareto front, which it
+    finds with an evolution strategy; here every candidate is scored, and of those that no other beats
+    the one with the best ranks is taken. HEBO drops failed observations: it is told a poor value for them,
+    and the mean for pending trials.
+
+    Args:
+        space: the valid configurations.
+        seed: seed of every random choice.
+        startup: see `ModelSampler`.
+        epochs: steps in which the surrogate is fitted. HEBO takes 100, which costs more than it gains.
 
     Raises:
+        UsageError: an argument is out of range.
         MissingDependency: HEBO, or something it needs, is not installed.
     """
 
     name = "hebo"
 
-    def __init__(self, space: Space, *, seed: int = 0, startup: int | None = None, epochs: int = 100) -> None:
+    def __init__(self, space: Space, *, seed: int = 0, startup: int | None = None, epochs: int = 40) -> None:
         super().__init__(space, seed=seed, startup=startup)
+        if epochs < 1:
+            raise UsageError(f"`epochs` must be at least 1, but got {epochs!r}.")
         self.epochs = epochs
-        with _contained(seed):
+        with contained(seed):
             _load()
 
     def choose(self, candidates: Candidates, seen: Observations, rng: np.random.Generator) -> Config:
         candidates = thin(candidates, LIMIT, seen, rng)
-        with _contained(int(rng.integers(2**31))):
+        with contained(int(rng.integers(2**31))):
             scores = _score(self._encoding, candidates.codes, seen, self.epochs)
         usable = np.flatnonzero(np.isfinite(scores).all(axis=1))
         if not len(usable):
             return candidates.config(spread(candidates, seen, rng))
-        return candidates.config(usable[rng.choice(pareto_front(scores[usable]))])
+        front = usable[pareto_front(scores[usable])]
+        ranks = scores[front].argsort(axis=0).argsort(axis=0).sum(axis=1)
+        return candidates.config(front[rng.choice(np.flatnonzero(ranks == ranks.min()))])
 
 
 def pareto_front(values: np.ndarray) -> np.ndarray:
@@ -76,7 +82,7 @@ def _score(encoding: Encoding, codes: np.ndarray, seen: Observations, epochs: in
     get_model, mace = _load()
     cost = _costs(seen)
     numeric, categorical = _inputs(encoding, seen.codes)
-    # The configuration that HEBO gives its own surrogate.
+    # What HEBO gives its own surrogate.
     settings: dict[str, Any] = {"lr": 0.01, "num_epochs": epochs, "noise_lb": 8e-4, "pred_likeli": False}
     if not encoding.ordered.all():
         settings["num_uniqs"] = (encoding.sizes + encoding.optional)[~encoding.ordered].tolist()
@@ -135,50 +141,3 @@ def _load() -> tuple[Any, Any]:
             'then what it needs: `pip install --no-deps HEBO==0.3.6` and `pip install "redline[hebo]"`.'
         ) from error
     return get_model, MACE
-
-
-@contextmanager
-def _contained(seed: int) -> Iterator[None]:
-    """Puts back what HEBO changes in the process: threads, warning filters, random states.
-
-    HEBO draws from the global generators, which are seeded with `seed` meanwhile, and prints to stdout.
-    """
-    import torch
-
-    with _TURN:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        dtype = torch.get_default_dtype()
-        with one_thread(), _on_cpu(), warnings.catch_warnings(), redirect_stdout(_MutedThread()):
-            warnings.simplefilter("ignore")
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.set_default_dtype(torch.float32)
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(dtype)
-                random.setstate(states[0])
-                np.random.set_state(states[1])
-                torch.set_rng_state(states[2])
-
-
-def _on_cpu() -> AbstractContextManager[object]:
-    """New tensors on the CPU where a program has made another device the default; it costs time per call."""
-    import torch
-
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-
-
-class _MutedThread:
-    """Standard output without what the thread that made it writes; trials print from other threads."""
-
-    def __init__(self) -> None:
-        self._stream = sys.stdout
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

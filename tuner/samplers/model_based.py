@@ -1,8 +1,7 @@
 """What every sampler with a model has in common: where it starts, and the candidates it chooses from."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -85,16 +84,3 @@ def thin(candidates: Candidates, limit: int, seen: Observations, rng: np.random.
     near = np.argsort(candidates.encoding.distances(candidates.codes, best), kind="stable")[: limit // 4]
     far = rng.choice(len(candidates), size=limit - len(near), replace=False)
     return candidates.take(np.union1d(near, far))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Runs torch on one thread: the matrices are small, and trials may be running on the other cores."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

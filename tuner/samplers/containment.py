@@ -1,0 +1,90 @@
+"""Keeps what a library does to the process from outliving the call."""
+
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any
+
+import numpy as np
+
+_TURN = threading.Lock()  # two at once would put back each other's state
+
+
+@contextmanager
+def contained(seed: int) -> Iterator[None]:
+    """Puts back threads, warning filters, random generators, default dtype and device, and mutes stdout.
+
+    For libraries that draw from the global generators, which are seeded with `seed` meanwhile, that print,
+    and that swallow Ctrl-C with `except:`.
+    """
+    import torch
+
+    with _TURN:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        dtype = torch.get_default_dtype()
+        # A default device that is the CPU already costs time per call when it is set once more.
+        device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        muted = redirect_stdout(_MutedThread())
+        with _late_interrupt(), one_thread(), device, warnings.catch_warnings(), muted:
+            warnings.simplefilter("ignore")
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs as well
+            torch.set_default_dtype(torch.float32)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(dtype)
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs torch on one thread: the matrices are small, and trials may be running on the other cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _late_interrupt() -> Iterator[None]:
+    """Holds Ctrl-C back until the end, where its handler is Python's own and this is the main thread."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+class _MutedThread:
+    """Standard output without what the thread that made it writes; trials print from other threads."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
