@@ -61,11 +61,26 @@ def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module,
     """Every (module path, module, name) that holds a tensor; several where it is tied."""
     return [
         (path, module, name)
-        for path, module in root.named_modules()
+        for path, module in walk(root)
         for held in (module._parameters, module._buffers)
         for name, each in held.items()
         if each is tensor
     ]
+
+
+def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What `root.named_modules()` yields, sooner: schedules ask for it at every step."""
+    out, seen, stack = [], {root}, [("", root)]
+    while stack:
+        path, module = stack.pop()
+        out.append((path, module))
+        children = []
+        for name, child in module._modules.items():
+            if child is not None and child not in seen:
+                seen.add(child)
+                children.append((f"{path}.{name}" if path else name, child))
+        stack.extend(reversed(children))
+    return out
 
 
 def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from ..forward import Layer, add_layer, layers_of
 from ..registry import register_primitive
 from ..schedule import Schedule
 from ..sharding import Shard, cut_tensor, holders, put, shards_of
-from ..subgraph import traced_below
+from ..trace import Traced
 from .annotate import tensor_of
 from .kinds import Follow, kind_of
 
@@ -167,18 +167,27 @@ def _heads(
 
 def _check_traced(sch: Schedule, modules: list[nn.Module]) -> None:
     """Refuses to change counts that a graph has taken in as constants."""
-    for path, traced, layer in traced_below(Schedule(sch.tree)):
-        kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
-        inlined = {traced}
-        if layer.flatten:
-            inside = {each for child in kept for each in child.modules()}
-            inlined = set(traced.modules()) - inside
-        for module in modules:
-            if module in inlined:
-                raise ScheduleError(
-                    f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
-                    f"'{path or sch.tree.module.__class__.__name__}'; shard before tracing"
-                )
+    parts = sch.path.split(".") if sch.path else []
+    for depth in range(len(parts) + 1):
+        path = ".".join(parts[:depth])
+        traced = sch.tree.module.get_submodule(path)
+        for layer in layers_of(traced, Traced):
+            _check_inlined(sch, path, traced, layer, modules)
+
+
+def _check_inlined(
+    sch: Schedule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]
+) -> None:
+    kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
+    inlined = {traced}
+    if layer.flatten:
+        inlined = set(traced.modules()) - {each for child in kept for each in child.modules()}
+    for module in modules:
+        if module in inlined:
+            raise ScheduleError(
+                f"shard on '{sch.name}': counts of {type(module).__name__} are constants in the graph of "
+                f"'{path or type(traced).__name__}'; shard before tracing"
+            )
 
 
 def _distinct(follows: list[Follow]) -> list[Follow]:

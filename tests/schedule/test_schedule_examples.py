@@ -1,0 +1,49 @@
+"""The three classic demonstrations, at small sizes."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from redline.schedule import create_schedule, verify
+from torch import nn
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernel_injection_replaces_every_norm(make_transformer, tokens):
+    injection = example("kernel_injection")
+    sch = create_schedule(make_transformer("bert"))
+    with verify(sch, {"input_ids": tokens, "labels": tokens}):
+        sch.replace_all(nn.LayerNorm, injection.flat)
+    norms = [each for each in sch.module.modules() if isinstance(each, nn.LayerNorm)]
+    assert len(norms) == 6 and all(type(each) is injection.FlatLayerNorm for each in norms)
+
+
+def test_block_fusion_finds_its_pattern_in_every_block():
+    fusion = example("block_fusion")
+    torch.manual_seed(0)
+    sch = create_schedule(fusion.Net(width=8, depth=3))
+    with verify(sch, torch.randn(4, 8)):
+        fusion.schedule(sch, compiler="none")
+    assert len(sch.find("fused_linear_norm_act")) == 3
+
+
+def check_sharding():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sharding = example("parameter_sharding")
+    torch.manual_seed(0)
+    sch = create_schedule(sharding.MLP(8, 16), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with verify(sch, torch.randn(4, 8)):
+        sharding.schedule(sch)
+    return sch["fc1"].module.weight.shape, sch["fc2"].module.weight.shape
+
+
+def test_parameter_sharding_has_the_gradients_of_one_rank(two):
+    shapes = two.run(check_sharding)
+    assert shapes == [((8, 8), (8, 8))] * 2
