@@ -45,6 +45,8 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
             getattr(new, attribute).update(kept)
     if old._is_full_backward_hook is not None:
         new._is_full_backward_hook = old._is_full_backward_hook
+    if "_syncs" in old.__dict__:
+        new.__dict__["_syncs"] = old.__dict__["_syncs"]
     new.train(old.training)
     return notes
 

@@ -50,6 +50,8 @@ def shard(
             tied to another parameter without `tied=True`; heads would be cut apart.
     """
     names = [param] if isinstance(param, str) else list(param)
+    if len(set(names)) < len(names):
+        raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
     plans = [plan for name in names for plan in _plan(sch, name, axis, parts, tied, ranks)]
     follows = _distinct([follow for plan in plans for follow in plan[3]])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     # Tiny tensors: a pool of threads only gets in the way.
     before = torch.get_num_threads()
@@ -114,9 +114,10 @@ class Ranks:
         self.workers = []
 
     def start(self) -> None:
-        # Forked, they have torch and transformers imported; CUDA does not survive a fork.
+        # Forked, they have torch and transformers imported. CUDA would not survive a fork, but the tests'
+        # own process only counts devices.
         gpus = torch.cuda.device_count() >= self.size
-        context = multiprocessing.get_context("spawn" if gpus else "fork")
+        context = multiprocessing.get_context("fork")
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -163,9 +164,10 @@ def _serve(rank, size, pipe, store, gpus):
 
     torch.set_num_threads(1)
     if gpus:
+        torch.cuda.init()
         torch.cuda.set_device(rank)
     store = dist.FileStore(store, size)
-    dist.init_process_group("nccl" if gpus else "gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", store=store, rank=rank, world_size=size)
     while True:
         try:
             job = pipe.recv_bytes()

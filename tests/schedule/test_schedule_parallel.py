@@ -32,12 +32,12 @@ FAMILIES = ["gpt2", "bert", "llama"]
 def mesh(**axes):
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def device():
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def batch(ids=96):
@@ -189,6 +189,34 @@ def test_buffers_are_cut_as_parameters_are(two):
     two.run(check_buffers)
 
 
+class Images(nn.Module):
+    """Convolutions, and an embedding cut along its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.conv1 = nn.Conv1d(8, 12, 3, padding=1)
+        self.conv2 = nn.Conv1d(12, 4, 3)
+
+    def forward(self, tokens):
+        return self.conv2(torch.relu(self.conv1(self.embed(tokens).transpose(1, 2))))
+
+
+def check_convolutions():
+    torch.manual_seed(0)
+    sch = create_schedule(Images(), mesh(tp=2))
+    with verify(sch, torch.arange(14).reshape(2, 7) % 10):
+        sch["embed"].shard("weight", axis=1).sync("fwd_post", "all_gather", axis=-1)
+        sch["conv1"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    assert (sch["conv1"].module.out_channels, sch["conv2"].module.in_channels) == (6, 6)
+    assert sch["embed"].module.embedding_dim == 4 and sch["embed"].module.num_embeddings == 10
+
+
+def test_convolutions_and_embeddings_are_cut_along_features(two):
+    two.run(check_convolutions)
+
+
 def check_copies(make):
     torch.manual_seed(0)
     sch = create_schedule(make(), mesh(tp=2))
@@ -295,21 +323,6 @@ def test_gradients_summed_over_ranks_accumulate_over_micro_batches(two, mlp):
 
 
 # Dropout
-
-
-class Dropping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.5)))
-        self.outer = nn.Dropout(0.5)
-
-    def forward(self, x):
-        seen = [self.outer(x)]
-        y = self.inner[1](x)
-        seen.append(y)
-        seen.append(self.inner[2](x))
-        seen.append(self.outer(x))
-        return torch.stack(seen)
 
 
 class Whole(nn.Module):
@@ -423,6 +436,7 @@ def check_refusals(make, model):
     refused(sch, r"dimension of its shape \(15, 8\), but got 2", lambda s: s["fc1"].shard("weight", 2))
     refused(sch, "did you mean 'weight'", lambda s: s["fc1"].shard("wight", 0))
     refused(sch, "2 ranks must divide", lambda s: s["fc1"].shard(["bias", "weight"], 0))
+    refused(sch, "names must differ", lambda s: s["fc2"].shard(["weight", "weight"], 0))
 
     sch = create_schedule(make(), axis)
     refused(

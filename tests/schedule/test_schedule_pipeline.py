@@ -22,7 +22,7 @@ FAMILIES = ["gpt2", "bert", "llama"]
 def mesh(**axes):
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -31,7 +31,7 @@ def adamw(params):
 
 
 def check_transformer(make, name, axes, cuts, layers=2, kind=None, micro_batches=None, zero=None):
-    device = torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
     tokens = torch.randint(3, 96, (8, 16), generator=torch.Generator().manual_seed(1)).to(device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     sch = create_schedule(make(name, layers=layers), mesh(**axes))
@@ -98,6 +98,28 @@ def test_pipeline_and_data_parallel_together(four, make_transformer):
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_pipeline_with_every_stage_of_zero(four, make_transformer, name, zero):
     four.run(check_transformer, make_transformer, name, {"pp": 2, "dp": 2}, [0], 2, None, None, zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_weights_tied_across_stages_and_cut_over_ranks(four, make_transformer, name):
+    four.run(check_transformer, make_transformer, name, {"pp": 2, "tp": 2}, [0])
+
+
+def check_autocast(make):
+    sch = create_schedule(make(64), mesh(pp=2))
+    sch["fc1"].cut_pipeline_stage()
+    model, _ = build(sch, loss=lambda out, target: (out.float() - target).pow(2).mean())
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.pipeline.step(x, target=x)
+    return loss.item(), {name: p.grad.norm().item() for name, p in model.named_parameters()}
+
+
+def test_a_pipeline_runs_under_autocast(two, mlp):
+    (one, first), (other, last) = two.run(check_autocast, type(mlp))
+    assert one == other and set(first) == {"fc1.weight", "fc1.bias"}
+    assert all(value > 0 for value in [*first.values(), *last.values()])
 
 
 @pytest.mark.slow
