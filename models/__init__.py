@@ -1,0 +1,25 @@
+"""What is tuned: workloads, any Hugging Face language model, presets, and a schedule per family."""
+
+from importlib import import_module
+from typing import Any
+
+# `workload` is a function here and a file beside it: bound after the file is imported, the function stays.
+from .workload import Workload  # isort: skip
+from .resolve import workload  # isort: skip
+
+_LAZY = {
+    "Device": ".device",
+    "Training": ".training",
+    "default_space": ".spaces",
+    "detect": ".device",
+    "generic_schedule": ".families",
+    "list_presets": ".presets",
+}
+
+__all__ = ["Workload", "workload", *sorted(_LAZY)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import platform
+import shutil
+import sysconfig
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,6 +43,25 @@ class Device:
 def detect() -> Device:
     """The machine's accelerators, or its CPU where there are none."""
     return _cuda() or _cpu()
+
+
+def fusion_obstacle(device: Device) -> str | None:
+    """Why `torch.compile` cannot work on this device, or None where it can.
+
+    On a CPU the generated code needs a C++ compiler and Python's headers, on CUDA triton and a C compiler.
+    """
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        compilers = [os.environ.get("CC", ""), "gcc", "clang", "cc"]
+    else:
+        compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
+    if not any(each and shutil.which(each) for each in compilers):
+        return f"there is no compiler ({' or '.join(each for each in compilers if each)})"
+    include = sysconfig.get_path("include")
+    if not os.path.isfile(os.path.join(include, "Python.h")):
+        return f"Python's headers are missing ({include}/Python.h)"
+    return None
 
 
 def available_memory_mib() -> int:

@@ -16,6 +16,19 @@ from .agent import AgentSetup
 from .job import Job, Outcome
 
 
+COMMON_IMPORTS = (
+    "torch",
+    "transformers",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "redline.schedule",
+    "redline.models.families",
+    "redline.models.training",
+    "redline.runners.dry_run",
+)
+"""What most trials would import by themselves, which takes seconds; in the agent it is done once."""
+
+
 class HostAgent:
     """Starts a host agent on this machine and sends it jobs. Thread-safe.
 
@@ -26,7 +39,7 @@ class HostAgent:
     """
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
-        self._imports = tuple(dict.fromkeys(["torch", "transformers", *imports]))
+        self._imports = tuple(dict.fromkeys([*COMMON_IMPORTS, *imports]))
         self._lock = threading.Lock()
         self._closed = False
         self._start()

@@ -46,7 +46,7 @@ class LocalRunner(DryRunner):
         ids = _cuda_ids(terms.device.count) if cuda else []
         for slot in range(at_once):
             self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
-        self._agent = HostAgent(getattr(workload, "imports", ()))
+        self._agent = HostAgent(workload.imports)
 
     def dispatch(self, job: Job) -> Outcome:
         ids = self._free.get()

@@ -73,7 +73,7 @@ class RayRunner(DryRunner):
     ) -> None:
         super().__init__(workload, terms)
         self._ray = _import_ray()
-        self._imports = tuple(getattr(workload, "imports", ()))
+        self._imports = tuple(workload.imports)
         self._groups: list[Any] = []
         self._actors: dict[int, Any] = {}
         self._started_ray = self._connect(address)

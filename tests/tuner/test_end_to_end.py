@@ -20,6 +20,8 @@ from torch import nn
 
 import redline as rl
 
+torch.set_num_threads(1)  # so that a busy machine does not make two threads wait for each other
+
 
 def batch(size, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -118,7 +120,8 @@ def folder(tmp_path):
 def command(name, *arguments):
     return [
         sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", f"work.py:{name}",
-        "--runner", "local", "--sampler", "random", "--out", "run", *map(str, arguments),
+        "--runner", "local", "--sampler", "random", "--out", "run", "--measure-time", "100ms",
+        *map(str, arguments),
     ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ Examples:
 @click.option("--runner", default="ray", show_default=True, help="Who runs the trials: ray, or local without Ray.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 8GiB.  [default: what it has]")
 @click.option("--trial-timeout", default="5m", show_default=True, metavar="TIME", help="Deadline of one trial.")
+@click.option("--measure-time", default="3s", show_default=True, metavar="TIME", help="For measuring one candidate.")
 @click.option("--concurrency", type=int, metavar="N", help="Trials at once.  [default: what the devices allow]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights, data, proposals.")
 @click.option("--out", metavar="DIR", help="Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]")

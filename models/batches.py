@@ -1,0 +1,133 @@
+"""What is done with batches: checked, cut into micro-batches, moved, and given to a model."""
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError
+from .workload import Batch, Workload
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def make_batch(workload: Workload, size: int, seed: int) -> Batch:
+    """A batch of the workload, checked.
+
+    Raises:
+        WorkloadError: it is not a dict or tuple of tensors whose first dimension is `size`.
+    """
+    import torch
+
+    batch = workload.batch(size, seed)
+    where = f"{workload.name}: batch({size}, {seed})"
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    if not isinstance(batch, Mapping | tuple):
+        raise WorkloadError(f"{where} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
+    parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    if not batch:
+        raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must hold tensors")
+    for key, value in parts:
+        if not isinstance(value, torch.Tensor):
+            raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
+        if value.dim() == 0 or value.shape[0] != size:
+            raise WorkloadError(
+                f"{where}: the first dimension of entry {key!r} must be the batch's size, {size}, but its shape "
+                f"is {tuple(value.shape)}"
+            )
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples `start` to `stop` - 1 of a batch, as views."""
+    return each_tensor(batch, lambda tensor: tensor[start:stop])
+
+
+def num_bytes(batch: Batch) -> int:
+    """Bytes of the batch's tensors."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return sum(each.numel() * each.element_size() for each in values)
+
+
+def to_device(batch: Batch, device: "torch.device") -> Batch:
+    """The batch on a device; from pinned memory the copy does not wait."""
+    return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def each_tensor(batch: Batch, function: Any) -> Batch:
+    """The batch with `function` applied to every tensor; a tensor that stands there twice stays one."""
+    done: dict[int, Any] = {}
+
+    def once(tensor: "torch.Tensor") -> Any:
+        if id(tensor) not in done:
+            done[id(tensor)] = function(tensor)
+        return done[id(tensor)]
+
+    if isinstance(batch, Mapping):
+        return {key: once(value) for key, value in batch.items()}
+    return tuple(once(value) for value in batch)
+
+
+class Step:
+    """How a workload's model is called and its loss computed. `wrapped` is what is called in its stead."""
+
+    def __init__(self, workload: Workload, model: "nn.Module", wrapped: "nn.Module | None" = None) -> None:
+        self._workload = workload
+        self._model = wrapped if wrapped is not None else model
+        self._names = _forward_names(model)
+
+    def __call__(self, batch: Batch) -> "torch.Tensor":
+        """The scalar loss of a batch; nothing else that the model returned stays alive.
+
+        Raises:
+            WorkloadError: the loss is not a scalar tensor.
+        """
+        import torch
+
+        loss = self._loss(self._forward(batch), batch)
+        what = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
+        if not isinstance(loss, torch.Tensor):
+            raise WorkloadError(f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise WorkloadError(
+                f"{self._workload.name}: {what} must be a scalar tensor, the mean over the batch, but its shape is "
+                f"{tuple(loss.shape)}"
+            )
+        return loss.reshape(())
+
+    def _forward(self, batch: Batch) -> Any:
+        if isinstance(batch, Mapping):
+            taken = batch if self._names is None else {k: v for k, v in batch.items() if k in self._names}
+            if not taken:
+                raise WorkloadError(
+                    f"{self._workload.name}: the model's forward takes {', '.join(sorted(self._names or ()))}, but "
+                    f"the batch holds {', '.join(map(str, batch))}"
+                )
+            return self._model(**taken)
+        inputs = batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch
+        return self._model(*inputs)
+
+    def _loss(self, output: Any, batch: Batch) -> Any:
+        import torch
+
+        if self._workload.loss is not None:
+            return self._workload.loss(output, batch)
+        if isinstance(output, torch.Tensor):
+            return output
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise WorkloadError(
+                f"{self._workload.name}: without a loss of its own the workload needs a model that returns one, "
+                f"but it returned {type(output).__name__} without a loss; give Workload(loss=...)"
+            )
+        return loss
+
+
+def _forward_names(model: "nn.Module") -> set[str] | None:
+    """Names of what the model's forward takes; None where it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return {each.name for each in parameters}

@@ -1,0 +1,34 @@
+"""A look at a workload of somebody's own before anything is tuned."""
+
+from ..errors import WorkloadError
+from .batches import make_batch
+from .workload import Workload
+
+
+def check_workload(workload: Workload) -> None:
+    """Makes a small batch twice and traces a step, as far as the meta device goes.
+
+    Raises:
+        WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the
+            model or the loss is not what it must be.
+    """
+    if workload.identity is not None:  # made here
+        return
+    import torch
+
+    try:
+        first, second = make_batch(workload, 2, 0), make_batch(workload, 2, 0)
+    except WorkloadError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"{workload.name}: batch(2, 0) failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    for key in first if isinstance(first, dict) else range(len(first)):
+        value, other = first[key], second[key]
+        if value.shape != other.shape or not torch.equal(value.nan_to_num(), other.nan_to_num()):
+            raise WorkloadError(
+                f"{workload.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
+                "configurations are compared, so draw from a generator that is seeded by the second argument"
+            )
+    _ = workload.flops  # counts, and checks the loss on the way

@@ -1,0 +1,67 @@
+"""Digests that are the same in every process."""
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+
+def digest(value: Any) -> str:
+    """Ten hex digits of the SHA-256 of plain data's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def of_callable(function: Any) -> Any:
+    """What a callable is, as plain data: its source text (or its bytecode), defaults and closed-over values.
+
+    Values that are not plain data themselves count by their type alone.
+    """
+    if function is None:
+        return None
+    if isinstance(function, functools.partial):
+        return [of_callable(function.func), _plain(function.args), _plain(function.keywords)]
+    if inspect.ismethod(function):
+        return [of_callable(function.__func__), _plain(vars(function.__self__))]
+    if inspect.isfunction(function):
+        cells = [_plain(_content(cell)) for cell in function.__closure__ or ()]
+        return [_text(function), _plain(function.__defaults__), _plain(function.__kwdefaults__), cells]
+    if inspect.isclass(function):
+        return [function.__qualname__, _text(function)]
+    return [_text(type(function)), _plain(getattr(function, "__dict__", {}))]
+
+
+def _text(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):  # typed in a console, or made by exec
+        code = getattr(thing, "__code__", None)
+        return _code(code) if code is not None else f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _code(code: CodeType) -> str:
+    constants = [_code(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return "/".join([code.co_name, code.co_code.hex(), *constants, *code.co_names, *code.co_varnames])
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that was never assigned
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_plain(each) for each in value]
+        return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return _text(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"

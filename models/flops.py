@@ -1,0 +1,56 @@
+"""How many floating-point operations training takes, counted without doing them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import WorkloadError
+from .batches import Step, each_tensor, make_batch
+from .huggingface import Architecture
+from .workload import NEUTRAL, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """Model FLOPs of one sample."""
+
+    per_sample: float | None
+    """Forward and backward, recomputation not included; None where the model cannot be traced."""
+    reason: str = ""
+    """Why not."""
+
+
+def count_flops(workload: Workload) -> Flops:
+    """Traces one sample forward and backward with fake tensors: no memory, no arithmetic, a second or a few.
+
+    Matrix products, convolutions and attention count, a multiplication and an addition as two. Attention is
+    counted in its eager form and over the whole square, so that every implementation of it counts alike (the
+    convention of PaLM, arXiv:2204.02311, appendix B).
+
+    Raises:
+        WorkloadError: the batch or the loss is not what it must be.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config: Any = NEUTRAL
+    if isinstance(workload.model, Architecture):
+        config = {**NEUTRAL, "attention": "eager"}
+    batch = make_batch(workload, 1, 0)
+    # Meta tensors would do but for transformers, which looks at values unless it sees that it is traced.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.random.fork_rng(devices=[]), fake:
+            model = workload.build_model(config).train()
+            with FlopCounterMode(display=False) as counter:
+                Step(workload, model)(each_tensor(batch, fake.from_tensor)).backward()
+    except WorkloadError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        # Whatever is wrong with the model itself, the trials will tell.
+        text = " ".join(str(error).split())[:200]
+        return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")
+    total = counter.get_total_flops()
+    if not total:
+        return Flops(per_sample=None, reason="it does no operation that is counted")
+    return Flops(per_sample=float(total))

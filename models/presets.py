@@ -1,0 +1,170 @@
+"""Models that have a name: their true shapes, and small ones of the same families."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .data import Task
+
+# A family's words for the four numbers that describe a transformer.
+_NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A named model."""
+
+    name: str
+    """The name."""
+    model_type: str
+    """The family, as transformers names it."""
+    task: Task
+    """`causal` or `masked`."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of the configuration, as published; the rest are the family's defaults."""
+    parameters: int
+    """Parameters, the language-model head included, tied ones counted once."""
+    seq_len: int
+    """Tokens of a sample: as in pre-training, or 128 for the tiny ones."""
+    global_batch: int
+    """Samples of one optimizer step: enough micro-batches to choose from, few enough to be quick."""
+
+    def shape(self) -> dict[str, int]:
+        """`layers`, `hidden`, `heads` and `vocabulary`."""
+        return {
+            word: next(self.arguments[name] for name in names if name in self.arguments)
+            for word, names in _NAMES.items()
+        }
+
+
+def _gpt2(layers: int, hidden: int, heads: int, vocabulary: int = 50257, **more: Any) -> dict[str, Any]:
+    # Radford et al. 2019. Dropout is 0.1, the configuration's default.
+    return {"n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": vocabulary, **more}
+
+
+def _encoder(layers: int, hidden: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    # BERT (Devlin et al. 2018, uncased) and RoBERTa (Liu et al. 2019). Dropout is 0.1 too.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+def _decoder(
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    *,
+    kv_heads: int,
+    intermediate: int,
+    positions: int,
+    rope_theta: float = 10000.0,
+    **more: Any,
+) -> dict[str, Any]:
+    # Llama (Touvron et al. 2023, Llama 3 2024) and Qwen 3 (2025). No dropout.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        **more,
+    }
+
+
+_NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+
+# Name, family, task, parameters, sequence length, global batch, configuration. The tiny ones keep their family's
+# code path; widths are small and vocabularies large enough that a step of the global batch takes about a second on
+# two cores, while the largest micro-batch needs more than 1 GiB.
+_TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
+    ("gpt2-tiny", "gpt2", "causal", 0, 128, 32, _gpt2(8, 64, 8, 8192, **_NO_SPECIAL_TOKENS)),
+    ("bert-tiny", "bert", "masked", 0, 128, 32, _encoder(8, 64, 8, 10240)),
+    (
+        "llama-tiny", "llama", "causal", 0, 128, 32,
+        _decoder(8, 64, 8, 16384, kv_heads=4, intermediate=384, positions=2048, **_NO_SPECIAL_TOKENS),
+    ),
+    ("gpt2", "gpt2", "causal", 124_439_808, 1024, 64, _gpt2(12, 768, 12)),
+    ("gpt2-medium", "gpt2", "causal", 354_823_168, 1024, 64, _gpt2(24, 1024, 16)),
+    ("gpt2-large", "gpt2", "causal", 774_030_080, 1024, 32, _gpt2(36, 1280, 20)),
+    ("gpt2-xl", "gpt2", "causal", 1_557_611_200, 1024, 32, _gpt2(48, 1600, 25)),
+    ("bert-base", "bert", "masked", 109_514_298, 512, 128, _encoder(12, 768, 12, 30522)),
+    ("bert-large", "bert", "masked", 335_174_458, 512, 64, _encoder(24, 1024, 16, 30522)),
+    (
+        "roberta-large", "roberta", "masked", 355_412_057, 512, 64,
+        _encoder(24, 1024, 16, 50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+    ),
+    (
+        # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms behind the blocks.
+        "opt-350m", "opt", "causal", 331_196_416, 2048, 32,
+        {
+            "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096,
+            "word_embed_proj_dim": 512, "do_layer_norm_before": False, "max_position_embeddings": 2048,
+            "vocab_size": 50272,
+        },
+    ),
+    (
+        # Black et al. 2021: every other block attends to the last 256 tokens only.
+        "gpt-neo-1.3b", "gpt_neo", "causal", 1_315_575_808, 2048, 32,
+        {
+            "num_layers": 24, "hidden_size": 2048, "num_heads": 16, "attention_types": [[["global", "local"], 12]],
+            "window_size": 256, "max_position_embeddings": 2048, "vocab_size": 50257,
+        },
+    ),
+    (
+        "qwen3-0.6b", "qwen3", "causal", 596_049_920, 4096, 32,
+        _decoder(28, 1024, 16, 151936, kv_heads=8, intermediate=3072, positions=40960, rope_theta=1e6,
+                 head_dim=128, tie_word_embeddings=True),
+    ),
+    (
+        "llama2-7b", "llama", "causal", 6_738_415_616, 4096, 16,
+        _decoder(32, 4096, 32, 32000, kv_heads=32, intermediate=11008, positions=4096, rms_norm_eps=1e-5),
+    ),
+    (
+        "llama3-8b", "llama", "causal", 8_030_261_248, 8192, 8,
+        _decoder(32, 4096, 32, 128256, kv_heads=8, intermediate=14336, positions=8192, rope_theta=5e5,
+                 rms_norm_eps=1e-5, bos_token_id=128000, eos_token_id=128001),
+    ),
+)  # fmt: skip
+
+PRESETS: Mapping[str, Preset] = {
+    name: Preset(
+        name=name,
+        model_type=model_type,
+        task=task,
+        parameters=parameters,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        arguments=arguments,
+    )
+    for name, model_type, task, parameters, seq_len, global_batch, arguments in _TABLE
+}
+"""Every preset by its name, the tiny ones first."""
+
+
+def list_presets() -> list[dict[str, Any]]:
+    """A row a preset: name, family, parameters, layers, hidden, heads, vocabulary, seq_len, global_batch."""
+    return [
+        {
+            "name": each.name,
+            "family": each.model_type,
+            "parameters": each.parameters,
+            **each.shape(),
+            "seq_len": each.seq_len,
+            "global_batch": each.global_batch,
+        }
+        for each in PRESETS.values()
+    ]

@@ -1,0 +1,172 @@
+"""From what somebody asked for to a workload."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import WorkloadError, unknown
+from .workload import Workload, default_name
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
+CONNECT_SECONDS = 3
+
+
+def workload(
+    spec: str | Path | Workload,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    data: str | Path | None = None,
+) -> Workload:
+    """The workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
+
+    Weights are never read; only a hub id that is not in the local cache needs a network. An existing path comes
+    before a preset of the same name only where it is written as a path (`./gpt2`).
+
+    Args:
+        spec: what is asked for; a Workload is checked and, where asked, given another global batch.
+        seq_len: tokens of a sample; None for the model's usual length.
+        global_batch: samples of one optimizer step; None for the default.
+        data: a text file to train on; None for seeded random tokens.
+
+    Raises:
+        WorkloadError: nothing of that name (the nearest is named), or it cannot be turned into a workload.
+    """
+    if isinstance(spec, Workload):
+        return _own(spec, seq_len, global_batch, data)
+    text = str(spec)
+    file = _FILE.fullmatch(text)
+    if file:
+        from .source import FileSource
+
+        made = FileSource.read(Path(file["path"]).expanduser(), file["name"] or "").load()
+        name = file["name"] if made.name == default_name(made.model) else made.name
+        return _own(made.with_name(name, text), seq_len, global_batch, data)
+    given: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
+    from .presets import PRESETS
+
+    if text in PRESETS:
+        return _preset(text, given)
+    path = Path(text).expanduser()
+    if path.exists():
+        return _local(path, text, given)
+    if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
+        raise WorkloadError(f"there is no file or folder {text}; give a folder or config.json, or a name out of "
+                            f"{', '.join(PRESETS)}")
+    if _HUB_ID.fullmatch(text):
+        return _hub(text, given)
+    raise WorkloadError(
+        f"{unknown('model', text, PRESETS)} A folder or config.json, a hub id (owner/name) or --workload FILE:NAME "
+        "works too."
+    )
+
+
+def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: Any) -> Workload:
+    from .check import check_workload
+
+    for what, value in (("seq_len", seq_len), ("data", data)):
+        if value is not None and value != getattr(made, what, None):
+            raise WorkloadError(
+                f"{what} is part of the workload '{made.name}': set it where that is made, instead of asking for "
+                f"{value!r} here"
+            )
+    if global_batch is not None:
+        made = replace(made, global_batch=global_batch)
+    check_workload(made)
+    return made
+
+
+def _preset(name: str, given: dict[str, Any]) -> Workload:
+    from .huggingface import Architecture, language_model
+    from .presets import PRESETS
+
+    preset = PRESETS[name]
+    architecture = Architecture(model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task)
+    given["seq_len"] = given["seq_len"] if given["seq_len"] is not None else preset.seq_len
+    given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
+    return language_model(architecture, name=name, spec=name, **given)
+
+
+def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
+    from .huggingface import from_configuration, language_model, quiet
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise WorkloadError(f"{text} holds no config.json; a Hugging Face model's folder does")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WorkloadError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise WorkloadError(f"{file} is not a configuration: it is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(model_type, str):
+        raise WorkloadError(f"{file} is not a Hugging Face model's configuration: it has no model_type")
+    with quiet() as transformers:
+        if model_type not in transformers.CONFIG_MAPPING:
+            hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
+            raise WorkloadError(
+                f"{file}: {hint} in transformers {transformers.__version__}; code that comes with a model is not "
+                "run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
+            )
+        try:
+            configuration = transformers.CONFIG_MAPPING[model_type].from_dict(content)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise WorkloadError(f"{file} is no valid {model_type} configuration: {_one_line(error)}") from error
+    name = file.resolve().parent.name if path.is_dir() else path.stem if path.stem != "config" else (
+        file.resolve().parent.name
+    )
+    return language_model(
+        from_configuration(configuration, text), name=name, spec=text, folder=file.parent, **given
+    )
+
+
+def _hub(text: str, given: dict[str, Any]) -> Workload:
+    from .huggingface import from_configuration, language_model, quiet
+
+    with quiet() as transformers:
+        try:
+            configuration = transformers.AutoConfig.from_pretrained(
+                text, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError):
+            _reach_hub(text)
+            try:
+                configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
+            except (OSError, ValueError, KeyError) as error:
+                raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
+    return language_model(from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given)
+
+
+def _reach_hub(text: str) -> None:
+    """Says at once that there is no network: the hub's own client tries for half a minute."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    without = (
+        f"'{text}' is neither a preset, nor a file or folder here, nor a model in the local Hugging Face cache, and "
+    )
+    instead = "give a folder or config.json of the model instead"
+    if constants.HF_HUB_OFFLINE:
+        raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")
+    where = urlsplit(constants.ENDPOINT)
+    if where.scheme in getproxies():
+        return
+    port = where.port or (443 if where.scheme == "https" else 80)
+    try:
+        socket.create_connection((where.hostname or "", port), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise WorkloadError(f"{without}{where.hostname} cannot be reached ({reason}); {instead}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

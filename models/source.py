@@ -1,0 +1,125 @@
+"""A workload that somebody wrote in a Python file."""
+
+import hashlib
+import inspect
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError, unknown
+
+if TYPE_CHECKING:
+    from .workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSource:
+    """A Python file's text and the name in it. It travels to other processes, the file need not be there."""
+
+    path: str
+    """Absolute path."""
+    name: str
+    """The name in the file."""
+    text: str
+    """The file's text when it was read."""
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> "FileSource":
+        """Reads the file.
+
+        Raises:
+            WorkloadError: it cannot be read.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise WorkloadError(f"{path} is not a Python file: {error}") from None
+        except OSError as error:
+            raise WorkloadError(f"cannot read the workload file {path}: {error.strerror}") from None
+        return cls(path=str(path.resolve()), name=name, text=text)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text, hex."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def load(self) -> "Workload":
+        """Runs the file (once a process) and returns the workload of this name.
+
+        Raises:
+            WorkloadError: the file fails, has no such name, or what it names is no workload.
+        """
+        from dataclasses import replace
+
+        from .workload import Workload
+
+        module = self._module()
+        if not self.name or not hasattr(module, self.name):
+            names = _candidates(module)
+            if not self.name:
+                found = ", ".join(names) or "none"
+                raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {found}")
+            raise WorkloadError(f"{self.path}: {unknown('workload', self.name, names)}")
+        made = getattr(module, self.name)
+        if not isinstance(made, Workload) and callable(made):
+            made = self._call(made)
+        if not isinstance(made, Workload):
+            raise WorkloadError(
+                f"{self.path}:{self.name} must be a redline.Workload or a function that returns one, "
+                f"but is {type(made).__name__} {made!r}"
+            )
+        return replace(made, source=self)
+
+    def _call(self, function: Any) -> Any:
+        try:
+            inspect.signature(function).bind()
+        except TypeError:
+            raise WorkloadError(
+                f"{self.path}:{self.name} must be a redline.Workload or callable without arguments, but is "
+                f"{self.name}{inspect.signature(function)}"
+            ) from None
+        try:
+            return function()
+        except (Exception, SystemExit) as error:
+            raise WorkloadError(f"{self.path}:{self.name}() failed: {self._where(error)}") from error
+
+    def _module(self) -> ModuleType:
+        name = f"_redline_workload_{hashlib.sha256(self.path.encode()).hexdigest()[:8]}_{self.digest[:8]}"
+        if name in sys.modules:
+            return sys.modules[name]
+        module = ModuleType(name)
+        module.__file__ = self.path
+        folder = str(Path(self.path).parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # for what stands beside the file, also when it is imported later
+        sys.modules[name] = module
+        try:
+            exec(compile(self.text, self.path, "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise WorkloadError(f"the workload file failed: {self._where(error)}") from error
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+    def _where(self, error: BaseException) -> str:
+        """The last line of the traceback and the line of the file it came through."""
+        last = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError) and error.filename == self.path:
+            return f"{self.path}:{error.lineno}: {last}"
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path]
+        return f"{self.path}:{lines[-1]}: {last}" if lines else f"{self.path}: {last}"
+
+
+def _candidates(module: ModuleType) -> list[str]:
+    """Names that are workloads, or else functions and classes defined in the file."""
+    from .workload import Workload
+
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    found = [name for name, value in public.items() if isinstance(value, Workload)]
+    made_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+    return sorted({*found, *(name for name in made_here if callable(public[name]))})

@@ -1,0 +1,241 @@
+"""What is trained: model builder, batch maker, loss, optimizer, sizes, and what of it may vary."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError
+from ..space import Config, Space
+from .device import Device
+from .fingerprint import digest, of_callable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..schedule import Schedule
+    from .flops import Flops
+    from .source import FileSource
+
+Batch = Mapping[str, Any] | tuple[Any, ...]
+UNITS = ("tokens/s", "samples/s")
+DEFAULT_GLOBAL_BATCH = 32
+NEUTRAL = Config(
+    micro_batch=1, grad_accum=1, dp=1, checkpoint_ratio=0.0, precision="fp32", fusion=False, fused_optimizer=True
+)
+"""The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """What is trained. Only `model`, `batch` and `loss` are needed; the rest has defaults for any model.
+
+        Workload(
+            model=lambda: Net(),
+            batch=lambda size, seed: (images(size, seed), labels(size, seed)),
+            loss=lambda output, batch: cross_entropy(output, batch[1]),
+        )
+
+    Raises:
+        WorkloadError: a field is not what it must be.
+    """
+
+    model: "Callable[..., nn.Module]"
+    """`model()` or `model(config)`: the module, built under `torch.device("meta")` where it can be."""
+    batch: Callable[[int, int], Batch]
+    """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. Of a dict the
+    model gets, by name, what its `forward` takes; of a tuple everything but the last, which is the target
+    (with `loss=None`: everything)."""
+    loss: "Callable[[Any, Batch], torch.Tensor] | None"
+    """`loss(output, batch)`: a scalar, the mean over the batch's samples. None takes `output.loss`."""
+    name: str = ""
+    """What people call it."""
+    optimizer: "Callable[..., torch.optim.Optimizer] | None" = None
+    """`optimizer(params)` or `optimizer(params, fused=bool)`; None for AdamW."""
+    schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None
+    """`schedule(sch, config)` rewrites the model by primitives; None applies `checkpoint_ratio` and `fusion`
+    to the repeated blocks, whatever the model."""
+    space: Space | Callable[..., Space] | None = None
+    """What may vary: a Space, or a function of any of `device`, `devices` and `workload` that makes one; None
+    for the knobs that exist on the devices at hand."""
+    seq_len: int | None = None
+    """Tokens of a sample; None where samples are not made of tokens."""
+    global_batch: int = DEFAULT_GLOBAL_BATCH
+    """Samples of one optimizer step over all devices."""
+    unit: str = ""
+    """What throughput counts: `tokens/s` (the default with a `seq_len`) or `samples/s`."""
+    spec: str = ""
+    """How it was asked for: a preset's name, a path, a hub id, or `file.py:name`."""
+    identity: Mapping[str, Any] | None = None
+    """What it is, as plain data, for `id`; None takes the source text of its functions."""
+    source: "FileSource | None" = None
+    """The file it comes from; where set, copies in other processes are made by running that text again."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch"):
+            if not callable(getattr(self, name)):
+                raise WorkloadError(f"Workload: {name} must be callable, but got {_short(getattr(self, name))}")
+        for name in ("loss", "optimizer", "schedule"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise WorkloadError(f"Workload: {name} must be callable or None, but got {_short(value)}")
+        if self.space is not None and not isinstance(self.space, Space) and not callable(self.space):
+            raise WorkloadError(f"Workload: space must be a Space or a function, but got {_short(self.space)}")
+        for name, least in (("seq_len", 1), ("global_batch", 1)):
+            value = getattr(self, name)
+            if value is None and name == "seq_len":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise WorkloadError(f"Workload: {name} must be an integer of at least {least}, but got {value!r}")
+        self._check_parameters("batch", 2, "(size, seed)")
+        if self.loss is not None:
+            self._check_parameters("loss", 2, "(output, batch)")
+        if self.schedule is not None:
+            self._check_parameters("schedule", 2, "(sch, config)")
+        unit = self.unit or ("tokens/s" if self.seq_len else "samples/s")
+        if unit not in UNITS:
+            raise WorkloadError(f"Workload: unit must be one of {', '.join(UNITS)}, but got {self.unit!r}")
+        if unit == "tokens/s" and self.seq_len is None:
+            raise WorkloadError("Workload: unit 'tokens/s' needs seq_len, the tokens of a sample")
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "name", self.name or default_name(self.model))
+
+    def _check_parameters(self, name: str, count: int, form: str) -> None:
+        try:
+            inspect.signature(getattr(self, name)).bind(*range(count))
+        except TypeError:
+            raise WorkloadError(f"Workload: {name} must be callable as {name}{form}") from None
+        except ValueError:  # a builtin without a signature; calling it will tell
+            return
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.source is None:
+            return super().__reduce_ex__(protocol)
+        cached = {name: self.__dict__[name] for name in ("flops", "id") if name in self.__dict__}
+        return _from_source, (self.source, self.name, self.spec, self.global_batch, cached)
+
+    @cached_property
+    def id(self) -> str:
+        """Ten hex digits of what it is: architecture, data, sizes, or the text of its file or functions."""
+        made = {"seq_len": self.seq_len, "global_batch": self.global_batch, "unit": self.unit}
+        if self.source is not None:
+            what: Any = {"file": self.source.digest, "name": self.source.name}
+        elif self.identity is not None:
+            what = dict(self.identity)
+        else:
+            names = ("model", "batch", "loss", "optimizer", "schedule")
+            what = {name: of_callable(getattr(self, name)) for name in names}
+        return digest({**made, "what": what})
+
+    def make_space(self, device: Device, devices: int = 1) -> Space:
+        """What may vary on `devices` devices like `device`: a space of its own for every call.
+
+        Raises:
+            WorkloadError: the workload's own function does not return a Space.
+            SpaceError: the global batch cannot be shared among the devices.
+        """
+        from .spaces import default_space
+
+        if isinstance(self.space, Space):
+            return self.space.copy()
+        if self.space is None:
+            return default_space(self, device, devices)
+        given = {"device": device, "devices": devices, "workload": self}
+        parameters = inspect.signature(self.space).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        made = self.space(**{name: value for name, value in given.items() if takes_all or name in parameters})
+        if not isinstance(made, Space):
+            raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(made)}")
+        return made
+
+    def build_model(self, config: Mapping[str, Any] | None = None) -> "nn.Module":
+        """The module, on whatever device is current. Without a configuration knobs have their defaults.
+
+        Raises:
+            WorkloadError: `model` returned something else.
+        """
+        from torch import nn
+
+        module = self.model(config if config is not None else NEUTRAL) if self._takes_config else self.model()
+        if not isinstance(module, nn.Module):
+            raise WorkloadError(f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}")
+        return module
+
+    @cached_property
+    def _takes_config(self) -> bool:
+        try:
+            signature = inspect.signature(self.model)
+            signature.bind()
+        except ValueError:
+            return False
+        except TypeError:
+            return True
+        # A function whose parameters all have defaults takes the configuration only where it says so.
+        first = next(iter(signature.parameters), "")
+        return first == "config"
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Modules that building the model imports, for a process that forks trials to import once."""
+        return tuple(getattr(self.model, "imports", ()))
+
+    @property
+    def takes_fused(self) -> bool:
+        """Whether the optimizer has a fused form to switch on."""
+        if self.optimizer is None:
+            return True
+        try:
+            parameters = inspect.signature(self.optimizer).parameters
+        except ValueError:
+            return False
+        return "fused" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    def make_optimizer(self, params: "Iterable[nn.Parameter]", *, fused: bool) -> "torch.optim.Optimizer":
+        """The optimizer; AdamW with a learning rate of 1e-4 where the workload has none of its own.
+
+        Raises:
+            WorkloadError: the workload's own function returned something else.
+        """
+        import torch
+
+        if self.optimizer is None:
+            # Not fused leaves the choice to torch: foreach on CUDA, a loop over parameters on a CPU.
+            return torch.optim.AdamW(params, lr=1e-4, fused=True if fused else None)
+        made = self.optimizer(params, fused=fused) if self.takes_fused else self.optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise WorkloadError(
+                f"{self.name}: optimizer must return a torch.optim.Optimizer, but returned {_short(made)}"
+            )
+        return made
+
+    @cached_property
+    def flops(self) -> "Flops":
+        """Model FLOPs of one sample, forward and backward. Counted once; copies made afterwards know it."""
+        from .flops import count_flops
+
+        return count_flops(self)
+
+    def with_name(self, name: str, spec: str) -> "Workload":
+        """A copy that is called `name` and was asked for as `spec`."""
+        return replace(self, name=name, spec=spec)
+
+
+def default_name(model: Callable[..., Any]) -> str:
+    """What a workload is called that was given no name."""
+    return getattr(model, "__name__", type(model).__name__)
+
+
+def _from_source(
+    source: "FileSource", name: str, spec: str, global_batch: int, cached: Mapping[str, Any]
+) -> Workload:
+    made = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
+    made.__dict__.update(cached)
+    return made
+
+
+def _short(value: Any) -> str:
+    text = re.sub(r"\s+", " ", repr(value))
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
