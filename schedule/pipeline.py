@@ -7,21 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
 from .collectives import Axis
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, units_of
 from .schedule import Tree
-from .sharding import holders
+from .sharding import holders, is_dtensor
 
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-}
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+"""Classes of torch.distributed.pipelining by our names."""
 
 
 class Pipeline:
@@ -108,6 +103,8 @@ class Pipeline:
 
     def _prepare(self, kwargs: dict[str, Any], size: int) -> None:
         """Finds what crosses the cuts for batches of these shapes, and makes the schedule for them."""
+        from torch.distributed import pipelining
+
         part = size // self.micro_batches
 
         def micro(value: Any) -> Any:
@@ -131,12 +128,13 @@ class Pipeline:
         if len(board.forms) != self.num_stages - 1:
             raise ScheduleError("the model's forward did not pass through every pipeline cut")
         stages = [self._stage(index, part) for index in self.mine]
-        make, given = SCHEDULES[self.kind], stages[0] if len(stages) == 1 else stages
-        if self.kind == "interleaved":
-            given = stages
+        make = getattr(pipelining, SCHEDULES[self.kind])
+        given = stages if self.kind == "interleaved" else stages[0]
         self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
-    def _stage(self, index: int, part: int) -> pipelining.PipelineStage:
+    def _stage(self, index: int, part: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
         inputs = self.board.forms[index - 1].tensors(self.device) if index else (torch.zeros(part, 1),)
         last = index == self.num_stages - 1
         outputs = (
@@ -146,7 +144,7 @@ class Pipeline:
             tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
             for group in (inputs, outputs)
         )
-        return pipelining.PipelineStage(
+        return PipelineStage(
             Stage(self, index),
             index,
             self.num_stages,
@@ -171,7 +169,7 @@ class Pipeline:
             if value is None:
                 # The other ranks wait for it.
                 param.grad = value = torch.zeros_like(param)
-            if isinstance(value, DTensor):
+            if is_dtensor(value):
                 # Cut alike over the data-parallel ranks, so that pieces meet their like.
                 value = value.to_local()
             first = self.axis.rank == ranks[0]

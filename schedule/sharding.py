@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .collectives import Axis, all_gather
 
@@ -115,9 +114,14 @@ def cut_fresh(
             moved[key] = cut[value]
 
 
+def is_dtensor(value: Any) -> bool:
+    """Whether a tensor is cut by FSDP; without the second that importing DTensor takes."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+
+
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter of a module, or its gradient, gathered over every rank that holds a piece."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.full_tensor()
     shard = shards_of(module).get(name)
     return shard.join(tensor) if shard is not None else tensor
@@ -141,7 +145,7 @@ def load_full_state_dict(module: nn.Module, state: dict[str, torch.Tensor]) -> N
         pieces[key] = shard.cut(value) if shard is not None else value
     mine = module.state_dict()
     for key, value in pieces.items():
-        if isinstance(mine.get(key), DTensor):
+        if is_dtensor(mine.get(key)):
             from torch.distributed.tensor import distribute_tensor
 
             pieces[key] = distribute_tensor(value, mine[key].device_mesh, mine[key].placements)
