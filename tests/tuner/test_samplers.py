@@ -109,10 +109,10 @@ print([name for name in ("hebo", "gpytorch", "sklearn") if name in sys.modules])
 class TestRandom:
     def test_every_configuration_is_as_likely(self):
         space = small_space()
-        first = [make_sampler("random", space, seed).propose([])[0] for seed in range(900)]
+        first = [make_sampler("random", space, seed).propose([])[0] for seed in range(700)]
         counts = np.array([first.count(config) for config in space])
-        assert counts.sum() == 900
-        assert ((counts - 50) ** 2 / 50).sum() < 46  # chi-squared, 17 degrees of freedom: 99.98 %
+        assert counts.sum() == 700
+        assert ((counts - 50) ** 2 / 50).sum() < 39  # chi-squared, 13 degrees of freedom: 99.98 %
 
     def test_seeds_differ(self):
         space = wide_space()
@@ -165,14 +165,14 @@ class TestTPE:
         assert seen.failed.sum() == 12
         assert seen.pending.sum() == 82
 
-    def test_points_it_draws_are_valid_and_new_without_being_moved(self, monkeypatch):
+    @pytest.mark.parametrize(("declare", "tried"), [(wide_space, 100), (conditional_space, 10)])
+    def test_points_it_draws_are_valid_and_new_without_being_moved(self, monkeypatch, declare, tried):
         from redline.tuner.samplers import tpe
 
         asked = []
         monkeypatch.setattr(tpe, "ask", lambda *args, ask=tpe.ask: asked.append(ask(*args)) or asked[-1])
-        space = wide_space()
-        sampler = make_sampler("tpe", space, 0)
-        trials = finished(space.sample(100, 1), plausible)
+        space = declare()
+        trials = finished(space.sample(tried, 1), lambda config: ok(float(int(config.id, 16) % 97 + 1)))
         moved = 0
         for seed in range(10):
             sampler = make_sampler("tpe", space, seed)
@@ -289,18 +289,26 @@ class TestHEBO:
         assert cost[4] < cost[3] < cost[2] < cost[1] < cost[0]
 
 
-def test_a_learner_beats_chance_with_a_wall_in_the_way():
-    """The acceptance of `bench/samplers.py` in small: best of 14 trials, mean over seeds."""
+def test_learners_find_faster_configurations_than_chance_does():
+    """What `bench/samplers.py` measures, in small: the best of 14 trials, mean over seeds."""
     space = wide_space()
-    fastest = max(plausible(config).throughput or 0 for config in space)
+    gains = {"eager": 1.0, "sdpa": 1.5, "flash_attention_2": 1.6}
 
-    def reached(name: str) -> float:
+    def outcome(config):
+        if config["micro_batch"] >= 32:
+            return failed(Status.OOM)
+        gain = gains[config["attention"]] * (1.3 if config["fusion"] else 1.0)
+        return ok(config["micro_batch"] ** 0.6 * gain * (1 - 0.4 * config["checkpoint_ratio"]))
+
+    fastest = max(outcome(config).throughput or 0 for config in space)
+
+    def reached(name: str, seeds: int) -> float:
         best = []
-        for seed in range(5):
-            trials = search(make_sampler(name, space, seed), plausible, 14)
+        for seed in range(seeds):
+            trials = search(make_sampler(name, space, seed), outcome, 14)
             best.append(max(trial.measurement.throughput or 0 for trial in trials) / fastest)
         return float(np.mean(best))
 
-    chance = reached("random")
-    assert reached("tpe") > chance
-    assert reached("gp") > chance
+    chance = reached("random", 12)
+    assert reached("tpe", 8) > chance + 0.05
+    assert reached("gp", 4) > chance + 0.15

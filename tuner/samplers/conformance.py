@@ -27,9 +27,9 @@ FAILURES = [Status.OOM, Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPP
 
 
 def small_space() -> Space:
-    """18 valid configurations of 24."""
+    """14 valid configurations of 16."""
     space = Space()
-    tp = space.choice("tp", [1, 2, 4])
+    tp = space.choice("tp", [1, 2])
     micro = space.choice("micro_batch", [1, 2, 4, 8])
     space.flag("fusion")
     space.require(tp * micro <= 8, "room")
@@ -47,12 +47,12 @@ def wide_space() -> Space:
 
 
 def conditional_space() -> Space:
-    """15 configurations; two knobs are absent where what they depend on is off."""
+    """20 configurations; two knobs are absent where what they depend on is off."""
     space = Space()
     tp = space.choice("tp", [1, 2, 4])
     space.flag("sequence_parallel", when=tp > 1)
     checkpoint = space.flag("checkpoint")
-    space.choice("share", [0.25, 0.5], when=checkpoint)
+    space.choice("offload", ["none", "optimizer", "all"], when=checkpoint)
     return space
 
 
@@ -157,10 +157,10 @@ class SamplerConformance:
     def test_pending_trials_are_not_proposed(self, make):
         space = small_space()
         configs = list(space)
-        trials = finished(configs[:9], plausible)
-        trials += [Trial(number=9 + i, config=config) for i, config in enumerate(configs[9:16])]
+        trials = finished(configs[:7], plausible)
+        trials += [Trial(number=7 + i, config=config) for i, config in enumerate(configs[7:12])]
         batch = make(space, seed=0).propose(trials, 10)
-        assert sorted(config.id for config in batch) == sorted(config.id for config in configs[16:])
+        assert sorted(config.id for config in batch) == sorted(config.id for config in configs[12:])
 
     def test_it_works_while_every_trial_is_pending(self, make):
         space = small_space()
@@ -188,9 +188,10 @@ class SamplerConformance:
 
     def test_a_resumed_search_goes_on_as_if_it_had_not_stopped(self, make):
         space = wide_space()
-        whole = search(make(space, seed=4), plausible, 16)
-        resumed = make(wide_space(), seed=4).propose(whole[:13], 1)
-        assert resumed == [whole[13].config]
+        whole = search(make(space, seed=4), plausible, 12)
+        for stopped in (3, 10):
+            resumed = make(wide_space(), seed=4).propose(whole[:stopped], 1)
+            assert resumed == [whole[stopped].config]
 
     def test_the_trials_it_is_given_are_left_as_they_are(self, make):
         space = wide_space()
@@ -225,11 +226,11 @@ class SamplerConformance:
             assert not space.enumerable
             assert "too large" in str(error)
             return
-        started = time.perf_counter()
+        started = time.process_time()
         trials = search(sampler, lambda config: ok(1.0 + config["k0"] + config["k5"]), 12, count=3)
         assert len({trial.config for trial in trials}) == 12
         assert all(trial.config in space for trial in trials)
-        assert time.perf_counter() - started < 30
+        assert time.process_time() - started < 30
 
     @pytest.mark.parametrize(
         "throughputs",

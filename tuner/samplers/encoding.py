@@ -27,10 +27,8 @@ class Encoding:
         self.names = tuple(knob.name for knob in self.knobs)
         self.sizes = np.array([len(knob.values) for knob in self.knobs], dtype=np.int32)
         self.optional = np.array([knob.when is not None for knob in self.knobs], dtype=bool)
-        # Two values have no order to get wrong, and one number says as much as two categories.
-        self.ordered = np.array([knob.ordered for knob in self.knobs], dtype=bool) | (
-            (self.sizes == 2) & ~self.optional
-        )
+        # Two values have no order to get wrong; where a flag is absent, what it turns on is absent as well.
+        self.ordered = np.array([knob.ordered for knob in self.knobs], dtype=bool) | (self.sizes == 2)
         self._index = [{value: i for i, value in enumerate(knob.values)} for knob in self.knobs]
         self._rows: dict[Config, int | None] = {}
 
