@@ -34,8 +34,8 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
         if value.dim() == 0 or value.shape[0] != size:
             raise WorkloadError(
-                f"{where}: the first dimension of entry {key!r} must be the batch's size, {size}, but its shape "
-                f"is {tuple(value.shape)}"
+                f"{where}: the first dimension of entry {key!r} must be the batch's size, {size}, but its "
+                f"shape is {tuple(value.shape)}"
             )
     return dict(batch) if isinstance(batch, Mapping) else batch
 
@@ -89,11 +89,13 @@ class Step:
         loss = self._loss(self._forward(batch), batch)
         what = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
         if not isinstance(loss, torch.Tensor):
-            raise WorkloadError(f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}")
+            raise WorkloadError(
+                f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}"
+            )
         if loss.numel() != 1:
             raise WorkloadError(
-                f"{self._workload.name}: {what} must be a scalar tensor, the mean over the batch, but its shape is "
-                f"{tuple(loss.shape)}"
+                f"{self._workload.name}: {what} must be a scalar tensor, the mean over the batch, but its "
+                f"shape is {tuple(loss.shape)}"
             )
         return loss.reshape(())
 
@@ -102,7 +104,8 @@ class Step:
             taken = batch if self._names is None else {k: v for k, v in batch.items() if k in self._names}
             if not taken:
                 raise WorkloadError(
-                    f"{self._workload.name}: the model's forward takes {', '.join(sorted(self._names or ()))}, but "
+                    f"{self._workload.name}: the model's forward takes "
+                    f"{', '.join(sorted(self._names or ()))}, but "
                     f"the batch holds {', '.join(map(str, batch))}"
                 )
             return self._model(**taken)
@@ -119,8 +122,8 @@ class Step:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
             raise WorkloadError(
-                f"{self._workload.name}: without a loss of its own the workload needs a model that returns one, "
-                f"but it returned {type(output).__name__} without a loss; give Workload(loss=...)"
+                f"{self._workload.name}: without a loss of its own the workload needs a model that returns "
+                f"one, but it returned {type(output).__name__} without a loss; give Workload(loss=...)"
             )
         return loss
 

@@ -22,7 +22,8 @@ def check_workload(workload: Workload) -> None:
         raise
     except Exception as error:
         raise WorkloadError(
-            f"{workload.name}: batch(2, 0) failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            f"{workload.name}: batch(2, 0) failed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
     for key in first if isinstance(first, dict) else range(len(first)):
         value, other = first[key], second[key]

@@ -60,7 +60,11 @@ class TokenBatches:
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        inputs = self._random((size, self.seq_len), generator) if self.text is None else self._windows(size, generator)
+        inputs = (
+            self._random((size, self.seq_len), generator)
+            if self.text is None
+            else self._windows(size, generator)
+        )
         if self.task == "causal":
             return {"input_ids": inputs, "labels": inputs}
         inputs, labels = self._mask(inputs, generator)
@@ -83,7 +87,9 @@ class TokenBatches:
         picked = tokens[starts[:, None] + np.arange(self.seq_len)]
         return torch.from_numpy(picked.astype(np.int64))
 
-    def _mask(self, inputs: "torch.Tensor", generator: "torch.Generator") -> tuple["torch.Tensor", "torch.Tensor"]:
+    def _mask(
+        self, inputs: "torch.Tensor", generator: "torch.Generator"
+    ) -> tuple["torch.Tensor", "torch.Tensor"]:
         import torch
 
         size, length = inputs.shape
@@ -120,8 +126,8 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
         ids = np.frombuffer(raw, dtype=np.uint8).astype(np.uint16) + BYTE_OFFSET
         if vocab_size < 256 + BYTE_OFFSET:
             raise WorkloadError(
-                f"{path}: text by bytes needs a vocabulary of at least {256 + BYTE_OFFSET} tokens, but the model "
-                f"has {vocab_size}; give a model folder with a tokenizer"
+                f"{path}: text by bytes needs a vocabulary of at least {256 + BYTE_OFFSET} tokens, but the "
+                f"model has {vocab_size}; give a model folder with a tokenizer"
             )
     else:
         name, mask_id = str(folder), tokenizer.mask_token_id
@@ -129,13 +135,13 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
         ids = np.asarray(encoded["input_ids"], dtype=np.uint32)
         if len(ids) and int(ids.max()) >= vocab_size:
             raise WorkloadError(
-                f"{path}: the tokenizer in {folder} yields token {int(ids.max())}, but the model's vocabulary has "
-                f"{vocab_size}; they do not belong together"
+                f"{path}: the tokenizer in {folder} yields token {int(ids.max())}, but the model's "
+                f"vocabulary has {vocab_size}; they do not belong together"
             )
     if len(ids) < seq_len:
         raise WorkloadError(
-            f"{path} is too short: a sample has {seq_len} tokens, but the text has {len(ids)}; give a longer text or "
-            "a smaller sequence length"
+            f"{path} is too short: a sample has {seq_len} tokens, but the text has {len(ids)}; give a longer "
+            "text or a smaller sequence length"
         )
     return TokenText(
         path=str(path), tokens=ids, tokenizer=name, digest=hashlib.sha256(raw).hexdigest(), mask_id=mask_id
@@ -153,10 +159,15 @@ def _read(path: Path) -> bytes:
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        cut = len(raw) == MAX_TEXT_BYTES and error.start > len(raw) - 4 and error.reason == "unexpected end of data"
+        cut = (
+            len(raw) == MAX_TEXT_BYTES
+            and error.start > len(raw) - 4
+            and error.reason == "unexpected end of data"
+        )
         if not cut:
             raise WorkloadError(
-                f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position {error.start}"
+                f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position "
+                f"{error.start}"
             ) from None
         raw = raw[: error.start]
     return raw
@@ -165,11 +176,13 @@ def _read(path: Path) -> bytes:
 def _tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from .huggingface import quiet
+    from .huggingface import quiet, refusals
 
     with quiet() as transformers:
         try:
-            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, *refusals()) as error:
             last = " ".join(str(error).split())[:300]
             raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {last}") from error

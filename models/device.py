@@ -116,7 +116,8 @@ def _cuda() -> Device | None:
 
 def _handle(pynvml: Any, chosen: str, handles: list[Any]) -> Any:
     if chosen.isdigit():
-        return handles[int(chosen)] if int(chosen) < len(handles) else pynvml.nvmlDeviceGetHandleByIndex(int(chosen))
+        index = int(chosen)
+        return handles[index] if index < len(handles) else pynvml.nvmlDeviceGetHandleByIndex(index)
     return pynvml.nvmlDeviceGetHandleByUUID(chosen)
 
 

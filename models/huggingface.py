@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 MAX_DEFAULT_SEQ_LEN = 4096
 """Longest sequence that is chosen where nobody said how long: many models allow 128 Ki positions."""
 # What describes a checkpoint rather than an architecture.
-_NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype",
-                     "transformers_version")
+_NOT_ARCHITECTURE = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
 
 
 @contextmanager
@@ -36,6 +43,21 @@ def quiet() -> Iterator[ModuleType]:
         yield transformers
     finally:
         transformers.logging.set_verbosity(before)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What transformers raises on values that it does not take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +83,10 @@ class Architecture:
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
                 made = kind.from_dict({**self.arguments, "model_type": self.model_type})
                 made.use_cache = False
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise WorkloadError(f"the configuration is no valid {self.model_type}: {_one_line(error)}") from error
+            except refusals() as error:
+                raise WorkloadError(
+                    f"the configuration is no valid {self.model_type}: {_one_line(error)}"
+                ) from error
         return made
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
@@ -78,11 +102,15 @@ class Architecture:
             auto = getattr(transformers, _AUTO[self.task])
             try:
                 return auto.from_config(
-                    self.configuration(), attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
+                    self.configuration(),
+                    attn_implementation=attention,
+                    dtype=torch.float32,
+                    trust_remote_code=False,
                 )
-            except (TypeError, ValueError, KeyError, ImportError, ZeroDivisionError, IndexError) as error:
+            except refusals() as error:
                 raise WorkloadError(
-                    f"transformers cannot build this {self.model_type} with attention '{attention}': {_one_line(error)}"
+                    f"transformers cannot build this {self.model_type} with attention '{attention}': "
+                    f"{_one_line(error)}"
                 ) from error
 
     @cached_property
@@ -147,14 +175,18 @@ def language_model(
     text_config = configuration.get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 2:
-        raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
+        raise WorkloadError(
+            f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}"
+        )
     positions = _positions(architecture, text_config)
     length = seq_len if seq_len is not None else min(positions or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
     least = 2 if architecture.task == "causal" else 1
     if isinstance(length, bool) or not isinstance(length, int) or length < least:
         raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")
     if positions is not None and length > positions:
-        raise WorkloadError(f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}")
+        raise WorkloadError(
+            f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}"
+        )
     text = None
     if data is not None:
         text = read_text(data, seq_len=length, vocab_size=vocab_size, folder=folder)
@@ -176,7 +208,9 @@ def language_model(
         identity={
             "architecture": _architecture_of(configuration),
             "task": architecture.task,
-            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
+            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"]
+            if text
+            else None,
         },
     )
 
@@ -192,7 +226,8 @@ def from_configuration(configuration: Any, name: str) -> Architecture:
     if not kinds:
         raise WorkloadError(
             f"{name}: transformers has neither a causal nor a masked language model of type "
-            f"'{configuration.model_type}'; describe it by a redline.Workload of your own (--workload FILE:NAME)"
+            f"'{configuration.model_type}'; describe it by a redline.Workload of your own (--workload "
+            "FILE:NAME)"
         )
     return Architecture(
         model_type=configuration.model_type,
@@ -226,17 +261,24 @@ def _architecture_of(configuration: Any) -> dict[str, Any]:
 
 
 def _positions(architecture: Architecture, text_config: Any) -> int | None:
-    """Longest sequence with a position of its own; None for positions that are computed, such as rotary ones."""
+    """Longest sequence with a position of its own; None where positions are computed, as rotary ones are."""
     import torch
     from torch import nn
 
-    with torch.device("meta"):
-        model = architecture({})
+    try:
+        with torch.device("meta"):
+            model = architecture({})
+    except (RuntimeError, AssertionError) as error:
+        raise WorkloadError(
+            f"no {architecture.model_type} can have these sizes: {_one_line(error)}"
+        ) from error
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             # RoBERTa counts from padding_idx + 1; OPT's table has `offset` rows more than positions.
-            skipped = module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
+            skipped = (
+                module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
+            )
             return module.num_embeddings - skipped
     limit = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None

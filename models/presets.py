@@ -87,14 +87,14 @@ def _decoder(
 
 _NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
-# Name, family, task, parameters, sequence length, global batch, configuration. The tiny ones keep their family's
-# code path; widths are small and vocabularies large enough that a step of the global batch takes about a second on
-# two cores, while the largest micro-batch needs more than 1 GiB.
+# Name, family, task, parameters, sequence length, global batch, configuration. The tiny ones keep their
+# family's code path; widths are small and vocabularies large enough that a step of the global batch takes
+# about a second on two cores, while the largest micro-batch needs more than 1 GiB.
 _TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
-    ("gpt2-tiny", "gpt2", "causal", 0, 128, 32, _gpt2(8, 64, 8, 8192, **_NO_SPECIAL_TOKENS)),
-    ("bert-tiny", "bert", "masked", 0, 128, 32, _encoder(8, 64, 8, 10240)),
+    ("gpt2-tiny", "gpt2", "causal", 989_824, 128, 32, _gpt2(8, 64, 8, 8192, **_NO_SPECIAL_TOKENS)),
+    ("bert-tiny", "bert", "masked", 1_102_784, 128, 32, _encoder(8, 64, 8, 10240)),
     (
-        "llama-tiny", "llama", "causal", 0, 128, 32,
+        "llama-tiny", "llama", "causal", 2_786_368, 128, 32,
         _decoder(8, 64, 8, 16384, kv_heads=4, intermediate=384, positions=2048, **_NO_SPECIAL_TOKENS),
     ),
     ("gpt2", "gpt2", "causal", 124_439_808, 1024, 64, _gpt2(12, 768, 12)),
@@ -120,8 +120,9 @@ _TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
         # Black et al. 2021: every other block attends to the last 256 tokens only.
         "gpt-neo-1.3b", "gpt_neo", "causal", 1_315_575_808, 2048, 32,
         {
-            "num_layers": 24, "hidden_size": 2048, "num_heads": 16, "attention_types": [[["global", "local"], 12]],
-            "window_size": 256, "max_position_embeddings": 2048, "vocab_size": 50257,
+            "num_layers": 24, "hidden_size": 2048, "num_heads": 16, "vocab_size": 50257,
+            "attention_types": [[["global", "local"], 12]], "window_size": 256,
+            "max_position_embeddings": 2048,
         },
     ),
     (

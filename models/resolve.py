@@ -1,6 +1,7 @@
 """From what somebody asked for to a workload."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,8 @@ def workload(
 ) -> Workload:
     """The workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
 
-    Weights are never read; only a hub id that is not in the local cache needs a network. An existing path comes
-    before a preset of the same name only where it is written as a path (`./gpt2`).
+    Weights are never read; only a hub id that is not in the local cache needs a network. A preset comes
+    before a file or folder of the same name; write that as a path (`./gpt2`).
 
     Args:
         spec: what is asked for; a Workload is checked and, where asked, given another global batch.
@@ -51,16 +52,18 @@ def workload(
     if text in PRESETS:
         return _preset(text, given)
     path = Path(text).expanduser()
-    if path.exists():
+    if text and os.path.exists(path):  # false, not an error, for what cannot be a path
         return _local(path, text, given)
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
-        raise WorkloadError(f"there is no file or folder {text}; give a folder or config.json, or a name out of "
-                            f"{', '.join(PRESETS)}")
+        raise WorkloadError(
+            f"there is no file or folder {text}; give a folder or config.json, or a name out of "
+            f"{', '.join(PRESETS)}"
+        )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
     raise WorkloadError(
-        f"{unknown('model', text, PRESETS)} A folder or config.json, a hub id (owner/name) or --workload FILE:NAME "
-        "works too."
+        f"{unknown('model', text, PRESETS)} A folder or config.json, a hub id (owner/name) or --workload "
+        "FILE:NAME works too."
     )
 
 
@@ -70,8 +73,8 @@ def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: An
     for what, value in (("seq_len", seq_len), ("data", data)):
         if value is not None and value != getattr(made, what, None):
             raise WorkloadError(
-                f"{what} is part of the workload '{made.name}': set it where that is made, instead of asking for "
-                f"{value!r} here"
+                f"{what} is part of the workload '{made.name}': set it where that is made, instead of asking "
+                f"for {value!r} here"
             )
     if global_batch is not None:
         made = replace(made, global_batch=global_batch)
@@ -84,14 +87,18 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
     from .presets import PRESETS
 
     preset = PRESETS[name]
-    architecture = Architecture(model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task)
+    architecture = Architecture(
+        model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task
+    )
     given["seq_len"] = given["seq_len"] if given["seq_len"] is not None else preset.seq_len
-    given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
+    given["global_batch"] = (
+        given["global_batch"] if given["global_batch"] is not None else preset.global_batch
+    )
     return language_model(architecture, name=name, spec=name, **given)
 
 
 def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, language_model, quiet
+    from .huggingface import from_configuration, language_model, quiet, refusals
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -111,23 +118,24 @@ def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
         if model_type not in transformers.CONFIG_MAPPING:
             hint = unknown("model type", model_type, transformers.CONFIG_MAPPING).partition(" Known:")[0]
             raise WorkloadError(
-                f"{file}: {hint} in transformers {transformers.__version__}; code that comes with a model is not "
-                "run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
+                f"{file}: {hint} in transformers {transformers.__version__}; code that comes with a model is "
+                "not run: describe the model by a redline.Workload of your own (--workload FILE:NAME)"
             )
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(content)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise WorkloadError(f"{file} is no valid {model_type} configuration: {_one_line(error)}") from error
-    name = file.resolve().parent.name if path.is_dir() else path.stem if path.stem != "config" else (
-        file.resolve().parent.name
-    )
+        except refusals() as error:
+            raise WorkloadError(
+                f"{file} is no valid {model_type} configuration: {_one_line(error)}"
+            ) from error
+    resolved = file.resolve()
+    name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
     return language_model(
         from_configuration(configuration, text), name=name, spec=text, folder=file.parent, **given
     )
 
 
 def _hub(text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, language_model, quiet
+    from .huggingface import from_configuration, language_model, quiet, refusals
 
     with quiet() as transformers:
         try:
@@ -138,9 +146,11 @@ def _hub(text: str, given: dict[str, Any]) -> Workload:
             _reach_hub(text)
             try:
                 configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, *refusals()) as error:
                 raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
-    return language_model(from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given)
+    return language_model(
+        from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given
+    )
 
 
 def _reach_hub(text: str) -> None:
@@ -151,9 +161,7 @@ def _reach_hub(text: str) -> None:
 
     from huggingface_hub import constants
 
-    without = (
-        f"'{text}' is neither a preset, nor a file or folder here, nor a model in the local Hugging Face cache, and "
-    )
+    without = f"'{text}' is no preset, no file or folder here, not in the local Hugging Face cache, and "
     instead = "give a folder or config.json of the model instead"
     if constants.HF_HUB_OFFLINE:
         raise WorkloadError(f"{without}HF_HUB_OFFLINE forbids to ask the hub; {instead}")

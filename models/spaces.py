@@ -29,10 +29,10 @@ def default_space(workload: Workload, device: Device, devices: int = 1) -> Space
         SpaceError: the global batch cannot be shared evenly among the devices.
     """
     total = workload.global_batch
-    if devices < 1 or total % devices:
+    if total % devices:
         raise SpaceError(
-            f"the global batch must be a multiple of the devices, but {total} is not one of {devices}; the nearest is "
-            f"{max(1, round(total / max(devices, 1))) * max(devices, 1)}"
+            f"the global batch must be a multiple of the devices, but {total} is not one of {devices}; "
+            f"{max(1, round(total / devices)) * devices} is"
         )
     space = Space()
     sizes = micro_batches(total // devices)
@@ -40,7 +40,7 @@ def default_space(workload: Workload, device: Device, devices: int = 1) -> Space
         "micro_batch",
         sizes,
         default=min(sizes, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
-        help="sequences in one forward pass of one replica" if workload.seq_len else "samples in one forward pass",
+        help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica",
         monotone_memory=1,
     )
     followed, blocks = _schedule_facts(workload)
@@ -114,8 +114,8 @@ def ratios(blocks: int) -> list[float]:
 def precisions(device: Device) -> tuple[list[str], list[str]]:
     """Number formats worth trying on a device, and those that work there besides.
 
-    A CPU without native bfloat16 emulates it: measured at ten times the time for a tenth less memory, so it is
-    not tried unless asked for. Where bfloat16 is native float16 has nothing on it.
+    A CPU without native bfloat16 emulates it: measured at ten times the time for a tenth less memory, so it
+    is not tried unless asked for. Where bfloat16 is native, float16 has nothing on it.
     """
     if device.type != "cuda":
         half = ["bf16", "bf16_pure"]

@@ -24,8 +24,8 @@ _NOT_YET = {"tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False, "kernels": 
 class Training:
     """A workload's model, optimizer and data on a device, in one configuration.
 
-    Steps are numbered from 0; the samples of step s depend on the seed and s alone, not on how they are cut into
-    micro-batches or shared among ranks, so that losses of configurations can be compared.
+    Steps are numbered from 0; the samples of step s depend on the seed and s alone, not on how they are cut
+    into micro-batches or shared among ranks, so that losses of configurations can be compared.
 
     Args:
         workload: what is trained.
@@ -74,7 +74,7 @@ class Training:
         self._data = self._make_data()
         self._step = 0
         # Dropout follows from the seed, and differs between replicas.
-        torch.manual_seed(seed * 1_000_003 + rank)
+        torch.manual_seed(self._seed_of(rank))
 
     def step(self) -> "torch.Tensor":
         """Runs one optimizer step over the global batch.
@@ -111,31 +111,38 @@ class Training:
         per_sample = self.workload.flops.per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
 
+    def _seed_of(self, number: int) -> int:
+        # NumPy's older generators take 32 bits.
+        return (self._seed * 1_000_003 + number) % 2**31
+
     def _sizes(self) -> None:
         config, workload = self.config, self.workload
-        followed = self.workload.schedule is not None and not isinstance(self.workload.schedule, StandardSchedule)
+        followed = self.workload.schedule is not None and not isinstance(
+            self.workload.schedule, StandardSchedule
+        )
         for name, neutral in _NOT_YET.items():
-            # A schedule of somebody's own may follow any knob; parallel degrees need a mesh, which is not made.
+            # A schedule of somebody's own may follow any knob but those that need a mesh.
             if config.get(name, neutral) != neutral and (name in ("tp", "pp") or not followed):
-                raise WorkloadError(f"knob '{name}' must be {neutral!r}: nothing follows {config[name]!r} yet")
+                raise WorkloadError(
+                    f"knob '{name}' must be {neutral!r}: nothing follows {config[name]!r} yet"
+                )
         ranks = self._world_size
         if config.get("dp", ranks) != ranks:
             raise WorkloadError(f"dp must be the number of ranks, {ranks}, but is {config['dp']}")
         share, rest = divmod(workload.global_batch, ranks)
         if rest:
-            raise WorkloadError(f"the global batch must be a multiple of the ranks, {ranks}, but is "
-                                f"{workload.global_batch}")
+            raise WorkloadError(
+                f"the global batch must be a multiple of the ranks, {ranks}, but is {workload.global_batch}"
+            )
         self._micro = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
         self._accumulate = int(config.get("grad_accum", share // max(self._micro, 1)))
         if self._micro < 1 or self._accumulate < 1:
             raise WorkloadError(
-                f"micro_batch and grad_accum must be at least 1, but are {self._micro} and {self._accumulate} with "
-                f"{share} samples a rank"
+                f"micro_batch and grad_accum must be at least 1, but are {self._micro} and "
+                f"{self._accumulate} with {share} samples a rank"
             )
         if "grad_accum" not in config and self._micro * self._accumulate != share:
-            raise WorkloadError(
-                f"micro_batch must divide a rank's samples, {share}, but is {self._micro}"
-            )
+            raise WorkloadError(f"micro_batch must divide a rank's samples, {share}, but is {self._micro}")
         self.samples_per_step = self._micro * self._accumulate * ranks
         self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
 
@@ -148,8 +155,8 @@ class Training:
         except (ScheduleError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not _of_meta(error):
                 raise
-            # Not every model can be made without its weights: one whose constructor looks at values, or whose
-            # parameters get theirs there. Such a model is made in place; what is really wrong shows again.
+            # Not every model can be made without its weights: its constructor may look at values, or be the
+            # only place where they are set. Such a model is made in place; what is really wrong shows again.
         torch.manual_seed(self._seed)
         return self._build_on(self.device)
 
@@ -160,6 +167,9 @@ class Training:
 
         with where:
             module = self.workload.build_model(self.config)
+        stray = _stray_meta_tensor(module)
+        if stray:
+            raise ScheduleError(f"{stray} is a tensor on the meta device that is no parameter and no buffer")
         sch = create_schedule(module)
         (self.workload.schedule or generic_schedule)(sch, self.config)
         if self._precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
@@ -178,7 +188,7 @@ class Training:
         from torch.nn.parallel import DistributedDataParallel
 
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(self.model, device_ids=devices, gradient_as_bucket_view=True)
+        return DistributedDataParallel(self.model, device_ids=devices)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are averaged over the replicas with the last micro-batch only."""
@@ -193,13 +203,13 @@ class Training:
         share = self._micro * self._accumulate
         while len(steps) < MAX_STEPS_OF_DATA:
             # Made for all ranks and then cut, so that the samples do not depend on the number of ranks.
-            whole = make_batch(self.workload, self.samples_per_step, self._seed * 1_000_003 + len(steps))
+            whole = make_batch(self.workload, self.samples_per_step, self._seed_of(len(steps)))
             mine = part(whole, self._rank * share, (self._rank + 1) * share)
             if self._world_size > 1:
                 mine = each_tensor(mine, lambda tensor: tensor.clone())
-            held += num_bytes(mine)
+            held += num_bytes(whole)
             steps.append(mine)
-            if held * 2 > MAX_BYTES_OF_DATA:
+            if held + num_bytes(whole) > MAX_BYTES_OF_DATA:
                 break
         self._resident = held <= MAX_BYTES_OF_DATA
         if self._resident:
@@ -207,7 +217,10 @@ class Training:
         elif self.device.type == "cuda":
             steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
         return [
-            [part(each, number * self._micro, (number + 1) * self._micro) for number in range(self._accumulate)]
+            [
+                part(each, number * self._micro, (number + 1) * self._micro)
+                for number in range(self._accumulate)
+            ]
             for each in steps
         ]
 
@@ -246,6 +259,17 @@ class _Precision:
             return
         self._scaler.step(optimizer)
         self._scaler.update()
+
+
+def _stray_meta_tensor(module: "nn.Module") -> str:
+    """The path of a meta tensor that `build` could not replace, as it is a plain attribute; or nothing."""
+    import torch
+
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 def _of_meta(error: RuntimeError) -> bool:

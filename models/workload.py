@@ -24,7 +24,13 @@ Batch = Mapping[str, Any] | tuple[Any, ...]
 UNITS = ("tokens/s", "samples/s")
 DEFAULT_GLOBAL_BATCH = 32
 NEUTRAL = Config(
-    micro_batch=1, grad_accum=1, dp=1, checkpoint_ratio=0.0, precision="fp32", fusion=False, fused_optimizer=True
+    micro_batch=1,
+    grad_accum=1,
+    dp=1,
+    checkpoint_ratio=0.0,
+    precision="fp32",
+    fusion=False,
+    fused_optimizer=True,
 )
 """The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
 
@@ -77,19 +83,25 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
             if not callable(getattr(self, name)):
-                raise WorkloadError(f"Workload: {name} must be callable, but got {_short(getattr(self, name))}")
+                raise WorkloadError(
+                    f"Workload: {name} must be callable, but got {_short(getattr(self, name))}"
+                )
         for name in ("loss", "optimizer", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WorkloadError(f"Workload: {name} must be callable or None, but got {_short(value)}")
         if self.space is not None and not isinstance(self.space, Space) and not callable(self.space):
-            raise WorkloadError(f"Workload: space must be a Space or a function, but got {_short(self.space)}")
+            raise WorkloadError(
+                f"Workload: space must be a Space or a function, but got {_short(self.space)}"
+            )
         for name, least in (("seq_len", 1), ("global_batch", 1)):
             value = getattr(self, name)
             if value is None and name == "seq_len":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise WorkloadError(f"Workload: {name} must be an integer of at least {least}, but got {value!r}")
+                raise WorkloadError(
+                    f"Workload: {name} must be an integer of at least {least}, but got {value!r}"
+                )
         self._check_parameters("batch", 2, "(size, seed)")
         if self.loss is not None:
             self._check_parameters("loss", 2, "(output, batch)")
@@ -148,7 +160,9 @@ class Workload:
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         made = self.space(**{name: value for name, value in given.items() if takes_all or name in parameters})
         if not isinstance(made, Space):
-            raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(made)}")
+            raise WorkloadError(
+                f"{self.name}: space must return a redline.Space, but returned {_short(made)}"
+            )
         return made
 
     def build_model(self, config: Mapping[str, Any] | None = None) -> "nn.Module":
@@ -161,7 +175,9 @@ class Workload:
 
         module = self.model(config if config is not None else NEUTRAL) if self._takes_config else self.model()
         if not isinstance(module, nn.Module):
-            raise WorkloadError(f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}")
+            raise WorkloadError(
+                f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}"
+            )
         return module
 
     @cached_property

@@ -1,5 +1,6 @@
 """Any model: the repeated blocks are found by their being repeated."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
@@ -15,14 +16,14 @@ encoder, the stages of a convolutional network."""
 
 
 def blocks(sch: "Schedule") -> "list[Schedule]":
-    """The members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of lists like it
-    elsewhere in the model. Modules without children are no blocks. Empty where nothing is repeated."""
+    """The members of the largest `nn.ModuleList` or `nn.Sequential` of modules of one type, and of lists like
+    it elsewhere in the model. Modules without children are no blocks. Empty where nothing is repeated."""
     found = list(_lists(sch, sch.module))
     largest = max((size for _, size in found), default=0)
     return [block for members, size in found if size >= SHARE_OF_LARGEST * largest for block in members]
 
 
-def _lists(sch: "Schedule", module: "nn.Module"):
+def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedule], int]]":
     """Outermost lists of blocks below a module, with their parameters."""
     from torch import nn
 
@@ -33,7 +34,10 @@ def _lists(sch: "Schedule", module: "nn.Module"):
             alike = all(type(each) is type(members[0]) for each in members)
             distinct = len({id(each) for each in members}) == len(members)
             if alike and distinct and any(True for _ in members[0].children()):
-                yield [below[index] for index in range(len(members))], sum(p.numel() for p in child.parameters())
+                yield (
+                    [below[index] for index in range(len(members))],
+                    sum(p.numel() for p in child.parameters()),
+                )
                 continue
         yield from _lists(below, child)
 
