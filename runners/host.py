@@ -60,6 +60,9 @@ class HostAgent:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 start_new_session=True,
+                # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
+                # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         try:
             pickle.dump(setup, self._process.stdin)
