@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -46,15 +46,26 @@ def contained(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch on one thread: the matrices are small, and trials may be running on the other cores."""
+    """Runs torch, and BLAS where threadpoolctl is there, on one thread: the matrices are small, and trials
+    may be running on the other cores, in which case threads that wait for each other cost up to 25 times.
+    """
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with _one_blas_thread():
+            yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _one_blas_thread() -> AbstractContextManager[object]:
+    try:
+        from threadpoolctl import threadpool_limits  # comes with scikit-learn
+    except ImportError:
+        return nullcontext()
+    return threadpool_limits(limits=1, user_api="blas")
 
 
 @contextmanager
