@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import WorkloadError
 from .batches import Step, each_tensor, make_batch
-from .huggingface import Architecture
+from .huggingface import Architecture, quiet
 from .workload import NEUTRAL, Workload
 
 
@@ -40,7 +40,7 @@ def count_flops(workload: Workload) -> Flops:
     # Meta tensors would do but for transformers, which looks at values unless it sees that it is traced.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.random.fork_rng(devices=[]), fake:
+        with torch.random.fork_rng(devices=[]), quiet(), fake:
             model = workload.build_model(config).train()
             with FlopCounterMode(display=False) as counter:
                 Step(workload, model)(each_tensor(batch, fake.from_tensor)).backward()

@@ -100,9 +100,12 @@ class Architecture:
         attention = config.get("attention") or self.default_attention
         with quiet() as transformers:
             auto = getattr(transformers, _AUTO[self.task])
+            configuration = self.configuration()
+            # transformers guesses the loss from the name of the class, and warns where it cannot.
+            configuration.loss_type = _LOSS[self.task]
             try:
                 return auto.from_config(
-                    self.configuration(),
+                    configuration,
                     attn_implementation=attention,
                     dtype=torch.float32,
                     trust_remote_code=False,
@@ -144,6 +147,7 @@ class Architecture:
 
 
 _AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
+_LOSS = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
 _MAPPING = {"causal": "MODEL_FOR_CAUSAL_LM_MAPPING", "masked": "MODEL_FOR_MASKED_LM_MAPPING"}
 
 

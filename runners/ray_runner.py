@@ -1,10 +1,14 @@
 """Trials on devices that Ray hands out: this machine's, or a cluster's."""
 
+import contextlib
 import os
 import queue
+import signal
 import tempfile
+import threading
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +102,7 @@ class RayRunner(DryRunner):
         else:
             options["address"] = address
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _own_signals():
                 warnings.simplefilter("ignore")
                 self._ray.init(**options)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -205,6 +209,20 @@ class RayRunner(DryRunner):
 def failure_line(error: BaseException) -> str:
     """The first line of a Ray error, which can run over pages."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps this process's answers to signals: Ray puts its own in their place, which end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _import_ray() -> Any:

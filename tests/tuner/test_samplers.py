@@ -120,17 +120,29 @@ class TestRandom:
 
 
 class TestGrid:
-    def test_the_order_is_that_of_the_space(self):
+    def test_the_whole_space_comes_once_in_a_stable_order(self):
         space = conditional_space()
-        assert make_sampler("grid", space).propose([], 99) == list(space)
-        trials = finished(list(space)[1:3], plausible)
-        assert make_sampler("grid", space).propose(trials, 2) == [space.at(0), space.at(3)]
+        order = make_sampler("grid", space).propose([], 99)
+        assert sorted(map(space.index, order)) == list(range(len(space)))
+        assert make_sampler("grid", space, 7).propose([], 99) == order
+        trials = finished(order[1:3], plausible)
+        assert make_sampler("grid", space).propose(trials, 2) == [order[0], order[3]]
+
+    def test_any_beginning_of_the_walk_is_spread_over_the_first_knob(self):
+        space = Space()
+        space.choice("micro_batch", [1, 2, 4, 8, 16])
+        space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1])
+        space.flag("fusion")
+        first = make_sampler("grid", space).propose([], 10)
+        counts = [sum(config["micro_batch"] == value for config in first) for value in (1, 2, 4, 8, 16)]
+        assert min(counts) >= 1
+        assert max(counts) <= 3
 
     def test_a_vast_space_is_not_gone_through_for_its_first_configurations(self):
         space = vast_space()
         sampler = make_sampler("grid", space)
         started = time.process_time()
-        assert sampler.propose([], 3) == [space.at(i) for i in range(3)]
+        assert len(set(sampler.propose([], 3))) == 3
         assert time.process_time() - started < 1
 
     def test_a_space_that_cannot_be_listed_is_refused(self):

@@ -1,7 +1,8 @@
 """Exhaustive search."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import gcd
 
 from ...errors import UsageError
 from ...results import Trial
@@ -10,7 +11,11 @@ from .sampler import Sampler, check_count
 
 
 class GridSampler(Sampler):
-    """Goes through the whole space in its own order, whatever comes of it; the seed has no effect.
+    """Goes through the whole space in even strides, whatever comes of it; the seed has no effect.
+
+    In the space's own order the first trials would differ in the last knobs only. A stride near the golden
+    section of the space's size, and prime to it, reaches every configuration once and spreads any beginning
+    of the walk over all of it (Knuth, The Art of Computer Programming 3, 6.4).
 
     Raises:
         UsageError: the space is too large to be listed.
@@ -30,4 +35,12 @@ class GridSampler(Sampler):
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
         seen = {trial.config for trial in trials}
-        return list(islice((config for config in self.space if config not in seen), count))
+        return list(islice((config for config in self._walk() if config not in seen), count))
+
+    def _walk(self) -> Iterator[Config]:
+        size = len(self.space)
+        stride = max(1, round(size * (5**0.5 - 1) / 2))
+        while gcd(stride, size) != 1:
+            stride += 1
+        for step in range(size):
+            yield self.space.at(step * stride % size)
