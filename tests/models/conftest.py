@@ -17,6 +17,17 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Models this small are slower on several threads, most of all beside other work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def small():
     """Makes a small workload without dropout: `small("gpt2", seq_len=16, global_batch=8, n_layer=2)`."""

@@ -1,0 +1,168 @@
+import importlib.util
+import sysconfig
+
+import pytest
+from redline.errors import SpaceError
+from redline.models import device as devices
+from redline.models import workload
+from redline.models.spaces import default_space, micro_batches, ratios
+from redline.space import Space
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    def there(is_there=True):
+        monkeypatch.setattr(devices, "fusion_obstacle", lambda device: None if is_there else "none")
+        monkeypatch.setattr("redline.models.spaces.fusion_obstacle", devices.fusion_obstacle)
+
+    there()
+    return there
+
+
+def values(space):
+    return {knob.name: knob.values for knob in space.knobs if not knob.derived}
+
+
+def test_a_cpu_has_its_knobs_and_no_others(cpu, compiler):
+    assert values(default_space(workload("gpt2-tiny"), cpu)) == {
+        "micro_batch": (1, 2, 4, 8, 16, 32),
+        "checkpoint_ratio": (0.0, 0.25, 0.5, 0.75, 1.0),
+        "precision": ("fp32",),
+        "attention": ("sdpa", "eager"),
+        "fusion": (False, True),
+        "fused_optimizer": (False, True),
+    }
+
+
+def test_a_gpu_has_its_knobs_and_no_others(cuda, compiler):
+    space = default_space(workload("gpt2"), cuda((9, 0)))
+    assert values(space)["precision"] == ("fp32", "bf16", "bf16_pure")
+    assert values(space)["attention"] == ("sdpa", "eager")
+    assert "fp8" not in values(space)["precision"] and "dp" not in values(space)
+    assert values(default_space(workload("gpt2"), cuda((7, 0))))["precision"] == ("fp32", "fp16")
+
+
+def test_a_cpu_with_native_bf16_tries_it(cpu, compiler):
+    from dataclasses import replace
+
+    native = replace(cpu, features=frozenset({"bf16"}))
+    assert values(default_space(workload("gpt2-tiny"), native))["precision"] == ("fp32", "bf16", "bf16_pure")
+
+
+def test_what_is_slow_may_be_asked_for_and_what_does_not_exist_may_not(cpu, compiler):
+    space = default_space(workload("gpt2-tiny"), cpu)
+    space.override("precision", ["fp32", "bf16"])
+    assert space["precision"].values == ("fp32", "bf16")
+    space.fix("checkpoint_ratio", 0.125)
+    with pytest.raises(SpaceError, match="fp16"):
+        space.fix("precision", "fp16")
+    with pytest.raises(SpaceError, match="flash"):
+        space.fix("attention", "flash_attention_2")
+    with pytest.raises(SpaceError, match=r"checkpoint_ratio.*0\.3"):
+        space.fix("checkpoint_ratio", 0.3)
+    with pytest.raises(SpaceError, match="micro_batch"):
+        space.fix("micro_batch", 5)
+
+
+def test_without_a_compiler_there_is_no_fusion(cpu, compiler):
+    compiler(False)
+    assert "fusion" not in values(default_space(workload("gpt2-tiny"), cpu))
+
+
+def test_flash_attention_needs_half_precision(cuda, compiler, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name)
+    )
+    space = default_space(workload("gpt2"), cuda())
+    assert "flash_attention_2" in values(space)["attention"]
+    assert space.config(attention="flash_attention_2", precision="bf16")
+    with pytest.raises(SpaceError, match=r"flash attention has no float32"):
+        space.config(attention="flash_attention_2", precision="fp32")
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "bert-large", "gpt-neo-1.3b"])
+def test_the_default_is_what_the_trainer_runs(cpu, compiler, name):
+    from transformers import TrainingArguments
+
+    fields = TrainingArguments.__dataclass_fields__
+    default = default_space(workload(name), cpu).default()
+    assert default["micro_batch"] == fields["per_device_train_batch_size"].default == 8
+    assert default["fused_optimizer"] is (fields["optim"].default == "adamw_torch_fused")
+    assert (
+        default["precision"] == "fp32" and fields["bf16"].default is False and fields["fp16"].default is False
+    )
+    assert default["checkpoint_ratio"] == 0 and not fields["gradient_checkpointing"].default
+    assert default["fusion"] is fields["torch_compile"].default is False
+    assert default["attention"] == ("eager" if name == "gpt-neo-1.3b" else "sdpa")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("total", [8, 24, 32])
+def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
+    space = default_space(workload("gpt2-tiny", global_batch=total), cpu, devices)
+    assert len(space) > 0
+    for config in space:
+        assert config["micro_batch"] * config["grad_accum"] * config.get("dp", 1) == total
+        assert config.get("dp", 1) == devices
+
+
+def test_a_global_batch_that_cannot_be_shared_is_refused(cpu, compiler):
+    with pytest.raises(SpaceError, match="32 is not one of 3; 33 is"):
+        default_space(workload("gpt2-tiny"), cpu, 3)
+    with pytest.raises(SpaceError, match="2 is not one of 8; 8 is"):
+        default_space(workload("gpt2-tiny", global_batch=2), cpu, 8)
+
+
+def test_micro_batches_are_the_divisors_or_where_too_many_the_powers_of_two():
+    assert micro_batches(1) == [1]
+    assert micro_batches(24) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert micro_batches(7) == [1, 7]
+    assert micro_batches(720) == [1, 2, 4, 8, 16, 720]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        (1, [0.0, 1.0]),
+        (2, [0.0, 0.5, 1.0]),
+        (3, [0.0, 0.25, 0.75, 1.0]),
+        (4, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (24, [0.0, 0.25, 0.5, 0.75, 1.0]),
+    ],
+)
+def test_ratios_that_choose_as_many_blocks_are_offered_once(blocks, expected):
+    assert ratios(blocks) == expected
+    assert len({round(ratio * blocks) for ratio in expected}) == len(expected)
+
+
+def test_the_space_can_be_written_and_read(cpu, compiler, tmp_path):
+    space = default_space(workload("gpt2-tiny"), cpu)
+    space.to_yaml(tmp_path / "space.yaml")
+    again = Space.from_yaml(tmp_path / "space.yaml")
+    assert list(again) == list(space)
+    assert again.default() == space.default()
+
+
+def test_hints_say_what_takes_memory(cpu, compiler):
+    space = default_space(workload("gpt2-tiny"), cpu)
+    assert space["micro_batch"].monotone_memory == 1
+    assert space["checkpoint_ratio"].monotone_memory == -1
+
+
+def test_a_space_is_made_anew_for_every_call(cpu, compiler):
+    made = workload("gpt2-tiny")
+    made.make_space(cpu).fix("micro_batch", 1)
+    assert len(made.make_space(cpu)["micro_batch"].values) == 6
+
+
+def test_fusion_needs_a_compiler_and_python_s_headers(cpu, cuda, monkeypatch, tmp_path):
+    monkeypatch.setattr(devices.shutil, "which", lambda name: "/usr/bin/x" if name == "g++" else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "headers are missing" in devices.fusion_obstacle(cpu)
+    (tmp_path / "Python.h").touch()
+    assert devices.fusion_obstacle(cpu) is None
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    assert "there is no compiler" in devices.fusion_obstacle(cpu)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert devices.fusion_obstacle(cuda()) == "triton is not installed"

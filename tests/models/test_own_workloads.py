@@ -1,0 +1,410 @@
+"""Workloads that somebody wrote: as objects and in files, right and wrong."""
+
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import cloudpickle
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.models import Training, Workload, workload
+from redline.space import Space
+from torch import nn
+from torch.nn import functional as F
+
+CPU = torch.device("cpu")
+
+FILE = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+import redline as rl
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + F.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(8) for _ in range(blocks)])
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out(self.blocks(x))
+
+
+def batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=generator), torch.randint(2, (size,), generator=generator)
+
+
+net = rl.Workload(model=Net, batch=batch, loss=lambda output, batch: F.cross_entropy(output, batch[1]))
+
+
+def made():
+    return net
+
+
+def needs(argument):
+    return net
+
+
+def fails():
+    return batch(-1, 0)
+
+
+number = 7
+"""
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + F.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def pairs(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 8, generator=generator)
+
+
+def error(output, batch):
+    return F.mse_loss(output, batch[-1] if isinstance(batch, tuple) else batch["y"])
+
+
+def own(**changed):
+    return Workload(**{"model": Net, "batch": pairs, "loss": error, "global_batch": 8, **changed})
+
+
+@pytest.fixture
+def file(tmp_path):
+    def make(text=FILE, name="train.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return make
+
+
+def first_loss(made, **knobs):
+    return float(Training(made, {"micro_batch": 8, **knobs}, CPU).step())
+
+
+# -- objects -------------------------------------------------------------------------------------------------
+
+
+def test_model_batch_and_loss_are_enough(cpu):
+    made = workload(own())
+    space = made.make_space(cpu)
+    assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {
+        k.name for k in space.knobs
+    }
+    assert "attention" not in {k.name for k in space.knobs}
+    assert (made.unit, made.name) == ("samples/s", "Net")
+    expected = first_loss(made)
+    for config in space.sample(6, seed=1):
+        if not config.get("fusion"):
+            assert float(Training(made, config, CPU).step()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_dict_gives_the_model_what_its_forward_takes():
+    def named(size, seed):
+        x, y = pairs(size, seed)
+        return {"x": x, "y": y}
+
+    assert first_loss(own(batch=named)) == pytest.approx(first_loss(own()))
+
+
+def test_a_model_may_return_its_own_loss():
+    class WithLoss(Net):
+        def forward(self, x, y):
+            return {"loss": F.mse_loss(super().forward(x), y)}
+
+    assert first_loss(own(model=WithLoss, loss=None)) == pytest.approx(first_loss(own()))
+
+
+def test_a_builder_may_look_at_the_configuration():
+    seen = []
+
+    def build(config):
+        seen.append(config["micro_batch"])
+        return Net()
+
+    first_loss(own(model=build))
+    assert seen == [8]
+
+
+def test_a_model_that_cannot_be_made_without_its_weights_is_made_in_place():
+    class Values(Net):
+        def __init__(self):
+            super().__init__()
+            self.rate = torch.linspace(0, 1, 3)[1].item()
+
+    class Attribute(Net):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.ones(8)  # neither a parameter nor a buffer
+
+        def forward(self, x):
+            return super().forward(x + self.shift)
+
+    class Parameter(Net):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.full((8,), 3.0))  # only its constructor knows its value
+
+        def forward(self, x):
+            return super().forward(x + self.token)
+
+    for kind in (Values, Attribute, Parameter):
+        training = Training(own(model=kind), {"micro_batch": 4, "grad_accum": 2}, CPU)
+        before = getattr(training.model, "token", torch.full((8,), 3.0)).detach().clone()
+        assert torch.equal(before, torch.full((8,), 3.0))
+        assert float(training.step()) == first_loss(own(model=kind), micro_batch=4, grad_accum=2)
+
+
+def test_an_optimizer_of_one_s_own_is_used_and_offers_fusion_only_where_it_has_it(cpu):
+    plain = own(optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    assert "fused_optimizer" not in {k.name for k in plain.make_space(cpu).knobs}
+    assert isinstance(Training(plain, {}, CPU).optimizer, torch.optim.SGD)
+    fused = own(optimizer=lambda params, fused: torch.optim.Adam(params, fused=fused))
+    assert "fused_optimizer" in {k.name for k in fused.make_space(cpu).knobs}
+    assert Training(fused, {"fused_optimizer": True}, CPU).optimizer.defaults["fused"] is True
+
+
+def test_a_schedule_of_one_s_own_has_only_the_knobs_that_it_reads(cpu):
+    def deaf(sch, config):
+        sch["blocks.0"].checkpoint()
+
+    def listening(sch, config):
+        if config["checkpoint_ratio"] > 0:
+            sch["blocks.0"].checkpoint()
+
+    offered = {k.name for k in own(schedule=deaf).make_space(cpu).knobs}
+    assert not {"checkpoint_ratio", "fusion"} & offered
+    offered = {k.name for k in own(schedule=listening).make_space(cpu).knobs}
+    assert "checkpoint_ratio" in offered and "fusion" not in offered
+
+
+def test_a_space_of_one_s_own_is_used_as_it_is_or_as_it_is_made(cpu):
+    space = Space()
+    space.choice("micro_batch", [2, 4])
+    assert [each["micro_batch"] for each in own(space=space).make_space(cpu)] == [2, 4]
+
+    def make(device, devices):
+        made = Space()
+        made.choice("micro_batch", [devices])
+        made.choice("where", [device.type])
+        return made
+
+    assert own(space=make).make_space(cpu, devices=4).default() == {"micro_batch": 4, "where": "cpu"}
+    with pytest.raises(WorkloadError, match=r"space must return a redline\.Space, but returned int"):
+        own(space=lambda: 3).make_space(cpu)
+
+
+def test_a_global_batch_is_what_the_configuration_says_where_it_says_all():
+    training = Training(own(), {"micro_batch": 2, "grad_accum": 3}, CPU)
+    assert (training.samples_per_step, training.tokens_per_step) == (6, None)
+
+
+def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
+    from redline.models import training
+
+    expected = first_loss(own(), micro_batch=2)
+    monkeypatch.setattr(training, "MAX_BYTES_OF_DATA", 64)
+    made = Training(own(), {"micro_batch": 2}, CPU)
+    assert not made._resident and len(made._data) == 1
+    assert float(made.step()) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": 3}, "model must be callable, but got int 3"),
+        ({"batch": lambda size: None}, r"batch must be callable as batch\(size, seed\)"),
+        ({"loss": lambda output: None}, r"loss must be callable as loss\(output, batch\)"),
+        ({"schedule": lambda sch: None}, r"schedule must be callable as schedule\(sch, config\)"),
+        ({"space": 3}, "space must be a Space or a function"),
+        ({"global_batch": 0}, "global_batch must be an integer of at least 1, but got 0"),
+        ({"seq_len": -1}, "seq_len must be an integer of at least 1, but got -1"),
+        ({"unit": "miles/h"}, "unit must be one of tokens/s, samples/s"),
+        ({"unit": "tokens/s"}, "needs seq_len"),
+    ],
+)
+def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
+    with pytest.raises(WorkloadError, match=said):
+        own(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"batch": lambda size, seed: 3}, r"batch\(2, 0\) must be a dict or a tuple of tensors, but is int"),
+        ({"batch": lambda size, seed: ()}, "empty tuple"),
+        ({"batch": lambda size, seed: {"x": [1]}}, "entry 'x' must be a tensor, but is list"),
+        ({"batch": lambda size, seed: (torch.ones(3, 8),)}, r"entry 0 must be the batch's size, 2.*\(3, 8\)"),
+        ({"batch": lambda size, seed: (torch.tensor(1.0),)}, r"entry 0 must be the batch's size, 2.*\(\)"),
+        ({"batch": lambda size, seed: (torch.rand(size, 8), torch.ones(size, 8))}, "differs from one call"),
+        ({"batch": lambda size, seed: 1 // 0}, r"batch\(2, 0\) failed: ZeroDivisionError"),
+        ({"loss": lambda output, batch: output}, r"scalar tensor, the mean over the batch.*\(1, 8\)"),
+        ({"loss": lambda output, batch: 1.0}, r"loss\(output, batch\) must be a scalar tensor, but is float"),
+        ({"loss": None, "batch": lambda size, seed: (torch.ones(size, 8),)}, r"the model's own loss must be"),
+        ({"model": lambda: 3}, "model must return a torch.nn.Module, but returned int 3"),
+        ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch holds z"),
+    ],
+)
+def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, said):
+    with pytest.raises(WorkloadError, match=said):
+        workload(own(**changed))
+
+
+def test_a_model_without_a_loss_is_refused():
+    class Silent(Net):
+        def forward(self, x, y):
+            return {"logits": x}
+
+    with pytest.raises(WorkloadError, match=r"returned dict without a loss; give Workload\(loss=...\)"):
+        workload(own(model=Silent, loss=None))
+
+
+def test_an_optimizer_that_is_no_optimizer_is_refused():
+    with pytest.raises(
+        WorkloadError, match=r"optimizer must return a torch\.optim\.Optimizer, but returned list"
+    ):
+        Training(own(optimizer=list), {}, CPU)
+
+
+def test_what_belongs_to_the_workload_cannot_be_asked_for_beside_it():
+    assert workload(own(), global_batch=4).global_batch == 4
+    with pytest.raises(WorkloadError, match="seq_len is part of the workload 'Net'"):
+        workload(own(), seq_len=64)
+    with pytest.raises(WorkloadError, match="data is part of the workload 'Net'"):
+        workload(own(), data="text.txt")
+
+
+def test_an_id_follows_what_the_functions_say():
+    assert own().id == own().id
+    others = [own(global_batch=4), own(model=Block), own(loss=lambda output, batch: output.sum())]
+    assert len({own().id, *(each.id for each in others)}) == 4
+
+    def scaled(factor):
+        return own(loss=lambda output, batch: factor * error(output, batch))
+
+    assert scaled(1.0).id == scaled(1.0).id != scaled(2.0).id
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["net", "made"])
+def test_a_file_s_workload_is_found_by_its_name(file, name, cpu):
+    made = workload(f"{file()}:{name}")
+    assert (made.name, made.spec) == (name, f"{file()}:{name}")
+    assert made.make_space(cpu)["checkpoint_ratio"].values == (0.0, 0.25, 0.75, 1.0)
+    assert made.flops.per_sample == 3 * 2 * (3 * 64 + 16) - 2 * 64  # no gradient with regard to the data
+    training = Training(made, made.make_space(cpu).default(), CPU)
+    assert training.samples_per_step == 32 and float(training.step()) > 0
+
+
+def test_a_file_s_workload_reaches_another_process_without_the_file(file, tmp_path):
+    path = file()
+    made = workload(f"{path}:net", global_batch=16)
+    expected = first_loss(made, micro_batch=16)
+    assert made.flops.per_sample
+    (tmp_path / "pickled").write_bytes(cloudpickle.dumps(made))
+    path.unlink()
+    program = (
+        "import pickle, sys, torch; from redline.models import Training; "
+        "made = pickle.load(open(sys.argv[1], 'rb')); assert 'flops' in vars(made); "
+        "training = Training(made, {'micro_batch': 16}, torch.device('cpu')); "
+        "print(made.name, made.id, made.global_batch, repr(float(training.step())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "pickled")], capture_output=True, text=True, check=True
+    )
+    name, identity, global_batch, loss = done.stdout.split()
+    assert (name, identity, int(global_batch)) == ("net", made.id, 16)
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_file_may_import_what_stands_beside_it(file):
+    file("width = 8\n", "beside_the_workload.py")
+    made = workload(f"{file('import beside_the_workload' + chr(10) + FILE)}:net")
+    assert pickle.loads(cloudpickle.dumps(made)).id == made.id
+
+
+def test_a_file_s_id_follows_its_text(file):
+    before = workload(f"{file()}:net").id
+    assert workload(f"{file(FILE, 'copy.py')}:net").id == before
+    assert workload(f"{file(FILE.replace('blocks=3', 'blocks=4'))}:net").id != before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nett", r"unknown workload 'nett'; did you mean 'net'\?"),
+        ("", r"needs a name in it, .*train\.py:NAME; workloads there: .*net"),
+        ("number", "must be a redline.Workload or a function that returns one, but is int 7"),
+        ("needs", r"callable without arguments, but is needs\(argument\)"),
+        ("fails", r"fails\(\) failed: .*train\.py:28: RuntimeError"),
+        ("batch", r"callable without arguments, but is batch\(size, seed\)"),
+    ],
+)
+def test_a_name_that_is_no_workload_is_refused(file, name, said):
+    with pytest.raises(WorkloadError, match=said):
+        workload(f"{file()}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = (\n", r"train\.py:1: SyntaxError"),
+        ("\nimport no_such_module\n", r"train\.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def f():\n    return 1 / 0\n\nf()\n", r"train\.py:2: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)\n", r"train\.py:1: SystemExit: 3"),
+    ],
+)
+def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, said):
+    for _ in range(2):  # nothing is left of the first attempt
+        with pytest.raises(WorkloadError, match=said):
+            workload(f"{file(text)}:net")
+
+
+def test_a_file_that_is_not_there_or_no_python_is_refused(tmp_path):
+    with pytest.raises(WorkloadError, match=r"cannot read the workload file .*none\.py: No such file"):
+        workload(f"{tmp_path}/none.py:net")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(WorkloadError, match=r"binary\.py is not a Python file"):
+        workload(f"{tmp_path}/binary.py:net")
+
+
+def test_importing_the_models_package_loads_neither_torch_nor_transformers():
+    program = (
+        "import sys, redline.models, redline.models.presets, redline.models.spaces, redline.models.resolve; "
+        "print(sorted({'torch', 'transformers', 'numpy.random'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "torch" not in done.stdout and "transformers" not in done.stdout

@@ -1,0 +1,303 @@
+"""What a configuration changes and what it must not: losses, work per step, and each knob's real effect.
+
+Tolerances: a loss of about 5.7 is the mean of some hundred float32 terms, so splitting a batch or another
+order of sums moves it by a few units in the last place (6e-8 relative); 1e-6 leaves room for the order of
+matrix products. After an update of 1e-4 a weight the difference grows: AdamW's first step divides by the
+gradient's own size, which turns the rounding of tiny gradients into full steps; 1e-4 is far below what a
+wrong gradient would do.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.models import Training
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+FIRST = 1e-6
+LATER = 1e-4
+
+
+def losses(workload, steps=3, seed=0, **knobs):
+    knobs = {"micro_batch": 4, "grad_accum": workload.global_batch // knobs.get("micro_batch", 4), **knobs}
+    training = Training(workload, knobs, CPU, seed=seed)
+    return [float(training.step()) for _ in range(steps)]
+
+
+class Operators(TorchDispatchMode):
+    """Names and result formats of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((func._opname, getattr(out, "dtype", None)))
+        return out
+
+    def names(self):
+        return {name for name, _ in self.seen}
+
+    def dtypes(self, *names):
+        return {dtype for name, dtype in self.seen if name in names}
+
+
+def operators(workload, **knobs):
+    training = Training(workload, {"micro_batch": 4, "grad_accum": 2, **knobs}, CPU)
+    with Operators() as mode:
+        training.step()
+    return mode, training
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"micro_batch": 1},
+        {"micro_batch": 8},
+        {"checkpoint_ratio": 0.5},
+        {"checkpoint_ratio": 1.0},
+        {"attention": "eager"},
+        {"fused_optimizer": False},
+        {"micro_batch": 2, "checkpoint_ratio": 1.0, "attention": "eager", "fused_optimizer": False},
+    ],
+    ids=str,
+)
+def test_losses_do_not_depend_on_how_a_step_is_run(small, family, knobs):
+    expected, got = losses(small(family)), losses(small(family), **knobs)
+    assert got[0] == pytest.approx(expected[0], rel=FIRST)
+    assert got[1:] == pytest.approx(expected[1:], rel=LATER)
+
+
+def test_losses_are_those_of_a_compiled_model(small):
+    workload = small("llama")
+    expected, got = losses(workload), losses(workload, fusion=True)
+    # Fused kernels keep float32 but contract products and sums: some units in the last place an operation.
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert got[1:] == pytest.approx(expected[1:], rel=LATER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_losses_are_those_of_a_compiled_model_whatever_else(small, family, ratio):
+    workload = small(family)
+    expected, got = losses(workload), losses(workload, fusion=True, checkpoint_ratio=ratio)
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert got[1:] == pytest.approx(expected[1:], rel=LATER)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("bf16_pure", 2e-2)])
+def test_losses_of_lower_precisions_are_near(small, precision, tolerance):
+    # bfloat16 keeps 8 bits: 0.4 % an operation, averaged over the batch's terms.
+    expected, got = losses(small()), losses(small(), precision=precision)
+    assert got == pytest.approx(expected, rel=tolerance)
+    assert got != expected
+
+
+def test_weights_after_a_step_do_not_depend_on_the_micro_batch(small):
+    def weights(micro, accumulate):
+        # Plain gradient descent: AdamW would turn the rounding of a tiny gradient into a whole step.
+        workload = replace(small(), optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+        training = Training(workload, {"micro_batch": micro, "grad_accum": accumulate}, CPU)
+        training.step()
+        return {name: each.detach() for name, each in training.model.named_parameters()}
+
+    expected, got = weights(8, 1), weights(2, 4)
+    for name, each in expected.items():
+        torch.testing.assert_close(got[name], each, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(small):
+    workload = small(resid_pdrop=0.2, attn_pdrop=0.2)
+    assert losses(workload, seed=1) == losses(workload, seed=1)
+    assert losses(workload, seed=1)[0] != losses(workload, seed=2)[0]
+
+
+def test_a_model_learns(small):
+    made = small()
+    workload = replace(
+        made,
+        batch=lambda size, seed: made.batch(size, 0),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+    )
+    got = losses(workload, steps=20)
+    assert got[-1] < 0.5 * got[0]
+
+
+def test_data_repeats_only_after_some_steps(small):
+    training = Training(small(), {"micro_batch": 8}, CPU)
+    first = [batch[0]["input_ids"] for batch in training._data]
+    assert len(first) == 8
+    assert not any(torch.equal(first[0], each) for each in first[1:])
+    # The next cycle starts over.
+    assert all(training.step().isfinite() for _ in range(9))
+
+
+def test_the_optimizer_step_covers_the_global_batch_in_micro_batches(small):
+    training = Training(small(global_batch=8, seq_len=16), {"micro_batch": 2, "grad_accum": 4}, CPU)
+    sizes = []
+    training.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    training.step()
+    assert sizes == [(2, 16)] * 4
+    assert (training.samples_per_step, training.tokens_per_step) == (8, 128)
+    assert training.flops_per_step() == 8 * training.workload.flops.per_sample
+
+
+def test_gradients_do_not_outlive_a_step(small):
+    training = Training(small(), {"micro_batch": 8}, CPU)
+    training.step()
+    assert all(each.grad is None for each in training.model.parameters())
+
+
+def saved_bytes(workload, **knobs):
+    training = Training(workload, {"micro_batch": 8, "grad_accum": 1, **knobs}, CPU)
+    weights = {each.data_ptr() for each in training.model.parameters()}
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        if tensor.data_ptr() not in weights:
+            total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training._loss_of(training._data[0][0])
+    return total
+
+
+def test_checkpointing_keeps_fewer_activations_the_more_blocks_are_checkpointed(small):
+    workload = small(n_layer=4)
+    kept = [saved_bytes(workload, checkpoint_ratio=ratio) for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 5
+    # Blocks are alike, so each saves the same.
+    saved = [more - less for more, less in pairwise(kept)]
+    assert max(saved) - min(saved) <= 0.02 * max(saved)
+    assert kept[-1] < 0.6 * kept[0]
+
+
+def test_checkpointing_runs_blocks_again(small):
+    plain, _ = operators(small("llama"))
+    again, _ = operators(small("llama"), checkpoint_ratio=1.0)
+    count = [sum(name == "silu" for name, _ in each.seen) for each in (plain, again)]
+    assert count == [2 * 2, 2 * 2 * 2]
+
+
+def test_the_fused_optimizer_is_one_kernel_and_the_plain_one_is_not(small):
+    fused, training = operators(small())
+    assert "_fused_adamw_" in fused.names()
+    assert isinstance(training.optimizer, torch.optim.AdamW)
+    plain, _ = operators(small(), fused_optimizer=False)
+    assert "_fused_adamw_" not in plain.names() and "addcdiv_" in plain.names()
+
+
+def test_attention_runs_the_kernel_that_was_asked_for(small):
+    sdpa, _ = operators(small(), attention="sdpa")
+    eager, _ = operators(small(), attention="eager")
+    assert any("scaled_dot_product" in name for name in sdpa.names())
+    assert not any("scaled_dot_product" in name for name in eager.names()) and "_softmax" in eager.names()
+
+
+def test_autocast_computes_in_bf16_with_weights_in_fp32(small):
+    fp32, _ = operators(small("llama"))
+    assert fp32.dtypes("mm", "addmm") == {torch.float32}
+    bf16, training = operators(small("llama"), precision="bf16")
+    assert bf16.dtypes("mm", "addmm") == {torch.bfloat16}
+    assert {each.dtype for each in training.model.parameters()} == {torch.float32}
+
+
+def test_bf16_pure_holds_weights_and_optimizer_state_in_bf16(small):
+    seen, training = operators(small("llama"), precision="bf16_pure")
+    assert seen.dtypes("mm", "addmm") == {torch.bfloat16}
+    assert {each.dtype for each in training.model.parameters()} == {torch.bfloat16}
+    state = next(iter(training.optimizer.state.values()))
+    assert state["exp_avg"].dtype == torch.bfloat16
+
+
+def test_fusion_compiles_each_block_and_nothing_else(small):
+    training = Training(small("llama"), {"micro_batch": 8, "fusion": True}, CPU)
+    compiled = {name for name, each in training.model.named_modules() if each._compiled_call_impl is not None}
+    assert compiled == {"model.layers.0", "model.layers.1"}
+    plain = Training(small("llama"), {"micro_batch": 8}, CPU)
+    assert all(each._compiled_call_impl is None for each in plain.model.modules())
+
+
+def test_names_in_state_dict_are_the_model_s_own(small):
+    knobs = {"micro_batch": 8, "fusion": True, "checkpoint_ratio": 0.5, "precision": "bf16_pure"}
+    plain = Training(small(), {"micro_batch": 8}, CPU)
+    assert list(Training(small(), knobs, CPU).model.state_dict()) == list(plain.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"micro_batch": 3}, "micro_batch must divide a rank's samples, 8, but is 3"),
+        ({"micro_batch": 0}, "at least 1"),
+        ({"precision": "fp16"}, "unknown precision 'fp16'.*work on cpu"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"micro_batch": 8, "tp": 2}, "knob 'tp' must be 1"),
+        ({"micro_batch": 8, "zero": 3}, "knob 'zero' must be 0"),
+        ({"micro_batch": 8, "dp": 2}, "dp must be the number of ranks, 1"),
+        ({"micro_batch": 8, "attention": "flash"}, "attention 'flash'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_is_refused(small, knobs, said):
+    with pytest.raises(WorkloadError, match=said):
+        Training(small(), knobs, CPU)
+
+
+def test_two_ranks_train_as_one(small, tmp_path):
+    """Each takes its share of the same samples; the loss is the mean over both, before and after updates."""
+    import subprocess
+    import sys
+
+    import cloudpickle
+
+    workload = small("llama")
+    (tmp_path / "workload").write_bytes(cloudpickle.dumps(workload))
+    program = """
+import pickle, sys, torch, torch.distributed as dist
+from redline.models import Training
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+workload = pickle.load(open(f"{folder}/workload", "rb"))
+config = {"micro_batch": 2, "grad_accum": 2, "dp": 2}
+training = Training(workload, config, torch.device("cpu"), rank=rank, world_size=2)
+assert training.samples_per_step == 8
+print(repr([float(training.step()) for _ in range(3)]))
+dist.destroy_process_group()
+"""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(rank)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [each.communicate(timeout=100)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    got = [eval(each) for each in printed]
+    expected = losses(workload)
+    assert got[0] == got[1]
+    assert got[0][0] == pytest.approx(expected[0], rel=FIRST)
+    assert got[0][1:] == pytest.approx(expected[1:], rel=LATER)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+def test_a_gpu_trains_in_every_precision(small, family, precision):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    config = {"micro_batch": 4, "grad_accum": 2, "precision": precision}
+    training = Training(small(family), config, torch.device("cuda"))
+    got = [float(training.step()) for _ in range(3)]
+    assert got == pytest.approx(losses(small(family)), rel=2e-2)
