@@ -53,7 +53,7 @@ class Slow(nn.Module):
         self.net = net()
 
     def forward(self, x):
-        time.sleep(0.1)
+        time.sleep(0.03)
         return self.net(x)
 
 
@@ -61,14 +61,14 @@ slow = rl.Workload(name="slow", model=Slow, batch=batch, loss=loss, space=make_s
 
 
 class Hungry(nn.Module):
-    """Takes 8 MiB a sample."""
+    """Takes 4 MiB a sample."""
 
     def __init__(self):
         super().__init__()
         self.net = net()
 
     def forward(self, x):
-        return self.net(x + torch.ones(len(x), 8 * 2**20 // 4).mean())
+        return self.net(x + torch.ones(len(x), 4 * 2**20 // 4).mean())
 
 
 hungry = rl.Workload(name="hungry", model=Hungry, batch=batch, loss=loss, space=make_space(), global_batch=64)
@@ -165,7 +165,7 @@ def test_json_is_one_object_and_nothing_else(folder):
 
 
 def test_real_ooms_stand_beside_what_fits(folder):
-    done = tune(folder, "hungry", "--memory-limit", "300MiB", "--trials", 10)
+    done = tune(folder, "hungry", "--memory-limit", "200MiB", "--trials", 10)
     assert done.returncode == 0, done.stderr
     by_micro_batch = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]): row["status"] for row in rows(folder)}
     assert {status for (micro, _), status in by_micro_batch.items() if micro == "64"} == {"oom"}
@@ -173,11 +173,11 @@ def test_real_ooms_stand_beside_what_fits(folder):
 
 
 def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(folder):
-    done = tune(folder, "hungry", "--memory-limit", "20MiB", "--trials", 4)
+    done = tune(folder, "hungry", "--memory-limit", "15MiB", "--trials", 3)
     assert done.returncode == 3
     assert "Nothing feasible" in done.stdout
     assert "smallest need seen is" in done.stdout
-    assert "The limit is 20 MiB" in done.stdout
+    assert "The limit is 15 MiB" in done.stdout
     assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["best"] is None
 
 
@@ -221,7 +221,7 @@ def wait_for_rows(folder, count, process):
 
 
 def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
-    process = start(folder, "slow", "--trials", 8)
+    process = start(folder, "slow", "--trials", 5)
     wait_for_rows(folder, 2, process)
     family = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
     process.kill()
@@ -232,21 +232,21 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
         time.sleep(0.05)
     assert left_of(family) == []
 
-    refused = tune(folder, "slow", "--trials", 8)
+    refused = tune(folder, "slow", "--trials", 5)
     assert refused.returncode == 2
     assert "--resume" in refused.stderr
-    other = tune(folder, "mlp", "--trials", 8, "--resume")
+    other = tune(folder, "mlp", "--trials", 5, "--resume")
     assert other.returncode == 2
     assert "workload" in other.stderr
     assert rows(folder) == before
 
-    done = tune(folder, "slow", "--trials", 8, "--resume")
+    done = tune(folder, "slow", "--trials", 5, "--resume")
     assert done.returncode == 0, done.stderr
     after = rows(folder)
     assert after[: len(before)] == before
-    assert [row["trial"] for row in after] == [str(number) for number in range(8)]
+    assert [row["trial"] for row in after] == [str(number) for number in range(5)]
     configs = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]) for row in after}
-    assert len(configs) == 8
+    assert len(configs) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
