@@ -100,12 +100,9 @@ class Architecture:
         attention = config.get("attention") or self.default_attention
         with quiet() as transformers:
             auto = getattr(transformers, _AUTO[self.task])
-            configuration = self.configuration()
-            # transformers guesses the loss from the name of the class, and warns where it cannot.
-            configuration.loss_type = _LOSS[self.task]
             try:
-                return auto.from_config(
-                    configuration,
+                model = auto.from_config(
+                    self.configuration(),
                     attn_implementation=attention,
                     dtype=torch.float32,
                     trust_remote_code=False,
@@ -115,6 +112,10 @@ class Architecture:
                     f"transformers cannot build this {self.model_type} with attention '{attention}': "
                     f"{_one_line(error)}"
                 ) from error
+        if getattr(model, "loss_type", "") is None:
+            # transformers guesses the loss from the name of the class, and warns where it cannot.
+            model.loss_type = _LOSS[self.task]
+        return model
 
     @cached_property
     def model_class(self) -> type:

@@ -91,7 +91,7 @@ _NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None
 # family's code path; widths are small and vocabularies large enough that a step of the global batch takes
 # about a second on two cores, while the largest micro-batch needs more than 1 GiB.
 _TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
-    ("gpt2-tiny", "gpt2", "causal", 989_824, 128, 32, _gpt2(6, 64, 8, 16384, **_NO_SPECIAL_TOKENS)),
+    ("gpt2-tiny", "gpt2", "causal", 1_414_144, 128, 32, _gpt2(6, 64, 8, 16384, **_NO_SPECIAL_TOKENS)),
     ("bert-tiny", "bert", "masked", 1_102_784, 128, 32, _encoder(8, 64, 8, 10240)),
     (
         "llama-tiny", "llama", "causal", 2_786_368, 128, 32,

@@ -45,18 +45,19 @@ def default_space(workload: Workload, device: Device, devices: int = 1) -> Space
     )
     followed, blocks = _schedule_facts(workload)
     if "checkpoint_ratio" in followed and blocks:
+        offered = ratios(blocks)
         space.choice(
             "checkpoint_ratio",
-            ratios(blocks),
+            offered,
             default=0.0,
-            others=[count / blocks for count in range(blocks + 1)],
+            others=[count / blocks for count in range(blocks + 1) if count / blocks not in offered],
             help=f"share of the {blocks} repeated blocks whose activations are recomputed",
             monotone_memory=-1,
         )
-    offered, possible = precisions(device)
+    tried, possible = precisions(device)
     space.choice(
         "precision",
-        offered,
+        tried,
         default="fp32",
         others=possible,
         help="number format of the arithmetic; bf16_pure keeps the weights in it too",

@@ -53,7 +53,7 @@ def test_what_is_slow_may_be_asked_for_and_what_does_not_exist_may_not(cpu, comp
     space = default_space(workload("gpt2-tiny"), cpu)
     space.override("precision", ["fp32", "bf16"])
     assert space["precision"].values == ("fp32", "bf16")
-    space.fix("checkpoint_ratio", 0.125)
+    space.fix("checkpoint_ratio", 1 / 6)
     with pytest.raises(SpaceError, match="fp16"):
         space.fix("precision", "fp16")
     with pytest.raises(SpaceError, match="flash"):

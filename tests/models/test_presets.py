@@ -52,7 +52,8 @@ def test_every_preset_is_listed_with_what_the_command_shows():
 
 def test_flops_are_those_of_the_formula():
     made = workload("gpt2-tiny")
-    layers, hidden, vocabulary, length = 8, 64, 8192, 128
+    shape = PRESETS["gpt2-tiny"].shape()
+    layers, hidden, vocabulary, length = shape["layers"], shape["hidden"], shape["vocabulary"], 128
     products = 12 * layers * hidden**2 + vocabulary * hidden
     attention = 2 * layers * length * hidden
     assert made.flops.per_sample == 3 * length * 2 * (products + attention)

@@ -259,7 +259,7 @@ def test_two_ranks_train_as_one(small, tmp_path):
 
     import cloudpickle
 
-    workload = small("llama")
+    workload = small("gpt2")
     (tmp_path / "workload").write_bytes(cloudpickle.dumps(workload))
     program = """
 import pickle, sys, torch, torch.distributed as dist
