@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -93,6 +94,8 @@ class RayRunner(DryRunner):
         if self._ray.is_initialized():
             return False
         address = address or os.environ.get("RAY_ADDRESS") or None
+        if address is not None:
+            _check_listens(address)
         # Ray's usage report and log lines are its own; a tuning run prints neither.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -209,6 +212,23 @@ class RayRunner(DryRunner):
 def failure_line(error: BaseException) -> str:
     """The first line of a Ray error, which can run over pages."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _check_listens(address: str) -> None:
+    """Asks within seconds what Ray would ask for minutes: whether anything listens there.
+
+    Raises:
+        RunnerError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # such as "auto", which Ray resolves itself
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise RunnerError(
+            f"joining the Ray cluster at {address!r} failed: {error}. `--runner local` works without Ray."
+        ) from error
 
 
 @contextlib.contextmanager
