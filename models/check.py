@@ -2,11 +2,13 @@
 
 from ..errors import WorkloadError
 from .batches import make_batch
+from .blame import blamed
+from .skeleton import skeleton
 from .workload import Workload
 
 
 def check_workload(workload: Workload) -> None:
-    """Makes a small batch twice and traces a step, as far as the meta device goes.
+    """Builds the model without weights, makes a small batch twice and traces a step as far as that goes.
 
     Raises:
         WorkloadError: the batch is not made of tensors of its size, is not the same for the same seed, or the
@@ -16,15 +18,9 @@ def check_workload(workload: Workload) -> None:
         return
     import torch
 
-    try:
+    skeleton(workload)
+    with blamed(f"{workload.name}: batch(2, 0)"):
         first, second = make_batch(workload, 2, 0), make_batch(workload, 2, 0)
-    except WorkloadError:
-        raise
-    except Exception as error:
-        raise WorkloadError(
-            f"{workload.name}: batch(2, 0) failed: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
     for key in first if isinstance(first, dict) else range(len(first)):
         value, other = first[key], second[key]
         if value.shape != other.shape or not torch.equal(value.nan_to_num(), other.nan_to_num()):

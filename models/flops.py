@@ -1,12 +1,13 @@
 """How many floating-point operations training takes, counted without doing them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import WorkloadError
 from .batches import Step, each_tensor, make_batch
 from .huggingface import Architecture, quiet
-from .workload import NEUTRAL, Workload
+from .workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,9 @@ def count_flops(workload: Workload) -> Flops:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    config: Any = NEUTRAL
+    config: Mapping[str, Any] = workload.probe
     if isinstance(workload.model, Architecture):
-        config = {**NEUTRAL, "attention": "eager"}
+        config = {**config, "attention": "eager"}
     batch = make_batch(workload, 1, 0)
     # Meta tensors would do but for transformers, which looks at values unless it sees that it is traced.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -46,7 +47,15 @@ def count_flops(workload: Workload) -> Flops:
                 Step(workload, model)(each_tensor(batch, fake.from_tensor)).backward()
     except WorkloadError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         # Whatever is wrong with the model itself, the trials will tell.
         text = " ".join(str(error).split())[:200]
         return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .blame import blamed
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -13,10 +14,13 @@ def skeleton(workload: Workload, config: Mapping[str, Any] | None = None) -> "nn
     """The module on the meta device, or on the CPU where its constructor computes with values.
 
     The global random state is left as it was.
+
+    Raises:
+        WorkloadError: the model cannot be built.
     """
     import torch
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), blamed(f"{workload.name}: building the model"):
         try:
             with torch.device("meta"):
                 return workload.build_model(config)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
 from ..space import Config, Space
-from .device import Device
+from .blame import blamed
+from .device import Device, detect
 from .fingerprint import digest, of_callable
 
 if TYPE_CHECKING:
@@ -158,7 +159,9 @@ class Workload:
         given = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        made = self.space(**{name: value for name, value in given.items() if takes_all or name in parameters})
+        taken = {name: value for name, value in given.items() if takes_all or name in parameters}
+        with blamed(f"{self.name}: space({', '.join(taken)})"):
+            made = self.space(**taken)
         if not isinstance(made, Space):
             raise WorkloadError(
                 f"{self.name}: space must return a redline.Space, but returned {_short(made)}"
@@ -173,12 +176,21 @@ class Workload:
         """
         from torch import nn
 
-        module = self.model(config if config is not None else NEUTRAL) if self._takes_config else self.model()
+        module = (
+            self.model(config if config is not None else self.probe) if self._takes_config else self.model()
+        )
         if not isinstance(module, nn.Module):
             raise WorkloadError(
                 f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}"
             )
         return module
+
+    @cached_property
+    def probe(self) -> Config:
+        """A configuration to look at the model with: the default of its own space, or neutral knobs."""
+        if self.space is None:
+            return NEUTRAL
+        return Config({**NEUTRAL, **self.make_space(detect()).default()})
 
     @cached_property
     def _takes_config(self) -> bool:

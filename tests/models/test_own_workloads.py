@@ -157,6 +157,15 @@ def test_a_builder_may_look_at_the_configuration():
     assert seen == [8]
 
 
+def test_a_builder_may_read_knobs_of_the_workload_s_own_space(cpu):
+    space = Space()
+    space.choice("width", [8, 16])
+    space.choice("micro_batch", [8])
+    made = workload(own(model=lambda config: Net() if config["width"] == 8 else Block(), space=space))
+    assert made.flops.per_sample
+    assert len(list(Training(made, space.config(width=16), CPU).model.parameters())) == 2
+
+
 def test_a_model_that_cannot_be_made_without_its_weights_is_made_in_place():
     class Values(Net):
         def __init__(self):
@@ -268,10 +277,14 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
         ({"batch": lambda size, seed: (torch.ones(3, 8),)}, r"entry 0 must be the batch's size, 2.*\(3, 8\)"),
         ({"batch": lambda size, seed: (torch.tensor(1.0),)}, r"entry 0 must be the batch's size, 2.*\(\)"),
         ({"batch": lambda size, seed: (torch.rand(size, 8), torch.ones(size, 8))}, "differs from one call"),
-        ({"batch": lambda size, seed: 1 // 0}, r"batch\(2, 0\) failed: ZeroDivisionError"),
+        ({"batch": lambda size, seed: 1 // 0}, r"batch\(2, 0\) failed: .*py:\d+: ZeroDivisionError"),
         ({"loss": lambda output, batch: output}, r"scalar tensor, the mean over the batch.*\(1, 8\)"),
         ({"loss": lambda output, batch: 1.0}, r"loss\(output, batch\) must be a scalar tensor, but is float"),
         ({"loss": None, "batch": lambda size, seed: (torch.ones(size, 8),)}, r"the model's own loss must be"),
+        (
+            {"model": lambda: 1 // 0},
+            r"building the model failed: .*test_own_workloads\.py:\d+: ZeroDivisionError",
+        ),
         ({"model": lambda: 3}, "model must return a torch.nn.Module, but returned int 3"),
         ({"batch": lambda size, seed: {"z": torch.ones(size, 8)}}, "forward takes x, but the batch holds z"),
     ],
@@ -279,6 +292,18 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
 def test_what_does_not_return_what_it_must_is_refused_before_anything_is_tuned(changed, said):
     with pytest.raises(WorkloadError, match=said):
         workload(own(**changed))
+
+
+def test_a_schedule_or_a_space_that_fails_is_told_with_its_line(cpu):
+    def absent(sch, config):
+        sch["blocks.0"] if config["no_such_knob"] else None
+
+    with pytest.raises(
+        WorkloadError, match=r"schedule\(sch, config\) failed: .*py:\d+: KeyError: 'no_such_knob'"
+    ):
+        own(schedule=absent).make_space(cpu)
+    with pytest.raises(WorkloadError, match=r"space\(device\) failed: .*py:\d+: ZeroDivisionError"):
+        own(space=lambda device: 1 // 0).make_space(cpu)
 
 
 def test_a_model_without_a_loss_is_refused():

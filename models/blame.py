@@ -1,0 +1,36 @@
+"""Errors in code that somebody else wrote, told without a traceback."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import RedlineError, WorkloadError
+
+_HERE = str(Path(__file__).parent)
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Turns any error of the code within into a WorkloadError: `WHAT failed: FILE:LINE: Type: message`.
+
+    What redline raises itself goes through; it says what is wrong already.
+    """
+    try:
+        yield
+    except RedlineError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{what} failed: {where(error)}") from error
+
+
+def where(error: BaseException) -> str:
+    """`FILE:LINE: Type: message` of an error; the line is the last one outside of installed packages."""
+    last = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f"{each.filename}:{each.lineno}"
+        for each in frames
+        if not each.filename.startswith((_HERE, "<")) and "site-packages" not in each.filename
+    ]
+    return f"{own[-1]}: {last}" if own else last
