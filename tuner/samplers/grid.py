@@ -38,7 +38,7 @@ class GridSampler(Sampler):
         return list(islice((config for config in self._walk() if config not in seen), count))
 
     def _walk(self) -> Iterator[Config]:
-        size = len(self.space)
+        size = self.space.size
         stride = max(1, round(size * (5**0.5 - 1) / 2))
         while gcd(stride, size) != 1:
             stride += 1
