@@ -54,6 +54,7 @@ def main() -> None:
     device = detect()
     threads = psutil.cpu_count(logical=True) or 1
     load = workload(options.model)
+    load.flops.per_sample  # counted once a search, as `tune` does, and sent along with the workload
     space = load.make_space(device, devices=1)
     chosen = {knob.name: space.default()[knob.name] for knob in space.free}
     config = space.config(**{**chosen, "micro_batch": options.micro_batch})

@@ -30,7 +30,7 @@ class Preset:
     parameters: int
     """Parameters, the language-model head included, tied ones counted once."""
     seq_len: int
-    """Tokens of a sample: as in pre-training, or 128 for the tiny ones."""
+    """Tokens of a sample: as in pre-training, or 64 for the tiny ones."""
     global_batch: int
     """Samples of one optimizer step: enough micro-batches to choose from, few enough to be quick."""
 
@@ -89,12 +89,12 @@ _NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None
 
 # Name, family, task, parameters, sequence length, global batch, configuration. The tiny ones keep their
 # family's code path; widths are small and vocabularies large enough that a step of the global batch takes
-# about a second on two cores, while the largest micro-batch needs more than 1 GiB.
+# about half a second on two cores, while the largest micro-batch at twice the length needs more than 1 GiB.
 _TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
-    ("gpt2-tiny", "gpt2", "causal", 1_414_144, 128, 32, _gpt2(6, 64, 8, 16384, **_NO_SPECIAL_TOKENS)),
-    ("bert-tiny", "bert", "masked", 1_102_784, 128, 32, _encoder(8, 64, 8, 10240)),
+    ("gpt2-tiny", "gpt2", "causal", 1_414_144, 64, 32, _gpt2(6, 64, 8, 16384, **_NO_SPECIAL_TOKENS)),
+    ("bert-tiny", "bert", "masked", 1_102_784, 64, 32, _encoder(8, 64, 8, 10240)),
     (
-        "llama-tiny", "llama", "causal", 2_786_368, 128, 32,
+        "llama-tiny", "llama", "causal", 2_786_368, 64, 32,
         _decoder(8, 64, 8, 16384, kv_heads=4, intermediate=384, positions=2048, **_NO_SPECIAL_TOKENS),
     ),
     ("gpt2", "gpt2", "causal", 124_439_808, 1024, 64, _gpt2(12, 768, 12)),

@@ -47,13 +47,13 @@ def test_every_preset_is_listed_with_what_the_command_shows():
     for row in rows:
         shape = ["layers", "hidden", "heads", "vocabulary"]
         assert list(row) == ["name", "family", "parameters", *shape, "seq_len", "global_batch"]
-        assert row["seq_len"] == (128 if row["name"].endswith("-tiny") else PRESETS[row["name"]].seq_len)
+        assert row["seq_len"] == (64 if row["name"].endswith("-tiny") else PRESETS[row["name"]].seq_len)
 
 
 def test_flops_are_those_of_the_formula():
     made = workload("gpt2-tiny")
     shape = PRESETS["gpt2-tiny"].shape()
-    layers, hidden, vocabulary, length = shape["layers"], shape["hidden"], shape["vocabulary"], 128
+    layers, hidden, vocabulary, length = shape["layers"], shape["hidden"], shape["vocabulary"], 64
     products = 12 * layers * hidden**2 + vocabulary * hidden
     attention = 2 * layers * length * hidden
     assert made.flops.per_sample == 3 * length * 2 * (products + attention)
@@ -74,7 +74,7 @@ def test_ids_differ_with_what_a_workload_is_and_with_nothing_else():
     assert made.id == workload("gpt2-tiny").id
     others = [
         workload("llama-tiny"),
-        workload("gpt2-tiny", seq_len=64),
+        workload("gpt2-tiny", seq_len=32),
         workload("gpt2-tiny", global_batch=16),
     ]
     assert len({made.id, *(each.id for each in others)}) == 4
