@@ -93,7 +93,7 @@ def test_the_workload_s_id_follows_the_text_and_not_its_name(text):
     [
         (b"", "is empty"),
         (b"\x89PNG" + b"x" * 500, "not UTF-8 text: byte 0x89 at position 0"),
-        (b"short", "too short: a sample has 128 tokens, but the text has 5"),
+        (b"short", "too short: a sample has 64 tokens, but the text has 5"),
         (b"x" * 200 + b"\xc3", "not UTF-8 text: byte 0xc3 at position 200"),
     ],
 )
