@@ -18,8 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 PLAN = {"warmup_min_steps": 1, "warmup_max_steps": 1, "min_steps": 1, "max_steps": 1, "seconds": 0.0}
 
 # The whole of a fresh interpreter's trial: import, build, step, tell. No limit, no supervision.
@@ -49,10 +47,11 @@ def main() -> None:
     options = parser.parse_args()
 
     from redline.models import detect, workload
+    from redline.models.device import usable_cores
     from redline.runners import LocalRunner, RayRunner, TimingPlan, TrialRequest, TrialTerms
 
     device = detect()
-    threads = psutil.cpu_count(logical=True) or 1
+    threads = usable_cores()
     load = workload(options.model)
     load.flops.per_sample  # counted once a search, as `tune` does, and sent along with the workload
     space = load.make_space(device, devices=1)

@@ -73,13 +73,26 @@ def available_memory_mib() -> int:
     return max(0, available // MIB)
 
 
+def usable_cores() -> int:
+    """Cores this process may use, at least 1: its affinity and the control group's quota count, not the machine."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _cgroup_text("cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
 def _cgroup(name: str) -> int | None:
+    text = _cgroup_text(name)
+    return int(text) if text.isdigit() else None
+
+
+def _cgroup_text(name: str) -> str:
     try:
         with open(f"/sys/fs/cgroup/{name}") as file:
-            text = file.read().strip()
+            return file.read().strip()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""
 
 
 def _cuda() -> Device | None:
@@ -141,7 +154,7 @@ def _cpu() -> Device:
         features.add("fp16")
     return Device(
         type="cpu",
-        name=f"{name} ({psutil.cpu_count(logical=True)} cores)",
+        name=f"{name} ({usable_cores()} cores)",
         count=1,
         memory_mib=psutil.virtual_memory().total // MIB,
         features=frozenset(features),

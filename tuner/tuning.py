@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
-from ..models.device import Device, available_memory_mib, detect
+from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..results import RunFolder
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
@@ -260,7 +258,7 @@ def _runner(
         devices=task.devices,
         memory_limit_mib=limit_mib,
         timeout_s=timeout_s,
-        threads=max(1, (psutil.cpu_count(logical=True) or 1) // ranks) if on_cpu else None,
+        threads=max(1, usable_cores() // ranks) if on_cpu else None,
         plan=plan,
         seed=seed,
     )
