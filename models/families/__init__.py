@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from .generic import schedule as generic_schedule
-from .standard import StandardSchedule, spread
+from .standard import StandardSchedule, Support, spread
 
 # Model types, as transformers names them, to the module with their schedule.
 _FILES = {
@@ -19,7 +19,7 @@ _FILES = {
     "xlm-roberta": "roberta",
 }
 
-__all__ = ["StandardSchedule", "generic_schedule", "schedule_of", "spread"]
+__all__ = ["StandardSchedule", "Support", "generic_schedule", "schedule_of", "spread"]
 
 
 def schedule_of(model_type: str) -> StandardSchedule:

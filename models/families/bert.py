@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -13,4 +14,28 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     return sch.select("bert.encoder.layer.*")
 
 
-schedule = StandardSchedule(blocks)
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads, the feed-forward part by its inner features."""
+    for name in ("query", "key", "value"):
+        columns(block[f"attention.self.{name}"])
+    rows(block["attention.output.dense"])
+    block["attention.self"].fork_rng()
+    regions.around(
+        block["attention.self"],
+        block["attention.output.dense"],
+        dropout=[block["attention.output.dropout"]],
+    )
+    columns(block["intermediate.dense"])
+    rows(block["output.dense"])
+    regions.around(block["intermediate"], block["output.dense"], dropout=[block["output.dropout"]])
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(
+        block=cut,
+        embedding="bert.embeddings.word_embeddings",
+        head="cls.predictions.decoder",
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    ),
+)

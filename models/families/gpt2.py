@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -13,4 +14,24 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     return sch.select("transformer.h.*")
 
 
-schedule = StandardSchedule(blocks)
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads (q, k and v are fused in one weight), the feed-forward part by its inner features."""
+    columns(block["attn.c_attn"], parts=3)
+    rows(block["attn.c_proj"])
+    block["attn"].fork_rng()
+    regions.around(block["attn"], block["attn.c_proj"], dropout=[block["attn.resid_dropout"]])
+    columns(block["mlp.c_fc"])
+    rows(block["mlp.c_proj"])
+    regions.around(block["mlp"], block["mlp.c_proj"], dropout=[block["mlp.dropout"]])
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(
+        block=cut,
+        embedding="transformer.wte",
+        head="lm_head",
+        norms=("ln_1", "ln_2"),
+        last="transformer.ln_f",
+    ),
+)

@@ -1,35 +1,155 @@
 """What every family's schedule does with the standard knobs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from ...errors import ScheduleError
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
 KNOBS = ("checkpoint_ratio", "fusion")
-"""Knobs that rewrite the model, and that a StandardSchedule follows."""
+"""Knobs that rewrite the model on one device, and that a StandardSchedule follows."""
+
+NO_TENSOR_PARALLEL = (
+    "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Support:
+    """Which parallel knobs a model can follow; a reason in words where it cannot, empty where it can."""
+
+    tp: Callable[[int], str]
+    """Why the model cannot be cut over so many tensor-parallel ranks."""
+    pp: Callable[[int], str]
+    """Why it cannot be divided into so many pipeline stages."""
+    sequence_parallel: str
+    """Why the sequence cannot be cut between regions. Where it can, tp must divide a sample's tokens."""
+    zero: str
+    """Why what replicas hold cannot be cut over them."""
+    offload: str
+    """Why the optimizer's state cannot live in host memory."""
 
 
 @dataclass(frozen=True)
 class StandardSchedule:
-    """`schedule(sch, config)`: checkpoints a share of the repeated blocks and compiles each of them in place.
+    """`schedule(sch, config)`: follows the standard knobs on the repeated blocks of a model.
 
-    A model without repeated blocks is compiled as a whole.
+    | knob | what happens |
+    |---|---|
+    | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
+    | `pp` | as many stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
+    | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
+    | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
+
+    Raises (when called):
+        ScheduleError: the model cannot be cut so; `support` tells beforehand.
     """
 
     blocks: "Callable[[Schedule], list[Schedule]]"
     """The repeated blocks of a model, in order."""
+    tensor_parallel: "Callable[[Schedule, Sequence[Schedule], bool], None] | None" = None
+    """`tensor_parallel(sch, blocks, sequence_parallel)` cuts the model over the `tp` axis; None where nobody
+    knows how."""
+    stage_ends: "Callable[[Schedule, int], list[Schedule]] | None" = None
+    """`stage_ends(sch, stages)`: the modules behind which all stages but the last end; None for blocks in
+    even shares. Raises ScheduleError where it cannot be done."""
+    no_sequence_parallel: str = ""
+    """Why the sequence cannot be cut in this family."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         blocks = self.blocks(sch)
-        for index in spread(len(blocks), config.get("checkpoint_ratio", 0)):
-            blocks[index].checkpoint()
+        if config.get("tp", 1) > 1:
+            self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
+        ends = self._stage_ends(sch, blocks, config.get("pp", 1))
+        for each in ends:
+            each.cut_pipeline_stage()
+        for stage in _between(blocks, ends):
+            for index in spread(len(stage), config.get("checkpoint_ratio", 0)):
+                stage[index].checkpoint()
         if config.get("fusion", False):
             for block in blocks or [sch]:
                 # Shapes do not change in training, so nothing is gained by code for any shape.
                 block.compile(dynamic=False)
+
+    def support(self, sch: "Schedule") -> Support:
+        """What can be done with a model, found by trying on a copy of it without weights.
+
+        Args:
+            sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
+        """
+        sequence_parallel = self.no_sequence_parallel
+        if not sequence_parallel:
+            sequence_parallel = self._refusal(sch, {"tp": 1, "sequence_parallel": True}, tp=1)
+        return Support(
+            tp=cache(lambda ranks: "" if ranks == 1 else self._refusal(sch, {"tp": ranks}, tp=ranks)),
+            pp=cache(lambda stages: "" if stages == 1 else self._refusal(sch, {"pp": stages}, pp=stages)),
+            sequence_parallel=sequence_parallel,
+            zero="",
+            offload="",
+        )
+
+    def _refusal(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> str:
+        """Why a configuration cannot be applied; empty where it can."""
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy, units_of
+        from ...schedule.planned import PlannedMesh
+        from ...schedule.primitives.sync import check_synced
+
+        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(**axes))
+        try:
+            if config.get("sequence_parallel"):
+                self._cut(tried, self.blocks(tried), True)
+            else:
+                self(tried, config)
+            check_synced(tried)
+            units_of(tried.tree)
+        except ScheduleError as error:
+            return str(error)
+        return ""
+
+    def _cut(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
+        if self.tensor_parallel is None:
+            raise ScheduleError(f"tp: {NO_TENSOR_PARALLEL}")
+        if sequence_parallel and self.no_sequence_parallel:
+            raise ScheduleError(f"sequence_parallel: {self.no_sequence_parallel}")
+        self.tensor_parallel(sch, blocks, sequence_parallel)
+
+    def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+        if stages == 1:
+            return []
+        if self.stage_ends is not None:
+            return self.stage_ends(sch, stages)
+        return even_ends(blocks, stages)
+
+
+def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
+    """The last block of each stage but the last, blocks in even shares; where these differ the first stages
+    have more, since the head comes with the last.
+
+    Raises:
+        ScheduleError: fewer blocks than stages.
+    """
+    if len(blocks) < stages:
+        raise ScheduleError(
+            f"pp: each of {stages} stages needs a repeated block, but the model has {len(blocks) or 'none'}"
+        )
+    return [blocks[-(-len(blocks) * stage // stages) - 1] for stage in range(1, stages)]
+
+
+def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[list[Schedule]]":
+    """The blocks of each stage."""
+    stages: list[list[Schedule]] = [[]]
+    last = {each.path for each in ends}
+    for block in blocks:
+        stages[-1].append(block)
+        if block.path in last:
+            stages.append([])
+    return stages
 
 
 def spread(count: int, ratio: float) -> list[int]:

@@ -1,20 +1,12 @@
 """Data parallelism at every ZeRO stage, and offloading."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
+from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from torch import nn
-
-spec = importlib.util.spec_from_file_location(
-    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
-)
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
 
 
 def mesh(**axes):
@@ -35,9 +27,9 @@ def check_stage(make, name, zero, axes):
     sch = create_schedule(make(name), mesh(**axes))
     with verify(sch, batch, device=device):
         if "tp" in axes:
-            example.tensor_parallel(sch, name)
+            schedule_of(name)(sch, {"tp": 2})
         sch.shard_data(zero=zero)
-        sch.select(example.NAMES[name].blocks)[0].checkpoint()
+        schedule_of(name).blocks(sch)[0].checkpoint()
     model, optimizer = build(sch, optimizer=adamw, device=device)
     plain, reference = build(create_schedule(make(name)), optimizer=adamw, device=device)
     assert list(model.state_dict()) == list(plain.state_dict())

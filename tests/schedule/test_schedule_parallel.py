@@ -1,14 +1,13 @@
 """Tensor and sequence parallelism on real ranks: values, gradients, training steps, refusals and traps."""
 
 import copy
-import importlib.util
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
+from redline.models.families import schedule_of
 from redline.schedule import (
     build,
     create_schedule,
@@ -19,12 +18,10 @@ from redline.schedule import (
 from redline.schedule.sharding import shards_of, whole
 from torch import nn
 
-spec = importlib.util.spec_from_file_location(
-    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
-)
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
-plan = example.tensor_parallel
+
+def plan(sch, name, sequence_parallel=False):
+    schedule_of(name)(sch, {"tp": 2, "sequence_parallel": sequence_parallel})
+
 
 FAMILIES = ["gpt2", "bert", "llama"]
 
@@ -76,7 +73,7 @@ def check_transformer(make, name, sequence_parallel, checkpoint, axes):
     with verify(sch, batch(), device=device()):
         plan(sch, name, sequence_parallel)
         if checkpoint:
-            for block in sch.select(example.NAMES[name].blocks)[::2]:
+            for block in schedule_of(name).blocks(sch)[::2]:
                 block.checkpoint()
         if "dp" in axes:
             sch.shard_data(zero=0)

@@ -1,20 +1,13 @@
 """Pipelines on real ranks: values, gradients, training steps, ties, refusals."""
 
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
+from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, full_state_dict, verify
 from torch import nn
-
-spec = importlib.util.spec_from_file_location(
-    "transformer_parallel", Path(__file__).parents[2] / "examples" / "transformer_parallel.py"
-)
-example = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(example)
 
 FAMILIES = ["gpt2", "bert", "llama"]
 
@@ -37,8 +30,8 @@ def check_transformer(make, name, axes, cuts, layers=2, kind=None, micro_batches
     sch = create_schedule(make(name, layers=layers), mesh(**axes))
     with verify(sch, batch, device=device):
         if "tp" in axes:
-            example.tensor_parallel(sch, name, sequence_parallel=True)
-        blocks = sch.select(example.NAMES[name].blocks)
+            schedule_of(name)(sch, {"tp": 2, "sequence_parallel": True})
+        blocks = schedule_of(name).blocks(sch)
         for index in cuts:
             blocks[index].cut_pipeline_stage()
         for block in blocks[::2]:

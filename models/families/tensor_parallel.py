@@ -1,0 +1,110 @@
+"""How a transformer is cut over the `tp` axis: regions within its blocks, the vocabulary, the sequence between."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """The exchanges around what is cut. A region goes from where ranks have the whole input to where they have
+    the whole output again; with `sequence_parallel`, a piece of the sequence each (Korthikanti et al., 2022)."""
+
+    sequence_parallel: bool = False
+    """Whether ranks hold pieces of the sequence between regions."""
+
+    def around(self, entry: "Schedule", last: "Schedule", dropout: "Sequence[Schedule]" = ()) -> None:
+        """The exchanges of one region.
+
+        Args:
+            entry: the module whose input starts the region; what it computes is cut.
+            last: the projection that ends it with partial sums.
+            dropout: modules behind the region's end that drop activations.
+        """
+        if self.sequence_parallel:
+            entry.sync("fwd_pre", "all_gather", axis=1)
+            last.sync("fwd_post", "reduce_scatter", axis=1)
+        else:
+            entry.sync("bwd_post", "all_reduce")
+            last.sync("fwd_post", "all_reduce")
+        for each in dropout:
+            # Each rank has the whole again, or another piece of the sequence.
+            each.fork_rng(differ=self.sequence_parallel)
+
+
+def columns(module: "Schedule", parts: int = 1) -> None:
+    """Cuts a linear layer along its output, bias included; `parts` projections are fused in it."""
+    module.shard("weight", axis=_axes(module)[0], parts=parts)
+    if module.module.bias is not None:
+        module.shard("bias", axis=0, parts=parts)
+
+
+def rows(module: "Schedule") -> None:
+    """Cuts a linear layer along its input: its output is a partial sum."""
+    module.shard("weight", axis=_axes(module)[1])
+
+
+def _axes(module: "Schedule") -> tuple[int, int]:
+    # GPT-2's Conv1D keeps its weight transposed.
+    return (1, 0) if type(module.module).__name__ == "Conv1D" else (0, 1)
+
+
+def vocabulary(sch: "Schedule", embedding: str, head: str) -> None:
+    """Cuts the embedding and the head over the vocabulary; the loss is computed from the pieces.
+
+    Source: Shoeybi et al., Megatron-LM (2019), section 3.
+    """
+    tied = sch[embedding].module.weight is sch[head].module.weight
+    sch[embedding].shard("weight", axis=0, tied=tied).sync("fwd_post", "all_reduce")
+    if not tied:
+        sch[head].shard("weight", axis=0)
+    if sch[head].module.bias is not None:
+        # BERT holds it at two places.
+        sch[head].shard("bias", axis=0, tied=True)
+    sch[head].sync("bwd_post", "all_reduce").parallel_loss()
+
+
+def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str], last: str) -> None:
+    """Cuts the sequence from the first block to the last module before the head.
+
+    Args:
+        sch: the model.
+        blocks: the blocks that follow upon each other.
+        norms: modules of a block that compute on pieces of the sequence with weights that are whole.
+        last: the norm behind the blocks; empty where a block ends in its own.
+    """
+    blocks[0].sync("fwd_pre", "scatter", axis=1)
+    for block in blocks:
+        for name in norms:
+            if name in block:
+                block[name].sync("bwd_post", "all_reduce", on="parameters")
+    if last:
+        sch[last].sync("bwd_post", "all_reduce", on="parameters")
+    (sch[last] if last else blocks[-1]).sync("fwd_post", "all_gather", axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerCuts:
+    """A language model whose blocks, embedding and head are cut; call it on the model's schedule."""
+
+    block: "Callable[[Schedule, Regions], None]"
+    """Cuts one block."""
+    embedding: str
+    """Path of the token embedding."""
+    head: str
+    """Path of the projection to the vocabulary."""
+    norms: tuple[str, ...] = ()
+    """Within a block, the norms outside of its regions."""
+    last: str = ""
+    """The norm behind the blocks; empty where a block ends in its own."""
+
+    def __call__(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
+        """Applies the cuts."""
+        vocabulary(sch, self.embedding, self.head)
+        for block in blocks:
+            self.block(block, Regions(sequence_parallel))
+        if sequence_parallel:
+            sequence(sch, blocks, self.norms, self.last if self.last in sch else "")
