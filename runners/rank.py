@@ -106,11 +106,16 @@ def _failed(
     rank: int, job: Job, meter: MemoryMeter, context: RankContext | None, error: BaseException
 ) -> RankOutcome:
     needed = None
+    reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)
     if out_of_memory:
         # While the traceback still holds the frames, what they hold is still there to be counted.
-        needed = meter.held_mib() + (failure.requested_mib(error) or 0.0)
-        needed = max(needed, job.memory_limit_mib or 0.0)
+        held, requested = meter.held_mib(), failure.requested_mib(error)
+        needed = max(held + (requested or 0.0), job.memory_limit_mib or 0.0)
+        if requested is not None:
+            # The allocator's own words stand in the log.
+            limit = f" of {job.memory_limit_mib:,.0f}" if job.memory_limit_mib else ""
+            reason = f"asked for {requested:,.0f} MiB with {held:,.0f}{limit} MiB held"
         traceback.clear_frames(error.__traceback__)
     if isinstance(meter, HostMemoryMeter):
         meter.lift()
@@ -119,7 +124,7 @@ def _failed(
     return RankOutcome(
         rank=rank,
         status=Status.OOM if out_of_memory else Status.CRASH,
-        reason=failure.one_line(error) + where,
+        reason=reason + where,
         peak_memory_mib=meter.peak_mib(),
         needed_memory_mib=needed,
         secondary=not out_of_memory and failure.is_peer_lost(error),
