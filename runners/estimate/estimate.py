@@ -1,0 +1,109 @@
+"""What the estimator says about a configuration, and about many of them at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Predicted speed and memory of one configuration."""
+
+    step_ms: float
+    """One optimizer step, ms."""
+    peak_memory_mib: float
+    """Peak memory of the fullest rank, MiB, in the same terms as `Measurement.peak_memory_mib`."""
+    fits: bool | None
+    """Whether that is within the memory limit; None where there is no limit."""
+    throughput: float
+    """Over all devices, in `unit`."""
+    unit: str = "tokens/s"
+    """`tokens/s`, or `samples/s` where the setup has no sequence length."""
+    step_ms_low: float = float("nan")
+    """Lower end of the 80 % interval of `step_ms`, ms."""
+    step_ms_high: float = float("nan")
+    """Upper end of it, ms."""
+    memory_low: float = float("nan")
+    """Lower end of the 80 % interval of `peak_memory_mib`, MiB."""
+    memory_high: float = float("nan")
+    """Upper end of it, MiB."""
+    probability_fits: float = float("nan")
+    """Chance that the peak stays within the limit, 0 to 1."""
+    memory_limit_mib: float = float("nan")
+    """The limit, MiB; NaN where there is none."""
+    mfu: float = float("nan")
+    """Model FLOPs utilisation, 0 to 1, at the peak rate of the configuration's precision."""
+    breakdown: Mapping[str, float]
+    """Parts of the step and of the peak: names that start with `time.` are ms, with `memory.` MiB.
+
+    Times are those of the slowest stage and sum to `step_ms`, memories are those of the fullest rank and sum
+    to `peak_memory_mib`.
+    """
+    binds: str
+    """What takes most of the step: `compute`, `memory bandwidth`, `links`, `bubble` or `launches`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateTable:
+    """Predictions for many configurations; every array has one entry a configuration, in their order."""
+
+    step_ms: np.ndarray
+    """One optimizer step, ms."""
+    throughput: np.ndarray
+    """Over all devices, in `unit`."""
+    peak_memory_mib: np.ndarray
+    """Peak memory of the fullest rank, MiB."""
+    log_throughput_std: np.ndarray
+    """Standard deviation of the natural logarithm of the throughput (and of the step time)."""
+    log_memory_std: np.ndarray
+    """Standard deviation of the natural logarithm of the peak memory."""
+    probability_fits: np.ndarray
+    """Chance that the peak stays within the limit, 0 to 1; 1 where there is no limit."""
+    fits: np.ndarray
+    """Booleans: the predicted peak is within the limit."""
+    mfu: np.ndarray
+    """Model FLOPs utilisation, 0 to 1."""
+    breakdown: Mapping[str, np.ndarray]
+    """As `Estimate.breakdown`, an array each."""
+    binds: np.ndarray
+    """As `Estimate.binds`, texts."""
+    unit: str = "tokens/s"
+    """Unit of `throughput`."""
+    memory_limit_mib: float = float("nan")
+    """The limit, MiB; NaN where there is none."""
+
+    def __len__(self) -> int:
+        return len(self.step_ms)
+
+    def row(self, index: int) -> Estimate:
+        """The estimate of one configuration.
+
+        80 % intervals are those of a log-normal: the prediction times exp(+-1.2816 standard deviations).
+        """
+        step, memory = float(self.step_ms[index]), float(self.peak_memory_mib[index])
+        time_factor = float(np.exp(Z80 * self.log_throughput_std[index]))
+        memory_factor = float(np.exp(Z80 * self.log_memory_std[index]))
+        limited = bool(np.isfinite(self.memory_limit_mib))
+        values: dict[str, Any] = {name: float(value[index]) for name, value in self.breakdown.items()}
+        return Estimate(
+            step_ms=step,
+            peak_memory_mib=memory,
+            fits=bool(self.fits[index]) if limited else None,
+            throughput=float(self.throughput[index]),
+            unit=self.unit,
+            step_ms_low=step / time_factor,
+            step_ms_high=step * time_factor,
+            memory_low=memory / memory_factor,
+            memory_high=memory * memory_factor,
+            probability_fits=float(self.probability_fits[index]),
+            memory_limit_mib=float(self.memory_limit_mib),
+            mfu=float(self.mfu[index]),
+            breakdown=values,
+            binds=str(self.binds[index]),
+        )
+
+
+Z80 = 1.2815515655446004
+"""Half-width of the central 80 % of a normal distribution, in standard deviations."""

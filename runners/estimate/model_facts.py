@@ -1,0 +1,269 @@
+"""What the estimator needs to know of a model: parameters, products, saved activations, part by part."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import UsageError
+
+ROLES = ("embedding", "block", "norm", "head", "loss", "other")
+SPLITS = ("none", "column", "row")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """One matrix product of the forward pass: (tokens * `rows`, k) times (k, n).
+
+    Backward does two more of the same size.
+    """
+
+    k: int
+    """Inner dimension of the whole, unsharded product."""
+    n: int
+    """Outer dimension of it."""
+    split: str = "none"
+    """What tensor parallelism divides: `column` n, `row` k, `none` neither."""
+    count: int = 1
+    """Products of this shape in one instance of the part."""
+    rows: float = 1.0
+    """Rows a token: below 1 where fewer rows than tokens take part (a pooler), above where more (experts)."""
+    trainable: bool = True
+    """Whether the weight gets a gradient; a frozen one costs one product in backward rather than two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """The scaled dot-product attention of one block."""
+
+    heads: int
+    """Query heads of the whole layer."""
+    kv_heads: int
+    """Key and value heads of it."""
+    head_dim: int
+    """Elements of a head."""
+    causal: bool = True
+    """Whether a fused kernel may skip the half above the diagonal."""
+    window: int | None = None
+    """Keys that a query sees at most; None: the whole sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerToken:
+    """Bytes a token, sorted by what divides them. `b = whole + sequence / s + sharded / tp`.
+
+    `s` is tp with sequence parallelism, else 1. To it come `scores` bytes for each head, query and key,
+    divided by tp like the heads, where attention is eager.
+    """
+
+    whole: float = 0.0
+    """Kept by every tensor-parallel rank in full, with or without sequence parallelism."""
+    sequence: float = 0.0
+    """Between the tensor-parallel regions (norms, dropout, residual): divided by sequence parallelism only."""
+    sharded: float = 0.0
+    """Inside them: divided by tp."""
+    scores: float = 0.0
+    """For each head, query and key; 0 for fused attention kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A module that occurs once, or `count` times alike (the repeated block)."""
+
+    name: str
+    """Its name, for the breakdown."""
+    role: str
+    """`embedding` (first pipeline stage), `block` (shared out among the stages, checkpointed), `norm`, `head`,
+    `loss` (last stage), or `other` (last stage)."""
+    count: int = 1
+    """How many of it there are."""
+    parameters: int = 0
+    """Parameters of one instance, whole; a tied head has none of its own."""
+    sharded: int = 0
+    """Those of them that tensor parallelism divides; the rest every rank holds."""
+    frozen: int = 0
+    """Those without gradient and optimizer state."""
+    matmuls: tuple[Matmul, ...] = ()
+    """Products with weights, forward, of one instance."""
+    attention: Attention | None = None
+    """Its attention, not among `matmuls`."""
+    saved: PerToken = PerToken()
+    """What forward keeps for backward, one instance, at the facts' precision, attention and fusion."""
+    boundary: float = 0.0
+    """The instance's input, bytes a token (divided by sequence parallelism): all a checkpointed one keeps."""
+    transient: PerToken = PerToken()
+    """Live beside `saved` at the instance's own peak: recomputed or backward temporaries, fp32 logits."""
+    traffic: PerToken = PerToken()
+    """Bytes that memory-bound operators (norms, activations, residuals, casts) read and write, forward."""
+    traffic_backward: PerToken | None = None
+    """The same in backward; None: twice the forward."""
+    kernels: float = 0.0
+    """Kernels launched in forward, products and attention included; backward counts twice."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise UsageError(
+                f"Part {self.name}: role must be one of {', '.join(ROLES)}, but got {self.role!r}"
+            )
+        if not 0 <= self.sharded <= self.parameters:
+            raise UsageError(
+                f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, "
+                f"but got {self.sharded}"
+            )
+        for each in self.matmuls:
+            if each.split not in SPLITS:
+                raise UsageError(
+                    f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {each.split!r}"
+                )
+
+
+class FactsSource(Protocol):
+    """Whatever can tell the facts of a model for a precision, an attention implementation and fusion."""
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
+        """The facts of that variant; called once a variant, so it may take seconds."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A model in numbers, for one precision, attention implementation and fusion."""
+
+    name: str
+    """What the model is called."""
+    parts: tuple[Part, ...]
+    """In the order of the forward pass."""
+    precision: str = "bf16"
+    attention: str = "sdpa"
+    fusion: bool = False
+    kernels: bool = False
+    tied: bool = False
+    """Whether the head is the embedding's matrix: with pp > 1 first and last stage both hold it."""
+    vocabulary: int = 0
+    """Columns of the logits; 0 where there are none."""
+    shape: "Shape | None" = None
+    """The shape numbers these come from, where they do: other variants follow from them."""
+    notes: tuple[str, ...] = ()
+    """What could not be found out and was assumed, in words."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once."""
+        return sum(part.count * part.parameters for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Repeated blocks."""
+        return sum(part.count for part in self.parts if part.role == "block")
+
+    def model_flops(self, seq_len: int) -> float:
+        """FLOPs of one token, forward and backward, without recomputation; attention over the whole square.
+
+        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim * seq_len
+        for attention.
+        """
+        total = 0.0
+        for part in self.parts:
+            each = sum(6.0 * item.k * item.n * item.count * item.rows for item in part.matmuls)
+            if part.attention is not None:
+                each += 12.0 * part.attention.heads * part.attention.head_dim * seq_len
+            total += part.count * each
+        return total
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
+        """This model at another precision, attention and fusion.
+
+        Raises:
+            UsageError: the facts are of one variant only (traced, not from shape numbers) and not that one.
+        """
+        asked = (precision, attention, fusion, kernels)
+        if asked == (self.precision, self.attention, self.fusion, self.kernels):
+            return self
+        if self.shape is None:
+            raise UsageError(
+                f"the facts of {self.name} hold for precision {self.precision}, attention {self.attention}, fusion "
+                f"{self.fusion}, kernels {self.kernels} only, but {asked} was asked for; "
+                "give the workload instead"
+            )
+        return self.shape.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+
+    @classmethod
+    def from_shape(
+        cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
+        **shape: object,
+    ) -> "ModelFacts":  # fmt: skip
+        """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
+
+        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000).parameters
+        6738415616
+        """
+        known = {name for name in Shape.__slots__}
+        for name in shape:
+            if name not in known:
+                from ...errors import unknown
+
+                raise UsageError(unknown("shape number", name, known))
+        return Shape(**shape).facts(  # type: ignore[arg-type]
+            precision=precision, attention=attention, fusion=fusion, kernels=kernels
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A decoder or encoder transformer in a dozen numbers. Llama's conventions where nothing else is said."""
+
+    layers: int
+    """Repeated blocks."""
+    hidden: int
+    """Elements of the residual stream."""
+    heads: int
+    """Query heads."""
+    vocabulary: int
+    """Rows of the embedding."""
+    kv_heads: int | None = None
+    """Key and value heads; None: `heads`."""
+    head_dim: int | None = None
+    """Elements of a head; None: hidden / heads."""
+    intermediate: int | None = None
+    """Inner size of the feed-forward network; None: 4 * hidden."""
+    gated: bool = True
+    """Whether the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
+    tied: bool = False
+    """Whether the head is the embedding's matrix."""
+    causal: bool = True
+    """Whether tokens attend to earlier ones only."""
+    positions: int = 0
+    """Learned position embeddings; 0: rotary."""
+    biases: bool = False
+    """Whether products and norms have biases (GPT-2)."""
+    dropout: bool = False
+    """Whether there is dropout: it keeps a mask of a byte an element."""
+    name: str = "shape"
+    """What the model is called."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "head_dim", "intermediate"):
+            value = getattr(self, name)
+            if value is None and name in ("kv_heads", "head_dim", "intermediate"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"Shape: {name} must be an integer of at least 1, but got {value!r}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UsageError(
+                f"Shape: heads must divide hidden where head_dim is not given, but got hidden={self.hidden}, "
+                f"heads={self.heads}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise UsageError(
+                f"Shape: kv_heads must divide heads, but got heads={self.heads}, kv_heads={self.kv_heads}"
+            )
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
+        """The facts of this shape in one variant."""
+        from .shape_facts import facts_of
+
+        return facts_of(self, precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+
+
+def total(parts: Iterable[Part], field: str) -> float:
+    """The sum of a field over parts and their counts."""
+    return sum(part.count * getattr(part, field) for part in parts)
