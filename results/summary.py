@@ -18,16 +18,16 @@ def standing(trial: Trial) -> float | None:
 def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
     """The `ok` trials, best first, at most `count` of them.
 
-    Those that were measured again come before the others: they led, and what counts is what held up.
-    Of two equal ones the earlier leads.
+    Those that were measured again come before the others: they led, and what counts is what held up. Those
+    that failed when measured again are left out. Of two equal ones the earlier leads.
     """
-    successes = [trial for trial in trials if trial.ok]
+    successes = [trial for trial in trials if standing(trial)]
     successes.sort(key=lambda trial: (not trial.remeasured, -standing(trial), trial.number))
     return successes[:count]
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:
-    """The winner; None if no trial succeeded."""
+    """The winner; None if no trial succeeded and held up."""
     return next(iter(leaders(trials, 1)), None)
 
 
@@ -86,6 +86,8 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     finished = [trial for trial in trials if not trial.pending]
     if not finished:
         return "no trial has finished"
+    if any(trial.ok for trial in finished):
+        return "every trial that succeeded failed when it was measured again; its log (.again.log) says how"
     found = counts(finished)
     listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
     said = [f"none of {len(finished)} trials succeeded: {listing}."]

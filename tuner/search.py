@@ -140,11 +140,19 @@ class Search:
     def confirm(self) -> None:
         """Measures the leaders again, interleaved, so that the winner is not merely the luckiest.
 
-        Throughputs of one candidate drift with the machine's state; interleaving spreads that over all.
+        Throughputs of one candidate drift with the machine's state; interleaving spreads that over all. Where
+        none holds up, the next best are measured, until some do or the time is used up.
         """
-        leaders = self._leaders()
-        if not leaders or self.runner.name == "function":
+        if self.runner.name == "function":
             return
+        fallen: set[int] = set()
+        while leaders := self._leaders(fallen):
+            if self._confirmed(leaders) or self._watch.left < 0:
+                return
+            fallen |= {trial.number for trial in leaders}
+
+    def _confirmed(self, leaders: list[Trial]) -> bool:
+        """Measures these again; whether any of them held up."""
         total = len(leaders) * ROUNDS
         taken: dict[int, list[float]] = {trial.number: [] for trial in leaders}
         done = 0
@@ -172,10 +180,11 @@ class Search:
                 if throughputs:
                     self.run_folder.remeasure(number, throughputs)
         self.listener.remeasuring(leaders, total, total)
+        return any(statistics.median(throughputs) for throughputs in taken.values() if throughputs)
 
-    def _leaders(self) -> list[Trial]:
+    def _leaders(self, fallen: set[int]) -> list[Trial]:
         successes = sorted(
-            (trial for trial in self.run_folder.trials() if trial.ok),
+            (trial for trial in self.run_folder.trials() if trial.ok and trial.number not in fallen),
             key=lambda trial: -trial.measurement.throughput,
         )
         if not successes:
