@@ -71,11 +71,11 @@ def each_tensor(batch: Batch, function: Any) -> Batch:
 
 
 class Step:
-    """How a workload's model is called and its loss computed. `wrapped` is what is called in its stead."""
+    """How a workload's model is called and its loss computed."""
 
-    def __init__(self, workload: Workload, model: "nn.Module", wrapped: "nn.Module | None" = None) -> None:
+    def __init__(self, workload: Workload, model: "nn.Module") -> None:
         self._workload = workload
-        self._model = wrapped if wrapped is not None else model
+        self._model = model
         self._names = _forward_names(model)
 
     def __call__(self, batch: Batch) -> "torch.Tensor":
@@ -84,9 +84,35 @@ class Step:
         Raises:
             WorkloadError: the loss is not a scalar tensor.
         """
+        args, kwargs = self.inputs(batch)
+        return self.loss(self._model(*args, **kwargs), batch)
+
+    def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What of a batch the model is called with, by position and by name.
+
+        Raises:
+            WorkloadError: the model takes nothing of it.
+        """
+        if isinstance(batch, Mapping):
+            taken = dict(batch) if self._names is None else {k: v for k, v in batch.items() if k in self._names}
+            if not taken:
+                raise WorkloadError(
+                    f"{self._workload.name}: the model's forward takes "
+                    f"{', '.join(sorted(self._names or ()))}, but "
+                    f"the batch holds {', '.join(map(str, batch))}"
+                )
+            return (), taken
+        return (batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch), {}
+
+    def loss(self, output: Any, batch: Batch) -> "torch.Tensor":
+        """The scalar loss of what the model returned for a batch.
+
+        Raises:
+            WorkloadError: it is not a scalar tensor.
+        """
         import torch
 
-        loss = self._loss(self._forward(batch), batch)
+        loss = self._loss(output, batch)
         what = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
         if not isinstance(loss, torch.Tensor):
             raise WorkloadError(
@@ -98,19 +124,6 @@ class Step:
                 f"shape is {tuple(loss.shape)}"
             )
         return loss.reshape(())
-
-    def _forward(self, batch: Batch) -> Any:
-        if isinstance(batch, Mapping):
-            taken = batch if self._names is None else {k: v for k, v in batch.items() if k in self._names}
-            if not taken:
-                raise WorkloadError(
-                    f"{self._workload.name}: the model's forward takes "
-                    f"{', '.join(sorted(self._names or ()))}, but "
-                    f"the batch holds {', '.join(map(str, batch))}"
-                )
-            return self._model(**taken)
-        inputs = batch[:-1] if self._workload.loss is not None and len(batch) > 1 else batch
-        return self._model(*inputs)
 
     def _loss(self, output: Any, batch: Batch) -> Any:
         import torch

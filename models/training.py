@@ -1,23 +1,27 @@
 """Training a workload in one configuration: builds everything, then runs optimizer steps."""
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ScheduleError, WorkloadError
-from .batches import Batch, Step, each_tensor, make_batch, num_bytes, part, to_device
+from ..errors import ScheduleError, WorkloadError, unknown
+from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule
+from .passes import Accumulation, Pipelined, check_pipeline
+from .precision import Precision
 from .workload import Workload
+from .world import World
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..schedule import Schedule
+
 MAX_STEPS_OF_DATA = 8
 """Steps whose data is made ahead of time and then repeated."""
 MAX_BYTES_OF_DATA = 64 * 1024 * 1024
 """Data kept on the device; more than this stays in host memory and is copied for each micro-batch."""
-_NOT_YET = {"tp": 1, "pp": 1, "zero": 0, "sequence_parallel": False, "kernels": False, "offload": "none"}
+_NOT_YET = {"kernels": False}
 """Standard knobs that nothing follows yet, with the value at which they do nothing."""
 
 
@@ -32,9 +36,8 @@ class Training:
         config: its configuration. Knobs that it does not hold have their neutral value.
         device: where.
         seed: of weights and data.
-        rank: this process among `world_size`, which hold a replica each. With more than one,
-            `torch.distributed` must be initialised.
-        world_size: processes.
+        rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
+        world_size: processes, tp * pp * dp of them.
 
     Raises:
         WorkloadError: the workload does not return what it must, or the configuration does not fit it.
@@ -42,9 +45,11 @@ class Training:
     """
 
     model: "nn.Module"
-    """The module, scheduled and materialised."""
+    """The module, scheduled and materialised: this rank's part of it."""
     optimizer: "torch.optim.Optimizer"
     """The optimizer."""
+    world: World
+    """What this rank is."""
     samples_per_step: int
     """Samples of one optimizer step over all ranks."""
     tokens_per_step: int | None
@@ -64,45 +69,46 @@ class Training:
         self.workload = workload
         self.config = config
         self.device = torch.device(device)
-        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._seed = seed
+        self.world = World.of(config, rank, world_size)
         self._sizes()
-        self._precision = _Precision(str(config.get("precision", "fp32")), self.device)
+        self._precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
+        self._check_composition()
+        self._mesh = self.world.mesh(self.device)
         self.model, self.optimizer = self._build()
         self.model.train()
-        self._wrapped = self._replicate()
-        self._loss_of = Step(workload, self.model, self._wrapped)
         self._data = self._make_data()
         self._step = 0
-        # Dropout follows from the seed, and differs between replicas.
-        torch.manual_seed(self._seed_of(rank))
+        # Dropout follows from the seed. Replicas and stages differ; the ranks that share a layer draw alike
+        # except where its schedule forks their streams.
+        torch.manual_seed(self._seed_of(self.world.dp_rank * self.world.pp + self.world.pp_rank))
 
     def step(self) -> "torch.Tensor":
         """Runs one optimizer step over the global batch.
 
         Returns:
-            Its mean loss over all ranks, float32, a scalar on the device. Reading it waits for the device.
+            Its mean loss over the global batch, the same on all ranks, float32, a scalar on the device. Reading
+            it waits for the device.
         """
-        import torch
-
-        batches = self._data[self._step % len(self._data)]
-        self._step += 1
-        total = torch.zeros((), device=self.device)
-        for number, batch in enumerate(batches):
-            if not self._resident:
-                batch = to_device(batch, self.device)
-            with self._synchronised(number == len(batches) - 1):
-                with self._precision.autocast():
-                    loss = self._loss_of(batch)
-                self._precision.scale(loss / len(batches)).backward()
-            total += loss.detach().float()
+        total = self.passes()
         self._precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        total /= len(batches)
-        if self._world_size > 1:
+        return total
+
+    def passes(self) -> "torch.Tensor":
+        """The forward and backward passes of a step, without the optimizer's part: gradients stay in place.
+
+        Returns:
+            As `step`.
+        """
+        batches = self._data[self._step % len(self._data)]
+        self._step += 1
+        total = self._passes(batches, None if self._resident else self.device)
+        if self.world.dp > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(total)
-            total /= self._world_size
+            dist.all_reduce(total, group=self._mesh.get_group("dp"))
+            total /= self.world.dp
         return total
 
     def flops_per_step(self) -> float | None:
@@ -117,34 +123,45 @@ class Training:
 
     def _sizes(self) -> None:
         config, workload = self.config, self.workload
-        followed = self.workload.schedule is not None and not isinstance(
-            self.workload.schedule, StandardSchedule
-        )
+        own = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
         for name, neutral in _NOT_YET.items():
-            # A schedule of somebody's own may follow any knob but those that need a mesh.
-            if config.get(name, neutral) != neutral and (name in ("tp", "pp") or not followed):
+            # A schedule of somebody's own may follow any knob.
+            if config.get(name, neutral) != neutral and not own:
                 raise WorkloadError(
                     f"knob '{name}' must be {neutral!r}: nothing follows {config[name]!r} yet"
                 )
-        ranks = self._world_size
-        if config.get("dp", ranks) != ranks:
-            raise WorkloadError(f"dp must be the number of ranks, {ranks}, but is {config['dp']}")
+        zero, offload = config.get("zero", 0), config.get("offload", "none")
+        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+            raise WorkloadError(f"zero must be a stage from 0 to 3, but is {zero!r}")
+        if offload not in ("none", "optimizer"):
+            raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
+        ranks = self.world.dp
         share, rest = divmod(workload.global_batch, ranks)
         if rest:
             raise WorkloadError(
-                f"the global batch must be a multiple of the ranks, {ranks}, but is {workload.global_batch}"
+                f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}"
             )
         self._micro = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
         self._accumulate = int(config.get("grad_accum", share // max(self._micro, 1)))
         if self._micro < 1 or self._accumulate < 1:
             raise WorkloadError(
                 f"micro_batch and grad_accum must be at least 1, but are {self._micro} and "
-                f"{self._accumulate} with {share} samples a rank"
+                f"{self._accumulate} with {share} samples a replica"
             )
         if "grad_accum" not in config and self._micro * self._accumulate != share:
-            raise WorkloadError(f"micro_batch must divide a rank's samples, {share}, but is {self._micro}")
+            raise WorkloadError(f"micro_batch must divide a replica's samples, {share}, but is {self._micro}")
         self.samples_per_step = self._micro * self._accumulate * ranks
         self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
+
+    def _check_composition(self) -> None:
+        """Refuses what does not go together; the default space declares the same."""
+        if not self._precision.scaled:
+            return
+        for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
+            if value:
+                raise WorkloadError(
+                    f"precision fp16 scales the loss, which {name}={self.config[name]} does not follow; use bf16"
+                )
 
     def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
         import torch
@@ -170,52 +187,69 @@ class Training:
         stray = _stray_meta_tensor(module)
         if stray:
             raise ScheduleError(f"{stray} is a tensor on the meta device that is no parameter and no buffer")
-        sch = create_schedule(module)
+        sch = create_schedule(module, self._mesh)
         (self.workload.schedule or generic_schedule)(sch, self.config)
+        self._distribute(sch)
         if self._precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
             sch.cast(torch.bfloat16)
         fused = bool(self.config.get("fused_optimizer", True))
+        if self.world.pp > 1:
+            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self._precision)
+        else:
+            zero = int(self.config.get("zero", 0)) if self.world.dp > 1 else 0
+            self._passes = Accumulation(self.workload, module, self._precision, zero)
+        own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
         return build(
             sch,
             optimizer=lambda params: self.workload.make_optimizer(params, fused=fused),
+            loss=self._passes.loss if own_loss else None,
             device=self.device,
             seed=self._seed,
         )
 
-    def _replicate(self) -> "nn.Module":
-        if self._world_size == 1:
-            return self.model
-        from torch.nn.parallel import DistributedDataParallel
+    def _distribute(self, sch: "Schedule") -> None:
+        """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.
 
-        devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(self.model, device_ids=devices)
+        A schedule of somebody's own may have done any of it.
+        """
+        done = {step.primitive for step in sch.tree.steps if not step.path}
+        if self.world.pp > 1:
+            check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
+            if "pipeline" not in done:
+                # The standard way of splitting the batch: its micro-batches are the pipeline's.
+                kind = self.config.get("pipeline_schedule", self._pipeline_schedule())
+                sch.pipeline(kind, self._accumulate)
+        if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
+            sch.offload("optimizer")
+        if self.world.dp > 1 and "shard_data" not in done:
+            sch.shard_data(zero=int(self.config.get("zero", 0)))
 
-    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are averaged over the replicas with the last micro-batch only."""
-        if self._world_size == 1 or last:
-            return contextlib.nullcontext()
-        return self._wrapped.no_sync()
+    def _pipeline_schedule(self) -> str:
+        # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
+        return "1f1b" if self._accumulate >= self.world.pp else "gpipe"
 
     def _make_data(self) -> list[list[Batch]]:
-        """For each step of the cycle this rank's micro-batches."""
+        """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""
         steps: list[Batch] = []
         held = 0
-        share = self._micro * self._accumulate
+        share, replica = self._micro * self._accumulate, self.world.dp_rank
         while len(steps) < MAX_STEPS_OF_DATA:
-            # Made for all ranks and then cut, so that the samples do not depend on the number of ranks.
+            # Made for all replicas and then cut, so that the samples do not depend on their number.
             whole = make_batch(self.workload, self.samples_per_step, self._seed_of(len(steps)))
-            mine = part(whole, self._rank * share, (self._rank + 1) * share)
-            if self._world_size > 1:
+            mine = part(whole, replica * share, (replica + 1) * share)
+            if self.world.dp > 1:
                 mine = each_tensor(mine, lambda tensor: tensor.clone())
-            held += num_bytes(whole)
+            held += num_bytes(mine)
             steps.append(mine)
-            if held + num_bytes(whole) > MAX_BYTES_OF_DATA:
+            if held + num_bytes(mine) > MAX_BYTES_OF_DATA:
                 break
         self._resident = held <= MAX_BYTES_OF_DATA
         if self._resident:
             steps = [to_device(each, self.device) for each in steps]
         elif self.device.type == "cuda":
             steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
+        if self.world.pp > 1:
+            return [[each] for each in steps]
         return [
             [
                 part(each, number * self._micro, (number + 1) * self._micro)
@@ -223,42 +257,6 @@ class Training:
             ]
             for each in steps
         ]
-
-
-class _Precision:
-    """The knob `precision`: autocast and gradient scaling."""
-
-    def __init__(self, name: str, device: "torch.device") -> None:
-        import torch
-
-        known = {"fp32": None, "bf16": torch.bfloat16, "bf16_pure": None}
-        if device.type == "cuda":
-            known["fp16"] = torch.float16
-        if name not in known:
-            from ..errors import unknown
-
-            raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
-        self.pure = name == "bf16_pure"
-        self._device = device
-        self._dtype = known[name]
-        self._scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        import torch
-
-        if self._dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
-
-    def scale(self, loss: "torch.Tensor") -> "torch.Tensor":
-        return self._scaler.scale(loss) if self._scaler is not None else loss
-
-    def step(self, optimizer: "torch.optim.Optimizer") -> None:
-        if self._scaler is None:
-            optimizer.step()
-            return
-        self._scaler.step(optimizer)
-        self._scaler.update()
 
 
 def _stray_meta_tensor(module: "nn.Module") -> str:

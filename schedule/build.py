@@ -104,7 +104,8 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
     module = sch.tree.module
     if context.pipeline is not None:
         context.pipeline.start()
-    params = list(module.parameters())
+    # What is frozen has no gradient: the optimizer neither keeps state for it nor exchanges it.
+    params = [each for each in module.parameters() if each.requires_grad]
     return module, context.optimizer(params) if context.optimizer is not None and params else None
 
 

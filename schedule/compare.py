@@ -71,6 +71,7 @@ def run(
     with _mode(model, training), _no_dropout(model):
         model.zero_grad()
         if pipeline is not None:
+            pipeline.keep_outputs = True
             value = pipeline.step(*args, **kwargs)
             parts = [floats(each) for each in pipeline.outputs]
             # Only the last stage has outputs; per micro-batch, those without a batch are its mean.

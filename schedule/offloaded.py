@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .sharding import is_dtensor
+
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -18,10 +20,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
+    def __init__(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], make: Make) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for param in params:
-            host = nn.Parameter(param.detach().to("cpu", copy=True), requires_grad=param.requires_grad)
+        # ZeroRedundancyOptimizer gives groups.
+        flat = [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
+        for param in flat:
+            if not param.requires_grad:
+                continue
+            # Of what FSDP cuts each rank steps its own piece, as a plain tensor: a DTensor on the CPU would
+            # still belong to the mesh of the devices.
+            host = nn.Parameter(_local(param.detach()).to("cpu", copy=True))
             self.pairs.append((param, host))
         self.inner = make([host for _, host in self.pairs])
         super().__init__([param for param, _ in self.pairs], {})
@@ -38,11 +46,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for param, host in self.pairs:
             # Weights may have been loaded or changed on the device since the last step.
-            host.copy_(param)
-            host.grad = None if param.grad is None else param.grad.detach().to("cpu", copy=True)
+            host.copy_(_local(param))
+            host.grad = None if param.grad is None else _local(param.grad.detach()).to("cpu", copy=True)
         self.inner.step()
         for param, host in self.pairs:
-            param.copy_(host)
+            _local(param).copy_(host)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -62,3 +70,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` returned."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that FSDP cuts, sharing its memory; any other as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -41,6 +41,9 @@ class Pipeline:
             if unit.stage not in self.mine and any(True for _ in unit.module.parameters()):
                 drop(unit.module)
         self.after_step: list[Callable[[], None]] = []
+        self.keep_outputs = False
+        """Whether `outputs` keeps those of all micro-batches of the last step, for a look at them; otherwise
+        only the latest lives, while its loss is computed."""
         self.outputs: list[Any] = []
         self.schedule: Any = None
         """PyTorch's schedule object, made at the first step for the shapes of its batch."""
@@ -89,8 +92,11 @@ class Pipeline:
             *((anchor,) if first else ()),
             target=(anchor if target is None else target) if last else None,
             losses=losses if last else None,
+            return_outputs=False,
             **kwargs,
         )
+        if not self.keep_outputs:
+            self.outputs.clear()
         with torch.no_grad():
             for tensors in self._tied(lambda p: p.grad):
                 self._add(tensors)
@@ -226,6 +232,8 @@ class Stage(nn.Module):
             board.stage, board.received = None, ()
         if self.index != pipeline.num_stages - 1:
             raise ScheduleError(f"pipeline stage {self.index} did not reach its cut")
+        if not pipeline.keep_outputs:
+            pipeline.outputs.clear()
         pipeline.outputs.append(output)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))

@@ -1,0 +1,82 @@
+"""The ranks of one trial and what each of them is: its stage, its replica, its piece."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError
+
+if TYPE_CHECKING:
+    import torch
+
+AXES = ("pp", "dp", "tp")
+"""Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
+with ranks numbered host by host, on one host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among the ranks of a trial, arranged as a grid of pipeline stages, replicas and pieces."""
+
+    rank: int = 0
+    """Global rank."""
+    size: int = 1
+    """Ranks; the product of the degrees."""
+    pp: int = 1
+    """Pipeline stages."""
+    dp: int = 1
+    """Replicas."""
+    tp: int = 1
+    """Ranks that share each layer."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any], rank: int = 0, size: int = 1) -> "World":
+        """The world of a configuration on `size` ranks. Without `dp` it is what tp and pp leave.
+
+        Raises:
+            WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
+        """
+        given = {name: config.get(name, 1) for name in ("tp", "pp")}
+        given["dp"] = config.get("dp", max(1, size // max(1, given["tp"] * given["pp"])))
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise WorkloadError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        tp, pp, dp = given["tp"], given["pp"], given["dp"]
+        if tp * pp * dp != size:
+            raise WorkloadError(
+                f"tp * pp * dp must be the number of ranks, {size}, but {tp} * {pp} * {dp} is {tp * pp * dp}"
+            )
+        if not 0 <= rank < size:
+            raise WorkloadError(f"rank must be from 0 to {size - 1}, but is {rank}")
+        return World(rank=rank, size=size, pp=pp, dp=dp, tp=tp)
+
+    @property
+    def tp_rank(self) -> int:
+        """Which piece of a layer."""
+        return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica, and so which share of the samples."""
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage."""
+        return self.rank // (self.tp * self.dp)
+
+    def mesh(self, device: "torch.device") -> Any:
+        """A `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
+
+        With several ranks `torch.distributed` must be initialised.
+        """
+        axes = [(name, getattr(self, name)) for name in AXES if getattr(self, name) > 1]
+        if not axes:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(
+            device.type,
+            tuple(degree for _, degree in axes),
+            mesh_dim_names=tuple(name for name, _ in axes),
+        )

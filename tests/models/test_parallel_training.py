@@ -1,0 +1,132 @@
+"""A trial on several ranks trains what one process trains: losses of three steps, whatever is spread how.
+
+Tolerances as in test_training.py.
+"""
+
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.models import Training
+
+CPU = torch.device("cpu")
+FIRST, LATER = 1e-6, 1e-4
+
+
+def train(workload, config, steps=3):
+    """On each of the ranks of a process group."""
+    import torch.distributed as dist
+
+    training = Training(
+        workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    losses = [float(training.step()) for _ in range(steps)]
+    # ZeRO stage 1 wraps the optimizer, which then steps this rank's share of the weights.
+    optimizer = getattr(training.optimizer, "optim", training.optimizer)
+    state = sum(
+        getattr(value, "to_local", lambda value=value: value)().numel()
+        for each in optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    weights = sum(
+        getattr(each, "to_local", lambda each=each: each)().numel() for each in training.model.parameters()
+    )
+    return {"losses": losses, "state": state, "weights": weights, "samples": training.samples_per_step}
+
+
+def alone(workload, **config):
+    training = Training(workload, {"micro_batch": 8, **config}, CPU)
+    return [float(training.step()) for _ in range(3)]
+
+
+def check(found, expected):
+    for each in found:
+        assert each["losses"] == found[0]["losses"]
+        assert each["losses"][0] == pytest.approx(expected[0], rel=FIRST)
+        assert each["losses"][1:] == pytest.approx(expected[1:], rel=LATER)
+        assert each["samples"] == 8
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_replicas_train_as_one_at_every_stage_of_zero(two, small, family):
+    """GPT-2 has tied weights. Each stage cuts what it is said to cut."""
+    workload = small(family)
+    expected = alone(workload)
+    found = {
+        zero: two.run(train, workload, {"zero": zero, "micro_batch": 2, "grad_accum": 2}) for zero in range(4)
+    }
+    for each in found.values():
+        check(each, expected)
+    weights = found[0][0]["weights"]
+    state = [sum(each["state"] for each in found[zero]) for zero in range(4)]
+    assert state == [4 * weights, 2 * weights, 2 * weights, 2 * weights]  # AdamW keeps two values a weight
+    held = [sum(each["weights"] for each in found[zero]) for zero in range(4)]
+    assert held == [2 * weights, 2 * weights, weights, weights]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_offloading_goes_with_every_stage_of_zero(two, small, zero):
+    workload = small("llama")
+    check(
+        two.run(train, workload, {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}),
+        alone(workload),
+    )
+
+
+def test_gradients_are_exchanged_once_a_step_below_zero_2(two, small):
+    def exchanged(workload, zero, accumulate):
+        import torch.distributed as dist
+
+        config = {"zero": zero, "micro_batch": 4 // accumulate, "grad_accum": accumulate}
+        training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=2)
+        training.step()
+        with torch.profiler.profile() as profile:
+            training.step()
+        names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
+        return sorted(set(names)), len(names)
+
+    workload = small("llama")
+    print([two.run(exchanged, workload, zero, accumulate)[0] for zero in range(4) for accumulate in (1, 4)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5},
+        {"pp": 2},
+        {"pp": 2, "pipeline_schedule": "gpipe", "checkpoint_ratio": 1.0},
+        {"pp": 2, "grad_accum": 1, "micro_batch": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_pieces_and_stages_train_as_one(two, small, family, config):
+    workload = small(family)
+    check(two.run(train, workload, {"micro_batch": 2, "grad_accum": 4, **config}), alone(workload))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 2, "zero": 3},
+        {"pp": 2, "zero": 1},
+        {"tp": 2, "pp": 2},
+    ],
+    ids=str,
+)
+def test_two_axes_at_once_train_as_one(four, small, config):
+    workload = small("llama")
+    check(four.run(train, workload, {"micro_batch": 2, **config}), alone(workload))
+
+
+def test_what_does_not_compose_is_refused(two, small):
+    def refused(workload, config, said):
+        import torch.distributed as dist
+
+        with pytest.raises(WorkloadError, match=said):
+            Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
+
+    workload = small("llama")
+    two.run(refused, workload, {"dp": 4}, r"must be the number of ranks, 2, but 1 \* 1 \* 4 is 4")
+    two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")
