@@ -73,7 +73,10 @@ def test_offloading_goes_with_every_stage_of_zero(two, small, zero):
     )
 
 
-def test_gradients_are_exchanged_once_a_step_below_zero_2(two, small):
+def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
+    """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, ZeRO 3
+    gathers the weights besides."""
+
     def exchanged(workload, zero, accumulate):
         import torch.distributed as dist
 
@@ -82,11 +85,17 @@ def test_gradients_are_exchanged_once_a_step_below_zero_2(two, small):
         training.step()
         with torch.profiler.profile() as profile:
             training.step()
-        names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
-        return sorted(set(names)), len(names)
+        return [event.name for event in profile.events() if event.name.startswith("gloo:")]
 
     workload = small("llama")
-    print([two.run(exchanged, workload, zero, accumulate)[0] for zero in range(4) for accumulate in (1, 4)])
+    # Gloo reduces and scatters by an all-reduce.
+    reduced, gathered = {}, {}
+    for zero in (0, 1, 2, 3):
+        once, four_times = (two.run(exchanged, workload, zero, accumulate)[0] for accumulate in (1, 4))
+        reduced[zero] = four_times.count("gloo:all_reduce") - once.count("gloo:all_reduce")
+        gathered[zero] = four_times.count("gloo:all_gather") - once.count("gloo:all_gather")
+    assert (reduced[0], reduced[1]) == (0, 0) and reduced[2] == reduced[3] > 0
+    assert (gathered[0], gathered[1], gathered[2]) == (0, 0, 0) and gathered[3] > 0
 
 
 @pytest.mark.parametrize(

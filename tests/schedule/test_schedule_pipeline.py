@@ -168,6 +168,9 @@ def check_tuples():
     gradients = {name: p.grad for name, p in plain.named_parameters()}
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, gradients[name])
+    # A look at the outputs has to be asked for: logits of all micro-batches are much to keep.
+    assert model.pipeline.outputs == []
+    model.pipeline.keep_outputs = True
     # Another batch size means other shapes.
     assert torch.isfinite(model.pipeline.step(x[:3], target=target[:3]))
     with pytest.raises(ScheduleError, match="3 micro-batches must divide the batch, but it has 4"):
