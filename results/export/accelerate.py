@@ -1,0 +1,130 @@
+"""Hugging Face Accelerate: the YAML that `accelerate launch --config_file` reads (accelerate 1.10 and later)."""
+
+from typing import Any
+
+from .common import note_attention, note_partial_checkpointing, note_pipeline, note_pure_bf16
+from .setup import Setup
+from .target import Target, hashed
+
+
+def config(setup: Setup) -> dict[str, Any]:
+    """The keys of accelerate's ClusterConfig."""
+    note_pipeline(setup)
+    sharded = _shards(setup)
+    out: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": _distributed_type(setup, sharded),
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": _mixed_precision(setup),
+        "num_machines": 1,
+        "num_processes": setup.tp * setup.dp,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": setup.device_type == "cpu",
+    }
+    if sharded:
+        out["fsdp_config"] = _fsdp(setup)
+    else:
+        if setup.knob("checkpoint_ratio") > 0:
+            setup.note(
+                "checkpoint_ratio: without FSDP accelerate leaves activations to the model: call "
+                "model.gradient_checkpointing_enable()"
+            )
+        setup.note_unless_neutral("offload", "accelerate offloads with FSDP only")
+    note_partial_checkpointing(setup, "this checkpoints every block")
+    if setup.tp > 1:
+        out["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1 if sharded else setup.dp,
+            "parallelism_config_dp_shard_size": setup.dp if sharded else 1,
+            "parallelism_config_tp_size": setup.tp,
+            "parallelism_config_cp_size": 1,
+        }
+        setup.note(
+            f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
+            "device_mesh=accelerator.torch_device_mesh['tp'])"
+        )
+    if setup.knob("fusion"):
+        out["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_mode": "default",
+            "dynamo_use_dynamic": False,
+            "dynamo_use_fullgraph": False,
+            # Each repeated block is compiled, as redline does.
+            "dynamo_use_regional_compilation": True,
+        }
+    _note_the_rest(setup)
+    return out
+
+
+def _shards(setup: Setup) -> bool:
+    zero = setup.knob("zero")
+    if setup.dp == 1:
+        return False
+    if zero == 0 and setup.tp > 1:
+        setup.note("zero=0 beside tp: accelerate has no DDP with tp, so the replicas are sharded by FSDP2")
+        return True
+    if zero == 1:
+        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+    return zero > 0
+
+
+def _distributed_type(setup: Setup, sharded: bool) -> str:
+    if sharded:
+        return "FSDP"
+    if setup.tp * setup.dp == 1:
+        return "NO"
+    return "MULTI_CPU" if setup.device_type == "cpu" else "MULTI_GPU"
+
+
+def _mixed_precision(setup: Setup) -> str:
+    precision = setup.knob("precision")
+    if precision == "bf16_pure":
+        note_pure_bf16(setup)
+    return {"fp32": "no", "bf16": "bf16", "bf16_pure": "no", "fp16": "fp16", "fp8": "fp8"}[precision]
+
+
+def _fsdp(setup: Setup) -> dict[str, Any]:
+    offload = setup.knob("offload") == "optimizer"
+    if offload:
+        setup.note(
+            "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
+        )
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": setup.knob("zero") not in (1, 2),
+        "fsdp_offload_params": offload,
+        "fsdp_activation_checkpointing": setup.knob("checkpoint_ratio") > 0,
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _note_the_rest(setup: Setup) -> None:
+    if setup.micro_batch is not None:
+        setup.note(
+            f"micro_batch={setup.micro_batch} is your DataLoader's batch_size, and "
+            f"grad_accum={setup.grad_accum} is Accelerator(gradient_accumulation_steps={setup.grad_accum})"
+        )
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    if setup.knob("fused_optimizer") is not None:
+        fused = bool(setup.knob("fused_optimizer"))
+        setup.note(f"fused_optimizer is your optimizer's: torch.optim.AdamW(..., fused={fused})")
+    setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
+    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself, for instance with Liger")
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
+
+
+TARGET = Target(
+    name="accelerate",
+    about="config of Hugging Face Accelerate: FSDP2 or DDP, parallelism, precision, compilation",
+    use="accelerate launch --config_file {file} train.py",
+    forms={"yaml": _yaml},
+)

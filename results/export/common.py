@@ -1,0 +1,38 @@
+"""What several frameworks cannot do in the same way."""
+
+from .setup import Setup, words
+
+
+def note_attention(setup: Setup, how: str) -> None:
+    """States that the implementation of attention is chosen where the model is made."""
+    value = setup.knob("attention")
+    if value is not None:
+        setup.note(f"attention={value} is chosen with the model: {how.format(value=value)}")
+
+
+def note_partial_checkpointing(setup: Setup, done: str) -> None:
+    """States that a share of checkpointed blocks became all of them."""
+    ratio = setup.knob("checkpoint_ratio")
+    if 0 < ratio < 1:
+        setup.note(
+            f"checkpoint_ratio={words(ratio)} recomputes a share of the blocks, and {done}: "
+            "less memory and less speed than measured"
+        )
+
+
+def note_pipeline(setup: Setup) -> None:
+    """States that there are no pipeline stages."""
+    if setup.pp > 1:
+        setup.note(
+            f"pp={setup.pp} has no counterpart here: this file runs on {setup.tp * setup.dp} instead of "
+            f"{setup.devices} devices, each holding {setup.pp} times the layers; torchtitan, megatron and "
+            "python have pipelines"
+        )
+
+
+def note_pure_bf16(setup: Setup) -> None:
+    """States that weights in bfloat16 are the model's own."""
+    setup.note(
+        "precision=bf16_pure keeps the weights in bfloat16 too: load the model with dtype=torch.bfloat16 "
+        "(here mixed precision is off)"
+    )

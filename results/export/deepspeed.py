@@ -1,0 +1,113 @@
+"""DeepSpeed: its JSON configuration (https://www.deepspeed.ai/docs/config-json/)."""
+
+import json
+from typing import Any
+
+from .common import note_attention
+from .setup import Setup, words
+from .target import Target
+
+
+def config(setup: Setup) -> dict[str, Any]:
+    """The configuration, whose train_batch_size is micro-batch x accumulation x replicas."""
+    out: dict[str, Any] = {}
+    if setup.micro_batch is not None:
+        out["train_batch_size"] = setup.global_batch
+        out["train_micro_batch_size_per_gpu"] = setup.micro_batch
+        out["gradient_accumulation_steps"] = setup.grad_accum
+    else:
+        setup.note("the batch is not known: set train_micro_batch_size_per_gpu")
+    zero = _zero(setup)
+    out["zero_optimization"] = zero
+    out |= _precision(setup, zero["stage"])
+    if setup.tp > 1:
+        out["tensor_parallel"] = {"autotp_size": setup.tp}
+        setup.note(
+            f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows "
+            "this one"
+        )
+    if setup.pp > 1:
+        out["pipeline"] = {"stages": setup.pp}
+        setup.note(
+            f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
+            "gradient_accumulation_steps are its micro-batches"
+        )
+    _note_the_rest(setup)
+    return out
+
+
+def _zero(setup: Setup) -> dict[str, Any]:
+    stage = setup.knob("zero")
+    if setup.pp > 1 and stage > 1:
+        setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
+        stage = 1
+    out: dict[str, Any] = {"stage": stage}
+    if setup.knob("offload") == "optimizer":
+        if stage == 0 and setup.dp > 1:
+            setup.note(
+                "offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than measured"
+            )
+        # On one replica stage 1 shards nothing.
+        out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    elif setup.knob("offload") != "none":
+        setup.note(f"offload={setup.knob('offload')} has no counterpart here")
+    return out
+
+
+def _precision(setup: Setup, stage: int) -> dict[str, Any]:
+    precision = setup.knob("precision")
+    if precision == "bf16":
+        setup.note(
+            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside an "
+            "fp32 master copy"
+        )
+        return {"bf16": {"enabled": True}}
+    if precision == "bf16_pure":
+        if stage == 0:
+            setup.note("precision=bf16_pure: at stage 0 DeepSpeed keeps fp32 master weights: more memory")
+            return {"bf16": {"enabled": True}}
+        return {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        }
+    if precision == "fp16":
+        return {"fp16": {"enabled": True}}
+    if precision == "fp8":
+        setup.note("precision=fp8 has no counterpart here: bf16 is set")
+        return {"bf16": {"enabled": True}}
+    return {}
+
+
+def _note_the_rest(setup: Setup) -> None:
+    ratio = setup.knob("checkpoint_ratio")
+    if ratio:
+        setup.note(
+            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable(), or "
+            "deepspeed.checkpointing.checkpoint in your own blocks"
+        )
+    if setup.knob("fusion"):
+        setup.note(
+            "fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model"
+        )
+    fused = setup.knob("fused_optimizer")
+    if fused is not None:
+        setup.note(
+            f"fused_optimizer={words(fused)} is your optimizer's: give deepspeed.initialize a "
+            f"torch.optim.AdamW(..., fused={bool(fused)})"
+        )
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    setup.note_unless_neutral("sequence_parallel", "AutoTP keeps activations whole")
+    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself")
+
+
+def _json(setup: Setup, comment: str) -> str:
+    # JSON has no comments; DeepSpeed passes over keys that it does not know.
+    said = {"_comment": comment.splitlines()} if comment else {}
+    return json.dumps(said | config(setup), indent=2) + "\n"
+
+
+TARGET = Target(
+    name="deepspeed",
+    about="JSON configuration of DeepSpeed: batch, ZeRO, offload, precision",
+    use="deepspeed train.py --deepspeed_config {file}",
+    forms={"json": _json},
+)

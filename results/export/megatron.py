@@ -1,0 +1,110 @@
+"""Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
+
+import shlex
+
+from .setup import Setup, words
+from .target import Target, hashed
+
+_ATTENTION = {"eager": "unfused", "flash_attention_2": "flash", "flash_attention_3": "flash"}
+# What Megatron-FSDP needs beside its strategy (docs/user-guide/features/megatron_fsdp of Megatron-LM).
+_FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
+
+
+def flags(setup: Setup) -> list[str]:
+    """Flags, each an entry of a bash array; a value may be a quoted arithmetic expression."""
+    out = [
+        f"--tensor-model-parallel-size {setup.tp}",
+        f"--pipeline-model-parallel-size {setup.pp}",
+    ]
+    if setup.knob("sequence_parallel") and setup.tp > 1:
+        out.append("--sequence-parallel")
+    if setup.micro_batch is not None:
+        out += [f"--micro-batch-size {setup.micro_batch}", f"--global-batch-size {setup.global_batch}"]
+    else:
+        setup.note("the batch is not known: set --micro-batch-size and --global-batch-size")
+    if setup.seq_len is not None:
+        out.append(f"--seq-length {setup.seq_len}")
+    out += _zero(setup) + _precision(setup) + _recomputation(setup)
+    attention = setup.knob("attention")
+    if attention is not None:
+        out.append(f"--attention-backend {_ATTENTION.get(attention, 'auto')}")
+        if attention not in _ATTENTION:
+            setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
+    if setup.knob("fusion"):
+        setup.note(
+            "fusion=true: Megatron does not use torch.compile; its own fused kernels are on by default"
+        )
+    if setup.knob("fused_optimizer") is False:
+        setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
+    setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
+    setup.note(
+        "the model itself: --num-layers, --hidden-size, --num-attention-heads, --max-position-embeddings, the "
+        "tokenizer, the data and the learning rate are yours"
+    )
+    return out
+
+
+def _zero(setup: Setup) -> list[str]:
+    zero = setup.knob("zero") if setup.dp > 1 else 0
+    offload = setup.knob("offload") == "optimizer"
+    out: list[str] = []
+    if zero == 1 or (zero == 0 and offload):
+        out.append("--use-distributed-optimizer")
+        if zero == 0 and setup.dp > 1:
+            setup.note(
+                "offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than measured"
+            )
+    elif zero >= 2:
+        strategy = "optim_grads" if zero == 2 else "optim_grads_params"
+        out += ["--use-distributed-optimizer", f"--data-parallel-sharding-strategy {strategy}"]
+        out += [_FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+    if offload:
+        out += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    return out
+
+
+def _precision(setup: Setup) -> list[str]:
+    precision = setup.knob("precision")
+    if precision == "bf16":
+        setup.note(
+            "precision=bf16 was autocast over fp32 weights; Megatron holds bfloat16 weights and fp32 master "
+            "weights in the optimizer"
+        )
+    if precision == "bf16_pure":
+        setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
+    return {
+        "bf16": ["--bf16"],
+        "bf16_pure": ["--bf16"],
+        "fp16": ["--fp16"],
+        "fp8": ["--bf16", "--fp8-format hybrid"],
+    }.get(precision, [])
+
+
+def _recomputation(setup: Setup) -> list[str]:
+    ratio = setup.knob("checkpoint_ratio")
+    if not ratio:
+        return []
+    if ratio == 1:
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    # `block` recomputes that many layers of each pipeline stage; how many it has only the user's own script knows.
+    share = round(ratio * 1000)
+    setup.note(
+        f"checkpoint_ratio={words(ratio)}: set NUM_LAYERS to the model's layers; the first layers of each stage "
+        "are recomputed instead of evenly spread ones"
+    )
+    number = f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
+    return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
+
+
+def _shell(setup: Setup, comment: str) -> str:
+    lines = "".join(f"  {each}\n" for each in flags(setup))
+    model = f"# Model: {shlex.quote(setup.model)}\n" if setup.model and setup.model.isprintable() else ""
+    return f"{hashed(comment)}{model}MEGATRON_ARGS=(\n{lines})\n"
+
+
+TARGET = Target(
+    name="megatron",
+    about="flags of Megatron-LM's pre-training scripts, as a bash array",
+    use='source {file}; torchrun --nproc-per-node {devices} pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" ...',
+    forms={"shell": _shell},
+)

@@ -1,0 +1,149 @@
+"""What an export starts from: a configuration and its sizes, and a record of which knobs were carried over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import UsageError
+from ..measurement import Trial
+
+NEUTRAL: Mapping[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "dp": 1,
+    "zero": 0,
+    "sequence_parallel": False,
+    "micro_batch": 1,
+    "grad_accum": 1,
+    "checkpoint_ratio": 0,
+    "precision": "fp32",
+    "attention": None,
+    "fusion": False,
+    "fused_optimizer": None,
+    "kernels": False,
+    "offload": "none",
+}
+"""The standard knobs at the value that asks nothing of a framework."""
+
+
+class Setup:
+    """A configuration to be written in the words of another framework.
+
+    A target asks for each knob it understands and says by `note` what its framework cannot do. A knob that
+    nobody asked for becomes a note of its own, so that nothing is dropped in silence.
+
+    Args:
+        trial: whose configuration it is.
+        document: the run's run.yaml; None where only the trials are known.
+        target: the framework, as notes name it.
+
+    Raises:
+        UsageError: the configuration's sizes are not whole numbers, or contradict each other.
+    """
+
+    def __init__(self, trial: Trial, document: Mapping[str, Any] | None, target: str) -> None:
+        asked = (document or {}).get("asked", {})
+        self.trial = trial
+        self.config = dict(trial.config)
+        self.target = target
+        self.notes: list[str] = []
+        """What could not be carried over, one sentence each."""
+        self._used: set[str] = set()
+        self.model: str = str(asked.get("model") or "")
+        """What is trained, as people call it; empty where it is not known."""
+        workload = asked.get("workload") or {}
+        self.spec: str = str(workload.get("spec") or "")
+        """How it was asked for: a preset's name, a path, a hub id, `file.py:name`; empty if a callable was."""
+        self.seq_len: int | None = asked.get("seq_len")
+        """Tokens of a sample."""
+        self.seed: int = asked.get("seed") or 0
+        """Of weights and data."""
+        self.unit: str = trial.measurement.unit if trial.measurement is not None else ""
+        devices = asked.get("devices") or {}
+        self.device_type: str = str(devices.get("type") or "cuda")
+        """`cuda` or `cpu`."""
+        self.tp, self.pp = self._size("tp"), self._size("pp")
+        measured = trial.measurement.devices if trial.measurement is not None else None
+        total = measured or devices.get("used")
+        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // (self.tp * self.pp))
+        """Replicas."""
+        self.devices = self.tp * self.pp * self.dp
+        """Devices of one training."""
+        self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
+        self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of one optimizer step: micro-batch x accumulation x replicas; None where not known."""
+        if self.micro_batch is None or self.grad_accum is None:
+            return None
+        return self.micro_batch * self.grad_accum * self.dp
+
+    def knob(self, name: str) -> Any:
+        """The value of a standard knob, neutral where the configuration does not have it."""
+        self._used.add(name)
+        return self.config.get(name, NEUTRAL[name])
+
+    def has(self, name: str) -> bool:
+        """Whether the configuration has a knob of that name, other than at its neutral value."""
+        return name in self.config and self.config[name] != NEUTRAL.get(name)
+
+    def note(self, sentence: str) -> None:
+        """States that something could not be carried over, and what to do instead."""
+        self.notes.append(sentence)
+
+    def note_unless_neutral(self, name: str, instead: str) -> None:
+        """States that a knob has no counterpart, where it asks for something."""
+        value = self.knob(name)
+        if value != NEUTRAL[name]:
+            self.note(f"{name}={words(value)} has no counterpart here: {instead}")
+
+    def take_all(self) -> dict[str, Any]:
+        """The whole configuration, carried over as it is."""
+        self._used.update(self.config)
+        return dict(self.config)
+
+    def finish(self) -> tuple[str, ...]:
+        """All notes; a knob that nobody asked for is among them."""
+        for name in self.config:
+            if name not in self._used:
+                self.note(
+                    f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
+                    "follow it in your own code"
+                )
+        measured = self.trial.measurement
+        if measured is not None and not measured.ok:
+            self.note(f"trial {self.trial.number} did not succeed, it ended as {measured.status}")
+        return tuple(self.notes)
+
+    def _size(self, name: str) -> int:
+        value = self.config.get(name, NEUTRAL[name])
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"cannot export trial {self.trial.number}: {name} must be a whole number of at least 1, "
+                f"but is {value!r}"
+            )
+        return value
+
+    def _batch(self, total: int | None) -> tuple[int | None, int | None]:
+        micro = self._size("micro_batch") if "micro_batch" in self.config else None
+        steps = self._size("grad_accum") if "grad_accum" in self.config else None
+        if micro is not None and steps is not None:
+            return micro, steps
+        share = None if total is None else total // self.dp
+        if share is not None and (total % self.dp or share % (micro or steps or 1)):
+            raise UsageError(
+                f"cannot export trial {self.trial.number}: the global batch, {total}, is not a multiple of "
+                f"dp x micro_batch, {self.dp} x {micro or steps or 1}"
+            )
+        if micro is not None:
+            return micro, None if share is None else share // micro
+        if steps is not None:
+            return None if share is None else share // steps, steps
+        return share, None if share is None else 1
+
+
+def words(value: Any) -> str:
+    """A knob's value as people write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,115 @@
+"""torchtitan: the flags of its training command (torchtitan 0.2 and later, which has no TOML any more)."""
+
+import shlex
+
+from .common import note_partial_checkpointing
+from .setup import Setup, words
+from .target import Target, hashed
+
+PRESETS = {
+    "llama3-8b": ("llama3", "llama3_8b"),
+    "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
+}
+"""Models that both have: torchtitan's module and configuration."""
+
+
+def flags(setup: Setup) -> list[str]:
+    """Flags of `torchtitan.train`, after those that name the model."""
+    out: list[str] = []
+
+    def give(name: str, value: object) -> None:
+        out.extend((f"--{name}", str(value)))
+
+    if setup.micro_batch is not None:
+        # A pipeline splits the local batch into micro-batches itself.
+        local = setup.micro_batch * (setup.grad_accum if setup.pp > 1 else 1)
+        give("training.local_batch_size", local)
+        give("training.global_batch_size", setup.global_batch)
+    else:
+        setup.note("the batch is not known: set --training.local_batch_size")
+    if setup.seq_len is not None:
+        give("training.seq_len", setup.seq_len)
+    _precision(setup, give)
+    zero = setup.knob("zero") if setup.dp > 1 else 0
+    give("parallelism.data_parallel_replicate_degree", 1 if zero else setup.dp)
+    give("parallelism.data_parallel_shard_degree", setup.dp if zero else 1)
+    if zero:
+        give("parallelism.fsdp_reshard_after_forward", "always" if zero == 3 else "never")
+    if zero == 1:
+        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+    give("parallelism.tensor_parallel_degree", setup.tp)
+    if setup.tp > 1 and not setup.knob("sequence_parallel"):
+        out.append("--parallelism.no_enable_sequence_parallel")
+    give("parallelism.pipeline_parallel_degree", setup.pp)
+    if setup.pp > 1:
+        give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
+    if setup.knob("offload") == "optimizer":
+        if zero:
+            out.append("--training.enable_cpu_offload")
+            setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients too")
+        else:
+            setup.note("offload=optimizer: torchtitan offloads with FSDP only")
+    fused = setup.knob("fused_optimizer")
+    if fused is not None:
+        give("optimizer.implementation", "fused" if fused else "foreach")
+    out.append("--compile.enable" if setup.knob("fusion") else "--compile.no_enable")
+    note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
+    attention = setup.knob("attention")
+    if attention not in (None, "sdpa"):
+        setup.note(
+            f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)"
+        )
+    setup.note_unless_neutral("kernels", "torchtitan compiles instead")
+    # Policies are subcommands, which come last.
+    out.append(
+        "activation_checkpoint:full" if setup.knob("checkpoint_ratio") > 0 else "activation_checkpoint:none"
+    )
+    return out
+
+
+def _precision(setup: Setup, give) -> None:
+    precision = setup.knob("precision")
+    if precision in ("fp16", "fp8"):
+        how = "; a Float8LinearConverter in its configuration gives fp8" if precision == "fp8" else ""
+        setup.note(f"precision={precision} has no flag in torchtitan: bfloat16 is set{how}")
+    give("training.dtype", "bfloat16" if precision == "bf16_pure" else "float32")
+    give("training.mixed_precision_param", "float32" if precision == "fp32" else "bfloat16")
+
+
+def _shell(setup: Setup, comment: str) -> str:
+    module, name = PRESETS.get(setup.model, ("", ""))
+    if not module:
+        setup.note(
+            f"the model {words(setup.model) or 'tuned'} must be one that torchtitan has: set MODULE and CONFIG, "
+            "such as llama3 and llama3_8b"
+        )
+        choice = ': "${MODULE:?set MODULE, such as llama3} ${CONFIG:?set CONFIG, such as llama3_8b}"\n'
+    else:
+        choice = f'MODULE="${{MODULE:-{module}}}"\nCONFIG="${{CONFIG:-{name}}}"\n'
+    given = flags(setup)
+    lines = " \\\n".join(f"  {each}" for each in _pairs(given))
+    return (
+        f"#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{choice}"
+        f"exec ${{LAUNCH:-torchrun --nproc-per-node {setup.devices}}} -m torchtitan.train \\\n"
+        f'  --module "$MODULE" --config "$CONFIG" \\\n{lines} "$@"\n'
+    )
+
+
+def _pairs(given: list[str]) -> list[str]:
+    lines: list[str] = []
+    for each in given:
+        if each.startswith("--") or not lines or not lines[-1].startswith("--") or " " in lines[-1]:
+            lines.append(shlex.quote(each))
+        elif ":" in each:
+            lines.append(shlex.quote(each))
+        else:
+            lines[-1] += " " + shlex.quote(each)
+    return lines
+
+
+TARGET = Target(
+    name="torchtitan",
+    about="command line of torchtitan: parallel degrees, batch, checkpointing, compilation",
+    use="MODULE=llama3 CONFIG=llama3_8b bash {file}",
+    forms={"shell": _shell},
+)

@@ -1,0 +1,125 @@
+"""transformers.Trainer: TrainingArguments, as HfArgumentParser reads them (transformers 5)."""
+
+import json
+from typing import Any
+
+from .common import note_attention, note_pipeline, note_pure_bf16
+from .setup import Setup, words
+from .target import Target, hashed
+
+
+def arguments(setup: Setup) -> dict[str, Any]:
+    """Keyword arguments of transformers.TrainingArguments."""
+    out: dict[str, Any] = {"output_dir": "out"}
+    if setup.micro_batch is not None:
+        out["per_device_train_batch_size"] = setup.micro_batch
+        out["gradient_accumulation_steps"] = setup.grad_accum
+    else:
+        setup.note("the batch is not known: set per_device_train_batch_size")
+    out |= _precision(setup)
+    sharded = _shards(setup)
+    out |= _checkpointing(setup, sharded)
+    if setup.knob("fusion"):
+        out["torch_compile"] = True
+        out["torch_compile_backend"] = "inductor"
+        setup.note("fusion=true compiled each repeated block; the Trainer compiles the model as a whole")
+    fused = setup.knob("fused_optimizer")
+    if fused is not None:
+        out["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+    if sharded:
+        out["fsdp"] = True
+        out["fsdp_config"] = _fsdp(setup)
+    else:
+        setup.note_unless_neutral(
+            "offload", "the Trainer offloads with FSDP only (or see the target deepspeed)"
+        )
+    if setup.knob("kernels"):
+        out["use_liger_kernel"] = True
+        setup.note("kernels=true became Liger's kernels, which are others than those measured")
+    if setup.device_type == "cpu":
+        out["use_cpu"] = True
+    _note_the_rest(setup)
+    return out
+
+
+def _precision(setup: Setup) -> dict[str, Any]:
+    precision = setup.knob("precision")
+    if precision == "bf16_pure":
+        note_pure_bf16(setup)
+    elif precision == "fp8":
+        setup.note(
+            "precision=fp8 is accelerate's: launch with the target accelerate's file; bf16 is set here"
+        )
+    return {"bf16": {"bf16": True}, "fp8": {"bf16": True}, "fp16": {"fp16": True}}.get(precision, {})
+
+
+def _shards(setup: Setup) -> bool:
+    zero = setup.knob("zero")
+    if setup.dp > 1 and zero == 1:
+        setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
+    return setup.dp > 1 and zero > 0
+
+
+def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
+    ratio = setup.knob("checkpoint_ratio")
+    if not ratio:
+        return {}
+    every = round(1 / ratio)
+    if every > 1 and abs(1 / ratio - every) < 1e-9 and not sharded:
+        return {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"every_n_layers": every},
+        }
+    if ratio < 1:
+        setup.note(
+            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than measured"
+        )
+    # FSDP's own wraps what it gathers, and so gathers it once less.
+    return {} if sharded else {"activation_checkpointing": True}
+
+
+def _fsdp(setup: Setup) -> dict[str, Any]:
+    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.knob("zero") == 3}
+    if setup.knob("checkpoint_ratio"):
+        out["activation_checkpointing"] = True
+    if setup.knob("offload") == "optimizer":
+        out["cpu_offload"] = True
+        setup.note(
+            "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
+        )
+    return out
+
+
+def _note_the_rest(setup: Setup) -> None:
+    note_pipeline(setup)
+    if setup.tp > 1:
+        setup.note(
+            f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
+            f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
+        )
+    if setup.dp > 1:
+        setup.note(f"dp={setup.dp} is the launcher's: torchrun --nproc-per-node {setup.tp * setup.dp}")
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
+    if setup.seq_len is not None:
+        setup.note(f"seq_len={setup.seq_len} is your data's: what was measured had samples of that length")
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(arguments(setup), sort_keys=False)
+
+
+def _json(setup: Setup, comment: str) -> str:
+    # HfArgumentParser refuses keys that it does not know, so that nothing can be said in the file.
+    return json.dumps(arguments(setup), indent=2) + "\n"
+
+
+TARGET = Target(
+    name="trainer",
+    about="TrainingArguments of transformers.Trainer, as YAML or JSON",
+    use="HfArgumentParser(TrainingArguments).parse_yaml_file('{file}'), or parse_json_file",
+    forms={"yaml": _yaml, "json": _json},
+    silent=frozenset({"json"}),
+)

@@ -1,0 +1,336 @@
+"""Exports: every knob is carried over or stated, values mean what they meant, bad input is named."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from redline.errors import UsageError
+from redline.results import Measurement, Status, Trial
+from redline.results.export import chosen_trial, export_targets, form_of, render
+
+FULL = {
+    "tp": 2, "pp": 2, "dp": 4, "zero": 1, "sequence_parallel": True, "micro_batch": 4, "grad_accum": 2,
+    "checkpoint_ratio": 0.25, "precision": "bf16", "attention": "eager", "fusion": True,
+    "fused_optimizer": False, "kernels": True, "offload": "optimizer",
+}  # fmt: skip
+DOCUMENT = {
+    "asked": {
+        "model": "llama3-8b",
+        "workload": {"id": "3f2a", "spec": "llama3-8b"},
+        "seq_len": 128,
+        "global_batch": 32,
+        "seed": 3,
+        "devices": {"type": "cuda", "used": 16},
+    }
+}
+TARGETS = sorted(export_targets())
+FORMS = [(name, form) for name in TARGETS for form in export_targets()[name].forms]
+
+
+def trial(number=7, status=Status.OK, **knobs):
+    """A trial with these knobs, measured on as many devices as they say."""
+    devices = knobs.get("tp", 1) * knobs.get("pp", 1) * knobs.get("dp", 1)
+    ok = status is Status.OK
+    measured = Measurement(
+        status=status,
+        reason="" if ok else "it went wrong",
+        throughput=1000.0 if ok else None,
+        unit="tokens/s",
+        devices=devices,
+        peak_memory_mib=512.0,
+    )
+    return Trial(number=number, config=knobs, sampler="tpe", measurement=measured)
+
+
+def parsed(target, form=None, document=DOCUMENT, **knobs):
+    """What a YAML or JSON export says, and its notes."""
+    made = render(target, trial(**knobs), document, form=form)
+    return yaml.safe_load(made.text), " ".join(made.notes)
+
+
+def flags(target, environment=None, **knobs):
+    """The arguments of a shell export, as bash makes them, and its notes."""
+    made = render(target, trial(**knobs), DOCUMENT)
+    if target == "megatron":
+        tail = '\nprintf "%s\\n" "${MEGATRON_ARGS[@]}"\n'
+        text, given = made.text + tail, {}
+    else:
+        text, given = (
+            made.text,
+            {"LAUNCH": f"{sys.executable} -c 'import sys;print(*sys.argv[1:],sep=chr(10))'"},
+        )
+        text = text.replace("exec ${LAUNCH", "eval exec ${LAUNCH")
+    done = subprocess.run(
+        [shutil.which("bash"), "-c", text],
+        env={"PATH": "/usr/bin:/bin", **given, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1], " ".join(made.notes)
+
+
+def value(arguments, flag):
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_the_targets_are_those_of_the_documentation():
+    assert set(TARGETS) == {
+        "accelerate", "trainer", "deepspeed", "torchtitan", "megatron", "python", "yaml", "json", "env",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "form"), FORMS)
+def test_a_knob_that_a_target_does_not_know_is_stated(target, form):
+    made = render(target, trial(**FULL, loops=3), DOCUMENT, form=form)
+    if target in ("yaml", "json", "env", "python"):
+        assert "loops" in made.text.lower() and "3" in made.text
+    else:
+        assert any(note.startswith("loops=3 is not known") for note in made.notes)
+        if made.comments_inside:
+            assert "loops=3 is not known" in " ".join(made.text.split())
+
+
+@pytest.mark.parametrize(("target", "form"), FORMS)
+def test_every_note_stands_in_the_text_of_a_form_with_comments(target, form):
+    made = render(target, trial(**FULL), DOCUMENT, form=form)
+    if not made.comments_inside:
+        assert "#" not in made.text
+        return
+    said = " ".join(json.dumps(made.text)[1:-1].replace("\\n", " ").replace("# ", " ").split())
+    said = said.replace('\\", \\" ', " ").replace('\\"', '"').replace('\\\\"', '"')
+    for note in made.notes:
+        words = note.split()
+        # Lines are wrapped, and JSON puts quotes around each: the words are there in their order.
+        place = -1
+        for word in words[:4]:
+            place = said.find(word.strip('"'), place + 1)
+            assert place >= 0, f"{note!r} is not stated"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_any_combination_of_standard_knobs_can_be_exported(target):
+    values = {
+        "tp": (1, 2), "pp": (1, 2), "dp": (1, 2), "zero": (0, 1, 2, 3), "checkpoint_ratio": (0.0, 0.5, 1.0),
+        "offload": ("none", "optimizer"),
+    }  # fmt: skip
+    count = 0
+    for combination in itertools.product(*values.values()):
+        knobs = dict(zip(values, combination)) | {"micro_batch": 2, "grad_accum": 4}
+        made = render(target, trial(**knobs), DOCUMENT)
+        assert made.text.endswith("\n") and made.devices == knobs["tp"] * knobs["pp"] * knobs["dp"]
+        count += 1
+    assert count == 192
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_precision_can_be_exported(target, precision):
+    assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
+
+
+def test_accelerate_shards_as_zero_says():
+    for zero, reshard in ((2, False), (3, True)):
+        made, _ = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=zero)
+        assert (made["distributed_type"], made["num_processes"]) == ("FSDP", 4)
+        assert made["fsdp_config"]["fsdp_version"] == 2
+        assert made["fsdp_config"]["fsdp_reshard_after_forward"] is reshard
+    made, notes = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=0)
+    assert made["distributed_type"] == "MULTI_GPU" and "fsdp_config" not in made
+    made, notes = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=1)
+    assert made["fsdp_config"]["fsdp_reshard_after_forward"] is False and "zero=1 became FSDP2" in notes
+
+
+def test_accelerate_says_that_it_has_no_pipeline():
+    made, notes = parsed("accelerate", **FULL)
+    assert made["num_processes"] == 8
+    assert "pp=2 has no counterpart here: this file runs on 8 instead of 16 devices" in notes
+    assert made["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 1,
+        "parallelism_config_dp_shard_size": 4,
+        "parallelism_config_tp_size": 2,
+        "parallelism_config_cp_size": 1,
+    }
+
+
+def test_accelerate_compiles_the_repeated_blocks_as_redline_does():
+    made, _ = parsed("accelerate", micro_batch=1, grad_accum=1, fusion=True)
+    assert made["dynamo_config"]["dynamo_backend"] == "INDUCTOR"
+    assert made["dynamo_config"]["dynamo_use_regional_compilation"] is True
+    assert "dynamo_config" not in parsed("accelerate", micro_batch=1, grad_accum=1, fusion=False)[0]
+
+
+def test_the_trainer_takes_batch_precision_and_optimizer():
+    made, notes = parsed("trainer", micro_batch=4, grad_accum=8, precision="bf16", fused_optimizer=True)
+    assert made["per_device_train_batch_size"] == 4
+    assert made["gradient_accumulation_steps"] == 8
+    assert made["bf16"] is True and "fp16" not in made
+    assert made["optim"] == "adamw_torch_fused"
+    assert "seq_len=128" in notes
+    assert parsed("trainer", "json", micro_batch=4, grad_accum=8)[0]["gradient_accumulation_steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected", "stated"),
+    [
+        (0.0, (None, None), False),
+        (0.25, (True, {"every_n_layers": 4}), False),
+        (0.5, (True, {"every_n_layers": 2}), False),
+        (0.75, (True, None), True),
+        (1.0, (True, None), False),
+    ],
+)
+def test_the_trainer_checkpoints_a_share_where_it_can(ratio, expected, stated):
+    made, notes = parsed("trainer", micro_batch=1, grad_accum=1, checkpoint_ratio=ratio)
+    found = made.get("activation_checkpointing"), made.get("activation_checkpointing_kwargs")
+    assert found == expected
+    assert ("became all blocks" in notes) is stated
+
+
+def test_deepspeeds_batch_is_micro_times_accumulation_times_replicas():
+    made, notes = parsed("deepspeed", **{**FULL, "offload": "none", "pp": 1})
+    assert made["train_micro_batch_size_per_gpu"] == 4
+    assert made["gradient_accumulation_steps"] == 2
+    assert made["train_batch_size"] == 4 * 2 * 4
+    assert made["tensor_parallel"] == {"autotp_size": 2}
+    assert made["zero_optimization"] == {"stage": 1}
+
+
+def test_deepspeed_offloads_the_optimizer_only_with_zero():
+    made, _ = parsed("deepspeed", micro_batch=1, grad_accum=1, offload="optimizer")
+    assert made["zero_optimization"]["stage"] == 1
+    assert made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    made, notes = parsed("deepspeed", micro_batch=1, grad_accum=1, dp=2, zero=0, offload="optimizer")
+    assert made["zero_optimization"]["stage"] == 1 and "offload=optimizer needs ZeRO" in notes
+
+
+def test_deepspeeds_pipelines_take_stage_one():
+    made, notes = parsed("deepspeed", micro_batch=1, grad_accum=4, pp=2, dp=2, zero=3)
+    assert made["zero_optimization"]["stage"] == 1 and made["pipeline"] == {"stages": 2}
+    assert "zero=3" in notes
+
+
+def test_torchtitan_splits_the_local_batch_into_the_pipelines_micro_batches():
+    given, notes = flags("torchtitan", **FULL)
+    assert value(given, "--training.local_batch_size") == "8"
+    assert value(given, "--parallelism.pipeline_parallel_microbatch_size") == "4"
+    assert value(given, "--training.global_batch_size") == "32"
+    assert value(given, "--parallelism.tensor_parallel_degree") == "2"
+    assert value(given, "--parallelism.data_parallel_shard_degree") == "4"
+    assert given[-1] == "activation_checkpoint:full" and "checkpoint_ratio=0.25" in notes
+    assert value(given, "--module") == "llama3" and value(given, "--config") == "llama3_8b"
+    given, _ = flags("torchtitan", micro_batch=4, grad_accum=2, dp=2, tp=2)
+    assert value(given, "--training.local_batch_size") == "4"
+    assert value(given, "--parallelism.data_parallel_replicate_degree") == "2"
+    assert "--parallelism.no_enable_sequence_parallel" in given
+    assert given[-1] == "activation_checkpoint:none"
+
+
+def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
+    given, notes = flags("megatron", {"NUM_LAYERS": "32"}, **FULL)
+    assert value(given, "--recompute-num-layers") == "4"  # a quarter of 32 layers over 2 stages
+    assert value(given, "--recompute-method") == "block"
+    assert value(given, "--micro-batch-size") == "4" and value(given, "--global-batch-size") == "32"
+    assert {"--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--optimizer-cpu-offload"} <= set(
+        given
+    )
+    assert value(given, "--attention-backend") == "unfused"
+    given, _ = flags("megatron", micro_batch=1, grad_accum=1, checkpoint_ratio=1.0, dp=2, zero=3)
+    assert value(given, "--recompute-method") == "uniform"
+    assert value(given, "--data-parallel-sharding-strategy") == "optim_grads_params"
+    assert "--bf16" not in given and "--sequence-parallel" not in given
+
+
+def test_env_is_read_back_by_a_shell():
+    made = render("env", trial(**FULL), DOCUMENT)
+    script = (
+        made.text + 'echo "$REDLINE_MICRO_BATCH $REDLINE_FUSION $REDLINE_CHECKPOINT_RATIO $REDLINE_DEVICES"'
+    )
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out == "4 true 0.25 16\n"
+
+
+@pytest.mark.parametrize(("target", "form"), FORMS)
+def test_hostile_names_stay_data(target, form, tmp_path):
+    name = "x'\"$(touch pwned)\nimport os; os.mkdir('pwned') #<config>"
+    document = {"asked": {**DOCUMENT["asked"], "model": name, "workload": {"spec": name}}}
+    knobs = {"micro_batch": 2, "grad_accum": 1, "attention": name}
+    made = render(target, trial(**knobs), document, form=form)
+    if form in ("yaml", "json"):
+        assert isinstance(yaml.safe_load(made.text), dict)
+    elif form == "python":
+        space = {}
+        exec(compile(made.text.split("import argparse")[0], "x", "exec"), space)
+        head, _, tail = made.text.partition("\nMODEL = ")
+        exec(compile("MODEL = " + tail.partition("\n\n\ndef main")[0], "x", "exec"), space)
+        assert space["MODEL"] == name and space["CONFIG"]["attention"] == name
+    else:
+        subprocess.run(
+            ["bash", "-c", made.text],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "LAUNCH": "true"},
+            check=False,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_run_yaml_what_the_table_knows_is_exported():
+    made, notes = parsed("deepspeed", document=None, micro_batch=4, grad_accum=2, dp=2)
+    assert made["train_batch_size"] == 16
+    made, notes = parsed("trainer", document=None, precision="bf16")
+    assert "per_device_train_batch_size" not in made and "the batch is not known" in notes
+
+
+def test_the_batch_follows_from_the_global_batch_where_a_knob_is_missing():
+    made, _ = parsed("trainer", micro_batch=4)
+    assert made["gradient_accumulation_steps"] == 8
+    made, _ = parsed("trainer", grad_accum=4)
+    assert made["per_device_train_batch_size"] == 8
+    with pytest.raises(UsageError, match="32, is not a multiple of dp x micro_batch, 1 x 5"):
+        parsed("trainer", micro_batch=5)
+
+
+@pytest.mark.parametrize(("knob", "bad"), [("tp", 0), ("micro_batch", 1.5), ("dp", True), ("pp", "two")])
+def test_sizes_that_are_no_sizes_are_refused(knob, bad):
+    bad_trial = Trial(number=1, config={knob: bad}, measurement=None)
+    with pytest.raises(UsageError, match=f"trial 1: {knob} must be a whole number"):
+        render("trainer", bad_trial, DOCUMENT)
+
+
+def test_unknown_targets_and_forms_come_with_the_nearest():
+    with pytest.raises(UsageError, match="unknown export target 'acelerate'; did you mean 'accelerate'"):
+        render("acelerate", trial(micro_batch=1), DOCUMENT)
+    with pytest.raises(UsageError, match="deepspeed: unknown form 'yaml'"):
+        render("deepspeed", trial(micro_batch=1), DOCUMENT, form="yaml")
+
+
+def test_python_needs_a_model():
+    with pytest.raises(UsageError, match="tuned a callable"):
+        render("python", trial(micro_batch=1, grad_accum=1), {"asked": {"workload": {"callable": "f"}}})
+
+
+def test_the_suffix_of_a_file_chooses_the_form():
+    assert form_of("trainer", "a/args.JSON") == "json"
+    assert form_of("trainer", "args.yaml") == "yaml"
+    assert form_of("trainer", "args.txt") is None and form_of("none", "a.json") is None
+
+
+def test_the_winner_or_any_trial_is_chosen():
+    trials = [trial(0, micro_batch=1), trial(1, Status.OOM, micro_batch=2)]
+    assert chosen_trial(trials, None).number == 0
+    assert chosen_trial(trials, 1).number == 1
+    with pytest.raises(UsageError, match="there is no trial 2; the run has 0 to 1"):
+        chosen_trial(trials, 2)
+    with pytest.raises(UsageError, match="no winner to export: none of 1 trials succeeded"):
+        chosen_trial(trials[1:], None)
+
+
+def test_a_trial_that_failed_is_exported_with_a_word():
+    made = render("deepspeed", trial(1, Status.OOM, micro_batch=2, grad_accum=2), DOCUMENT)
+    assert "trial 1 did not succeed, it ended as oom" in made.notes

@@ -1,0 +1,66 @@
+"""`redline export`: a run's winner, or any trial, in the words of the framework people train with."""
+
+from pathlib import Path
+
+import click
+
+EXAMPLES = """\b
+Examples:
+  redline export runs/gpt2 --to accelerate -o accelerate.yaml
+  redline export runs/gpt2 --to trainer -o args.json
+  redline export runs/gpt2 --to python -o train.py
+  redline export runs/gpt2 --to env --trial 3
+"""
+
+
+def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    from ...results.export import export_targets
+
+    for target in export_targets().values():
+        click.echo(f"{target.name:<12}{target.about}")
+    ctx.exit()
+
+
+@click.command(epilog=EXAMPLES, short_help="Write the winner for the framework you train with.")
+@click.argument("run")
+@click.option("--to", "target", required=True, metavar="TARGET", help="The framework; --list names them.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write.  [default: standard output]")
+@click.option(
+    "--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]"
+)
+@click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets."
+)
+def export(run: str, target: str, output: str | None, trial: int | None) -> None:
+    """Write the winner of the run in folder RUN as a file of another framework.
+
+    What the framework cannot do is stated in the file's comments; where the file has no comments, on standard error.
+    """
+    from ...errors import UsageError
+    from ...results import View
+    from ...results.export import chosen_trial, export_targets, form_of, render
+    from ...results.files import write_atomic
+
+    view = View(run)
+    chosen = chosen_trial(view.trials(), trial)
+    form = form_of(target, output) if output else None
+    made = render(target, chosen, view.document, form=form)
+    if output is None:
+        click.echo(made.text, nl=False)
+    else:
+        path = Path(output)
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
+        try:
+            write_atomic(path, made.text.encode(), durable=False)
+        except OSError as error:
+            raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
+        use = export_targets()[target].use.format(file=output, devices=made.devices)
+        click.echo(f"wrote {output}; use: {use}", err=True)
+    for problem in view.problems:
+        click.echo(f"note: {problem}", err=True)
+    if not made.comments_inside:
+        for note in made.notes:
+            click.echo(f"note: {note}", err=True)
