@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-Task = Literal["causal", "masked"]
+Task = Literal["causal", "masked", "seq2seq", "image"]
+"""What a model is trained to do: the next token, hidden tokens, another sequence, the class of an image."""
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """How much of a text is read: many times what a dry run consumes, and it travels to every trial."""
@@ -42,13 +43,15 @@ class TokenBatches:
 
     Causal: labels are the inputs (the model shifts them). Masked: 15 % of every sequence, always the same
     number so that the mean over a batch is the mean over its micro-batches, is chosen; of these 80 % become
-    the mask token, 10 % a random one, 10 % stay (BERT, arXiv:1810.04805); other labels are -100.
+    the mask token, 10 % a random one, 10 % stay (BERT, arXiv:1810.04805); other labels are -100. Sequence to
+    sequence: labels are as many tokens again, of a text those that follow; the model makes of them what its
+    decoder reads.
     """
 
     task: Task
-    """`causal` or `masked`."""
+    """`causal`, `masked` or `seq2seq`."""
     seq_len: int
-    """Tokens of a sample."""
+    """Tokens of a sample; sequence to sequence, of its input and of its output each."""
     vocab_size: int
     """Ids are below."""
     pad_id: int | None = None
@@ -60,11 +63,15 @@ class TokenBatches:
         import torch
 
         generator = torch.Generator().manual_seed(seed)
+        length = window(self.task, self.seq_len)
         inputs = (
-            self._random((size, self.seq_len), generator)
+            self._random((size, length), generator)
             if self.text is None
-            else self._windows(size, generator)
+            else self._windows(size, length, generator)
         )
+        if self.task == "seq2seq":
+            source, target = inputs.split(self.seq_len, dim=1)
+            return {"input_ids": source.contiguous(), "labels": target.contiguous()}
         if self.task == "causal":
             return {"input_ids": inputs, "labels": inputs}
         inputs, labels = self._mask(inputs, generator)
@@ -78,13 +85,13 @@ class TokenBatches:
         ids = torch.randint(self.vocab_size - 1, shape, generator=generator)
         return ids + (ids >= self.pad_id)
 
-    def _windows(self, size: int, generator: "torch.Generator") -> "torch.Tensor":
+    def _windows(self, size: int, length: int, generator: "torch.Generator") -> "torch.Tensor":
         import numpy as np
         import torch
 
         tokens = self.text.tokens
-        starts = torch.randint(len(tokens) - self.seq_len + 1, (size,), generator=generator).numpy()
-        picked = tokens[starts[:, None] + np.arange(self.seq_len)]
+        starts = torch.randint(len(tokens) - length + 1, (size,), generator=generator).numpy()
+        picked = tokens[starts[:, None] + np.arange(length)]
         return torch.from_numpy(picked.astype(np.int64))
 
     def _mask(
@@ -105,6 +112,11 @@ class TokenBatches:
         mask = torch.full_like(kept, self.vocab_size - 1 if known is None else known)
         replaced = torch.where(fate < 0.8, mask, torch.where(fate < 0.9, drawn, kept))
         return inputs.scatter(1, positions, replaced), labels
+
+
+def window(task: Task, seq_len: int) -> int:
+    """How many tokens of a text one sample takes."""
+    return 2 * seq_len if task == "seq2seq" else seq_len
 
 
 def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path | None = None) -> TokenText:

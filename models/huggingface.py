@@ -1,4 +1,4 @@
-"""Any Hugging Face causal or masked language model as a workload, built from its configuration alone."""
+"""Any Hugging Face language model or image classifier as a workload, built from its configuration alone."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
-from .data import Task, TokenBatches, read_text
+from .data import Task, TokenBatches, read_text, window
 from .device import Device
 from .families import schedule_of
+from .images import ImageBatches
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
 
 if TYPE_CHECKING:
     from torch import nn
 
+DEFAULT_IMAGE_SIZE = 224
+"""Pixels on a side, as in ImageNet training."""
 MAX_DEFAULT_SEQ_LEN = 4096
 """Longest sequence that is chosen where nobody said how long: many models allow 128 Ki positions."""
 # What describes a checkpoint rather than an architecture.
@@ -69,7 +72,7 @@ class Architecture:
     arguments: Mapping[str, Any] = field(repr=False)
     """Keyword arguments of its configuration class."""
     task: Task
-    """`causal` or `masked`."""
+    """`causal`, `masked`, `seq2seq` or `image`."""
 
     def configuration(self) -> Any:
         """A fresh `transformers.PretrainedConfig`.
@@ -147,9 +150,95 @@ class Architecture:
         return tuple(found)
 
 
-_AUTO = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
-_LOSS = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
-_MAPPING = {"causal": "MODEL_FOR_CAUSAL_LM_MAPPING", "masked": "MODEL_FOR_MASKED_LM_MAPPING"}
+_AUTO = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image": "AutoModelForImageClassification",
+}
+# What transformers computes for labels that are shifted already is that of masked tokens.
+_LOSS = {
+    "causal": "ForCausalLM",
+    "masked": "ForMaskedLM",
+    "seq2seq": "ForMaskedLM",
+    "image": "ForImageClassification",
+}
+_MAPPING = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+_ENDINGS: dict[Task, tuple[str, ...]] = {
+    "masked": ("ForMaskedLM", "ForPreTraining"),
+    "causal": ("ForCausalLM", "LMHeadModel"),
+    "seq2seq": ("ForConditionalGeneration",),
+    "image": ("ForImageClassification",),
+}
+
+
+def hugging_face_workload(
+    architecture: Architecture,
+    *,
+    name: str,
+    spec: str,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    data: str | Path | None = None,
+    folder: Path | None = None,
+) -> Workload:
+    """The workload of training an architecture from scratch: `language_model`, or `image_classifier`.
+
+    Raises:
+        WorkloadError: as they do; a sequence length or a text is given for images.
+    """
+    if architecture.task != "image":
+        return language_model(
+            architecture,
+            name=name,
+            spec=spec,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            data=data,
+            folder=folder,
+        )
+    for what, value in (("seq_len", seq_len), ("data", data)):
+        if value is not None:
+            raise WorkloadError(f"{name} takes images, so that {what} must not be given, but is {value!r}")
+    return image_classifier(architecture, name=name, spec=spec, global_batch=global_batch)
+
+
+def image_classifier(
+    architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None
+) -> Workload:
+    """The workload of training a classifier on images of the configuration's size, 224 where it has none.
+
+    Raises:
+        WorkloadError: the architecture cannot be built, or has fewer than two classes.
+    """
+    configuration = architecture.configuration()
+    size = getattr(configuration, "image_size", None) or DEFAULT_IMAGE_SIZE
+    height, width = (size, size) if isinstance(size, int) else size
+    if configuration.num_labels < 2:
+        raise WorkloadError(
+            f"{name}: a classifier must have at least 2 classes, but num_labels is {configuration.num_labels}"
+        )
+    _empty(architecture)
+    return Workload(
+        name=name,
+        spec=spec,
+        model=architecture,
+        batch=ImageBatches(
+            channels=getattr(configuration, "num_channels", 3),
+            height=height,
+            width=width,
+            classes=configuration.num_labels,
+        ),
+        loss=None,
+        schedule=schedule_of(architecture.model_type),
+        global_batch=global_batch if global_batch is not None else DEFAULT_GLOBAL_BATCH,
+        identity={"architecture": _architecture_of(configuration), "task": architecture.task, "data": None},
+    )
 
 
 def language_model(
@@ -194,7 +283,9 @@ def language_model(
         )
     text = None
     if data is not None:
-        text = read_text(data, seq_len=length, vocab_size=vocab_size, folder=folder)
+        text = read_text(
+            data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder
+        )
     return Workload(
         name=name,
         spec=spec,
@@ -224,13 +315,13 @@ def from_configuration(configuration: Any, name: str) -> Architecture:
     """The architecture a `transformers.PretrainedConfig` describes.
 
     Raises:
-        WorkloadError: transformers has neither a causal nor a masked language model for it.
+        WorkloadError: transformers has no language model and no image classifier for it.
     """
     with quiet() as transformers:
         kinds = [task for task in _MAPPING if type(configuration) in getattr(transformers, _MAPPING[task])]
     if not kinds:
         raise WorkloadError(
-            f"{name}: transformers has neither a causal nor a masked language model of type "
+            f"{name}: transformers has no language model and no image classifier of type "
             f"'{configuration.model_type}'; describe it by a redline.Workload of your own (--workload "
             "FILE:NAME)"
         )
@@ -245,11 +336,13 @@ def _task(configuration: Any, kinds: list[Task]) -> Task:
     if len(kinds) == 1:
         return kinds[0]
     for each in configuration.architectures or ():
-        if each.endswith(("ForMaskedLM", "ForPreTraining")):
-            return "masked"
-        if each.endswith(("ForCausalLM", "LMHeadModel")):
-            return "causal"
-    return "causal" if getattr(configuration, "is_decoder", False) else "masked"
+        for task in kinds:
+            if each.endswith(_ENDINGS[task]):
+                return task
+    if getattr(configuration, "is_encoder_decoder", False) and "seq2seq" in kinds:
+        return "seq2seq"
+    preferred: Task = "causal" if getattr(configuration, "is_decoder", False) else "masked"
+    return preferred if preferred in kinds else kinds[0]
 
 
 def _config_class(transformers: ModuleType, model_type: str) -> type:
@@ -267,16 +360,9 @@ def _architecture_of(configuration: Any) -> dict[str, Any]:
 
 def _positions(architecture: Architecture, text_config: Any) -> int | None:
     """Longest sequence with a position of its own; None where positions are computed, as rotary ones are."""
-    import torch
     from torch import nn
 
-    try:
-        with torch.device("meta"):
-            model = architecture({})
-    except (RuntimeError, AssertionError) as error:
-        raise WorkloadError(
-            f"no {architecture.model_type} can have these sizes: {_one_line(error)}"
-        ) from error
+    model = _empty(architecture)
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
@@ -288,6 +374,23 @@ def _positions(architecture: Architecture, text_config: Any) -> int | None:
     limit = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None
     return limit if isinstance(limit, int) and not rotary else None
+
+
+def _empty(architecture: Architecture) -> "nn.Module":
+    """The model on the meta device.
+
+    Raises:
+        WorkloadError: its sizes contradict each other.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return architecture({})
+    except (RuntimeError, AssertionError) as error:
+        raise WorkloadError(
+            f"no {architecture.model_type} can have these sizes: {_one_line(error)}"
+        ) from error
 
 
 def _one_line(error: BaseException) -> str:

@@ -83,7 +83,7 @@ def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: An
 
 
 def _preset(name: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import Architecture, language_model
+    from .huggingface import Architecture, hugging_face_workload
     from .presets import PRESETS
 
     preset = PRESETS[name]
@@ -94,11 +94,11 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
     given["global_batch"] = (
         given["global_batch"] if given["global_batch"] is not None else preset.global_batch
     )
-    return language_model(architecture, name=name, spec=name, **given)
+    return hugging_face_workload(architecture, name=name, spec=name, **given)
 
 
 def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, language_model, quiet, refusals
+    from .huggingface import from_configuration, hugging_face_workload, quiet, refusals
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -129,13 +129,13 @@ def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
             ) from error
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
-    return language_model(
+    return hugging_face_workload(
         from_configuration(configuration, text), name=name, spec=text, folder=file.parent, **given
     )
 
 
 def _hub(text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, language_model, quiet, refusals
+    from .huggingface import from_configuration, hugging_face_workload, quiet, refusals
 
     with quiet() as transformers:
         try:
@@ -148,7 +148,7 @@ def _hub(text: str, given: dict[str, Any]) -> Workload:
                 configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
             except (OSError, *refusals()) as error:
                 raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
-    return language_model(
+    return hugging_face_workload(
         from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given
     )
 

@@ -95,10 +95,9 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
                 continue
             each.apply(at, at.module, context, **each.arguments)
     for (path, name), values in sch.tree.annotations.items():
-        tensor = getattr(find_module(sch.tree.module, path), name)
-        if tensor is None:
-            # It lives on another rank of the pipeline.
+        if context.pipeline is not None and context.pipeline.absent(path):
             continue
+        tensor = getattr(find_module(sch.tree.module, path), name)
         for key, value in values.items():
             setattr(tensor, key, value)
     module = sch.tree.module

@@ -68,7 +68,8 @@ class _Job:
         for name, child in module.named_children():
             fresh |= self.visit(child, join(path, name), hub, inside or repeated)
             if repeated and not inside and self.sharded:
-                self.finish()
+                # Only the block's own: what is outside may yet get its values from a module around all.
+                self.finish(join(path, name) + ".")
         fresh |= self.place(module, path)
         if fresh:
             self.initialise(module, path, hub)
@@ -126,7 +127,8 @@ class _Job:
         if self.init is not None and self.init(module):
             return
         if hub is not None:
-            hub._init_weights(module)
+            with _stand_ins(module, self.device):
+                hub._init_weights(module)
             if not any(_marked(each) for each in self.own(module)):
                 return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -137,9 +139,11 @@ class _Job:
         held = [*module._parameters.values(), *module._buffers.values()]
         return [each for each in held if each is not None and each in self.fresh]
 
-    def finish(self) -> None:
-        """Checks that everything fresh has a value, and cuts what is sharded."""
-        missed = [path for tensor, path in self.fresh.items() if _marked(tensor)]
+    def finish(self, prefix: str = "") -> None:
+        """Checks that everything fresh below a path has a value, and cuts what is sharded."""
+        done = {tensor: path for tensor, path in self.fresh.items() if path.startswith(prefix)}
+        kept = {tensor: path for tensor, path in self.fresh.items() if not path.startswith(prefix)}
+        missed = [path for tensor, path in done.items() if _marked(tensor)]
         if missed:
             shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
             raise ScheduleError(
@@ -147,11 +151,11 @@ class _Job:
                 "module a reset_parameters method, pass build(init=...), or make the model on a real device"
             )
         if self.sharded:
-            sharding.cut_fresh(self.root, self.fresh, self.moved)
-        for tensor in self.fresh:
+            sharding.cut_fresh(self.root, done, self.moved)
+        for tensor in done:
             tensor.__dict__["_is_hf_initialized"] = True
             self.flagged.append(tensor)
-        self.fresh = {}
+        self.fresh = kept
 
 
 def _mark(data: torch.Tensor) -> None:
@@ -174,6 +178,25 @@ def _marked(tensor: torch.Tensor) -> bool:
     if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         return bool(last == torch.iinfo(tensor.dtype).min)
     return False
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Real tensors for those of a module's children that live on another rank: its initialisation may set them
+    (T5's does), and draws as much from the random stream as it would there."""
+    absent = [
+        (child, name, value)
+        for child in module.children()
+        for name, value in child.__dict__.items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+    for child, name, value in absent:
+        child.__dict__[name] = torch.empty_like(value, device=device)
+    try:
+        yield
+    finally:
+        for child, name, value in absent:
+            child.__dict__[name] = value
 
 
 @contextmanager

@@ -151,7 +151,9 @@ def units_of(tree: Tree) -> list[Unit]:
 
     def walk(module: nn.Module, path: str) -> None:
         nonlocal stage
-        if path in tree.cuts:
+        if path in tree.late:
+            units.append(Unit(path, module, len(tree.cuts)))
+        elif path in tree.cuts:
             units.append(Unit(path, module, stage, ends=True))
             stage += 1
         elif any(cut.startswith(path + "." if path else "") for cut in tree.cuts):
@@ -200,12 +202,21 @@ def meta_copy(module: nn.Module) -> nn.Module:
                 )
             elif tensor is not None:
                 memo[id(tensor)] = tensor.to("meta")
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for each in made.modules():
+        config = each.__dict__.get("config")
+        if getattr(config, "_experts_implementation", None):
+            # transformers' other ways through a mixture of experts have no shapes without values.
+            config._experts_implementation = "batched_mm"
+    return made
 
 
 def drop(module: nn.Module) -> None:
-    """Takes the tensors out of a unit that lives on another rank; their names leave `state_dict`."""
+    """Takes the tensors out of a unit that lives on another rank; their names leave `state_dict`.
+
+    What is left in their place has no values and is no parameter: models ask for the format of a weight.
+    """
     for each in module.modules():
         for held in (each._parameters, each._buffers):
-            for name in held:
-                held[name] = None
+            for name in [name for name, tensor in held.items() if tensor is not None]:
+                each.__dict__[name] = held.pop(name).detach().to("meta")

@@ -225,7 +225,7 @@ class Stage(nn.Module):
             crossing = [each for each in tree_flatten(end.output)[0] if isinstance(each, torch.Tensor)]
             # Under autocast a value may be narrower than was announced to the stage behind.
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
-            tensors = tuple(each.to(dtype) for each, dtype in zip(crossing, forms, strict=True))
+            tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
             self._check(received, tensors)
             return tensors
         finally:

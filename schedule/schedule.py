@@ -62,13 +62,14 @@ class Tree:
         self.deferred: list[Deferred] = []
         self.annotations: dict[tuple[str, str], dict[str, Any]] = {}
         self.cuts: list[str] = []
+        self.late: list[str] = []
         self.pipeline: tuple[str, int | None] | None = None
         self.built = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
         new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
-        new.pipeline = self.pipeline
+        new.pipeline, new.late = self.pipeline, list(self.late)
         new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
         new.annotations = {key: dict(value) for key, value in self.annotations.items()}
         return new

@@ -26,7 +26,12 @@ class Shard:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     axis: Axis
-    """The ranks that share it."""
+    """The ranks that share it. Where they do not divide a part, its last pieces are filled up with zeros."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether pieces are filled up."""
+        return any(size % self.axis.size for size in self.parts)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of the whole tensor."""
@@ -34,15 +39,23 @@ class Shard:
 
     def piece(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's piece of the whole tensor."""
-        parts = whole.split(list(self.parts), self.dim)
+        parts = [self._filled(each) for each in whole.split(list(self.parts), self.dim)]
         return torch.cat([each.chunk(self.axis.size, self.dim)[rank] for each in parts], self.dim)
+
+    def _filled(self, part: torch.Tensor) -> torch.Tensor:
+        missing = -part.shape[self.dim] % self.axis.size
+        if not missing:
+            return part
+        shape = [*part.shape[: self.dim], missing, *part.shape[self.dim + 1 :]]
+        return torch.cat([part, part.new_zeros(shape)], self.dim)
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, gathered from all ranks."""
         stacked = all_gather(local.unsqueeze(0), 0, self.axis)
-        sizes = [size // self.axis.size for size in self.parts]
+        sizes = [-(-size // self.axis.size) for size in self.parts]
         pieces = [piece.split(sizes, self.dim) for piece in stacked.unbind(0)]
-        return torch.cat([piece[i] for i in range(len(sizes)) for piece in pieces], self.dim)
+        parts = [torch.cat([piece[i] for piece in pieces], self.dim) for i in range(len(sizes))]
+        return torch.cat([each.narrow(self.dim, 0, n) for each, n in zip(parts, self.parts)], self.dim)
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:

@@ -19,12 +19,15 @@ class SplitLogits(torch.Tensor):
     """
 
     axis: Axis
+    vocabulary: int
+    """Tokens in all; pieces that are longer than their share of it end in columns that mean nothing."""
 
     @staticmethod
-    def of(tensor: torch.Tensor, axis: Axis) -> "SplitLogits":
-        """A piece of logits, of shape (..., vocabulary / ranks)."""
+    def of(tensor: torch.Tensor, axis: Axis, vocabulary: int | None = None) -> "SplitLogits":
+        """A piece of logits, of shape (..., vocabulary / ranks), rounded up."""
         split = tensor.as_subclass(SplitLogits)
         split.axis = axis
+        split.vocabulary = tensor.shape[-1] * axis.size if vocabulary is None else vocabulary
         return split
 
     @classmethod
@@ -41,10 +44,10 @@ class SplitLogits(torch.Tensor):
         source = next((each for each in args if isinstance(each, SplitLogits)), None)
         axis = getattr(source, "axis", None)
         if axis is not None and func in (torch.Tensor.view, torch.Tensor.reshape):
-            args = (source, *_local_shape(source, args[1:], axis))
+            args = (source, *_local_shape(source, args[1:]))
         out = super().__torch_function__(func, types, args, kwargs)
         if axis is not None and isinstance(out, SplitLogits):
-            out.axis = axis
+            out.axis, out.vocabulary = axis, source.vocabulary
         return out
 
 
@@ -52,19 +55,19 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
     """Logits with the whole vocabulary, gathered where they are cut; the gradient goes back to the pieces."""
     if not isinstance(logits, SplitLogits):
         return logits
-    axis = logits.axis
+    axis, vocabulary = logits.axis, logits.vocabulary
+    rest = logits.shape[-1] * axis.size - vocabulary
     return through(
         logits.as_subclass(torch.Tensor),
-        forward=lambda t: all_gather(t, -1, axis),
-        backward=lambda g: scatter(g, -1, axis),
+        forward=lambda t: all_gather(t, -1, axis).narrow(-1, 0, vocabulary),
+        backward=lambda g: scatter(F.pad(g, (0, rest)), -1, axis),
     )
 
 
-def _local_shape(logits: torch.Tensor, shape: tuple[Any, ...], axis: Axis) -> tuple[Any, ...]:
+def _local_shape(logits: SplitLogits, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
-    local = logits.shape[-1]
-    if sizes and sizes[-1] == local * axis.size:
-        return (*sizes[:-1], local)
+    if sizes and sizes[-1] == logits.vocabulary:
+        return (*sizes[:-1], logits.shape[-1])
     return sizes
 
 
@@ -86,7 +89,7 @@ def _cross_entropy(
         )
     axis, logits = input.axis, input.as_subclass(torch.Tensor)
     kept = target != ignore_index
-    losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, label_smoothing)
+    losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, input.vocabulary, label_smoothing)
     losses = losses.where(kept, 0)
     if reduction == "none":
         return losses
@@ -100,23 +103,30 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, smoothing: float) -> Any:
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, vocabulary: int, smoothing: float
+    ) -> Any:
         local = logits.shape[-1]
-        top = logits.max(-1).values.contiguous()
+        real = min(max(vocabulary - axis.rank * local, 0), local)
+        logits = logits[:, :real]
+        top = logits.amax(-1) if real else logits.new_full(logits.shape[:1], -torch.inf)
+        top = top.contiguous()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
         shifted = logits - top.unsqueeze(-1)
         index = target - axis.rank * local
-        mine = (index >= 0) & (index < local)
-        at = shifted.gather(-1, index.where(mine, 0).unsqueeze(-1)).squeeze(-1) * mine
+        mine = (index >= 0) & (index < real)
+        at = logits.new_zeros(target.shape)
+        if real:
+            at = shifted.gather(-1, index.where(mine, 0).unsqueeze(-1)).squeeze(-1) * mine
         exponential = shifted.exp()
         sums = [exponential.sum(-1), at] + ([shifted.sum(-1)] if smoothing else [])
         total, at, *rest = all_reduce(torch.stack(sums), axis).unbind(0)
         loss = total.log() - at
         if smoothing:
-            mean = total.log() - rest[0] / (local * axis.size)
+            mean = total.log() - rest[0] / vocabulary
             loss = (1 - smoothing) * loss + smoothing * mean
         ctx.save_for_backward(exponential / total.unsqueeze(-1), index, mine)
-        ctx.smoothing, ctx.vocabulary = smoothing, local * axis.size
+        ctx.smoothing, ctx.vocabulary, ctx.filling = smoothing, vocabulary, local - real
         return loss
 
     @staticmethod
@@ -124,5 +134,6 @@ class _TokenLoss(torch.autograd.Function):
         probability, index, mine = ctx.saved_tensors
         grad = probability - ctx.smoothing / ctx.vocabulary
         weight = (1 - ctx.smoothing) * mine.to(grad.dtype).unsqueeze(-1)
-        grad = grad.scatter_add(-1, index.where(mine, 0).unsqueeze(-1), -weight)
-        return grad * grads[0].unsqueeze(-1), None, None, None
+        if grad.shape[-1]:
+            grad = grad.scatter_add(-1, index.where(mine, 0).unsqueeze(-1), -weight)
+        return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.filling)), None, None, None, None

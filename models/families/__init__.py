@@ -5,17 +5,17 @@ from importlib import import_module
 from .generic import schedule as generic_schedule
 from .standard import StandardSchedule, Support, spread
 
-# Model types, as transformers names them, to the module with their schedule.
+# Model types, as transformers names them, to the module with their schedule. What transformers itself has plans
+# for (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) needs none.
 _FILES = {
+    "albert": "albert",
     "bert": "bert",
     "gpt2": "gpt2",
     "gpt_neo": "gpt_neo",
-    "llama": "llama",
-    "mistral": "llama",
     "opt": "opt",
-    "qwen2": "llama",
-    "qwen3": "llama",
     "roberta": "roberta",
+    "t5": "t5",
+    "vit": "vit",
     "xlm-roberta": "roberta",
 }
 
@@ -23,7 +23,7 @@ __all__ = ["StandardSchedule", "Support", "generic_schedule", "schedule_of", "sp
 
 
 def schedule_of(model_type: str) -> StandardSchedule:
-    """The schedule of a family; the generic one for families without a file."""
+    """The schedule of a family; for those without a file the one that follows transformers' own plans."""
     if model_type not in _FILES:
         return generic_schedule
     return import_module(f".{_FILES[model_type]}", __name__).schedule

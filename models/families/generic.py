@@ -1,8 +1,9 @@
-"""Any model: the repeated blocks are found by their being repeated."""
+"""Any model: the repeated blocks are found by their being repeated, parallelism is as transformers plans it."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from . import plans
 from .standard import StandardSchedule
 
 if TYPE_CHECKING:
@@ -42,4 +43,4 @@ def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedul
         yield from _lists(below, child)
 
 
-schedule = StandardSchedule(blocks)
+schedule = StandardSchedule(blocks, plans.cut, stage_ends=plans.stage_ends)

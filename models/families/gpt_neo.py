@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -13,4 +14,26 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     return sch.select("transformer.h.*")
 
 
-schedule = StandardSchedule(blocks)
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads, the feed-forward part by its inner features."""
+    attention = block["attn.attention"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        columns(attention[name])
+    rows(attention["out_proj"])
+    attention.fork_rng()
+    regions.around(attention, attention["out_proj"], dropout=[attention["resid_dropout"]])
+    columns(block["mlp.c_fc"])
+    rows(block["mlp.c_proj"])
+    regions.around(block["mlp"], block["mlp.c_proj"], dropout=[block["mlp.dropout"]])
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(
+        block=cut,
+        embedding="transformer.wte",
+        head="lm_head",
+        norms=("ln_1", "ln_2"),
+        last="transformer.ln_f",
+    ),
+)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -13,4 +14,31 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     return sch.select("model.decoder.layers.*")
 
 
-schedule = StandardSchedule(blocks)
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads, the feed-forward part by its inner features."""
+    attention = block["self_attn"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        columns(attention[name])
+    rows(attention["out_proj"])
+    attention.fork_rng()
+    regions.around(attention, attention["out_proj"])
+    columns(block["fc1"])
+    rows(block["fc2"])
+    # Samples and positions are one dimension there.
+    regions.around(block["fc1"], block["fc2"], sequence=0)
+    if regions.sequence_parallel:
+        # The layer itself drops activations, of another piece on each rank.
+        block.fork_rng()
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(
+        block=cut,
+        embedding="model.decoder.embed_tokens",
+        head="lm_head",
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        last="model.decoder.final_layer_norm",
+    ),
+    late=("model.decoder.final_layer_norm", "model.decoder.project_out"),
+)

@@ -1,8 +1,10 @@
-"""RoBERTa and XLM-RoBERTa: BERT's layout under another name."""
+"""RoBERTa and XLM-RoBERTa: BERT's blocks under another name."""
 
 from typing import TYPE_CHECKING
 
+from .bert import cut
 from .standard import StandardSchedule
+from .tensor_parallel import TransformerCuts
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -13,4 +15,12 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
     return sch.select("roberta.encoder.layer.*")
 
 
-schedule = StandardSchedule(blocks)
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(
+        block=cut,
+        embedding="roberta.embeddings.word_embeddings",
+        head="lm_head.decoder",
+        norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    ),
+)

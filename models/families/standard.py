@@ -17,6 +17,9 @@ KNOBS = ("checkpoint_ratio", "fusion")
 NO_TENSOR_PARALLEL = (
     "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
 )
+NO_PIPELINE = (
+    "neither transformers nor redline has a pipeline plan for this model; docs/add-a-model.md shows one"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,8 @@ class StandardSchedule:
     even shares. Raises ScheduleError where it cannot be done."""
     no_sequence_parallel: str = ""
     """Why the sequence cannot be cut in this family."""
+    late: tuple[str, ...] = ()
+    """Paths of modules behind the blocks that the model registers before them."""
 
     def __call__(self, sch: "Schedule", config: Mapping[str, Any]) -> None:
         blocks = self.blocks(sch)
@@ -67,7 +72,7 @@ class StandardSchedule:
             self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
         ends = self._stage_ends(sch, blocks, config.get("pp", 1))
         for each in ends:
-            each.cut_pipeline_stage()
+            each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
         for stage in _between(blocks, ends):
             for index in spread(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()

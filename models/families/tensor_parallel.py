@@ -16,17 +16,24 @@ class Regions:
     sequence_parallel: bool = False
     """Whether ranks hold pieces of the sequence between regions."""
 
-    def around(self, entry: "Schedule", last: "Schedule", dropout: "Sequence[Schedule]" = ()) -> None:
+    def around(
+        self,
+        entry: "Schedule",
+        last: "Schedule",
+        dropout: "Sequence[Schedule]" = (),
+        sequence: int = 1,
+    ) -> None:
         """The exchanges of one region.
 
         Args:
-            entry: the module whose input starts the region; what it computes is cut.
+            entry: the module whose input starts the region; all that it computes from it is cut.
             last: the projection that ends it with partial sums.
             dropout: modules behind the region's end that drop activations.
+            sequence: the dimension of the sequence; 0 where samples and positions are one dimension.
         """
         if self.sequence_parallel:
-            entry.sync("fwd_pre", "all_gather", axis=1)
-            last.sync("fwd_post", "reduce_scatter", axis=1)
+            entry.sync("fwd_pre", "all_gather", axis=sequence)
+            last.sync("fwd_post", "reduce_scatter", axis=sequence)
         else:
             entry.sync("bwd_post", "all_reduce")
             last.sync("fwd_post", "all_reduce")
@@ -52,18 +59,23 @@ def _axes(module: "Schedule") -> tuple[int, int]:
     return (1, 0) if type(module.module).__name__ == "Conv1D" else (0, 1)
 
 
-def vocabulary(sch: "Schedule", embedding: str, head: str) -> None:
-    """Cuts the embedding and the head over the vocabulary; the loss is computed from the pieces.
+def vocabulary(sch: "Schedule", embeddings: Sequence[str], head: str) -> None:
+    """Cuts embeddings (tied to each other where there are several) and the head over the vocabulary.
+
+    What the ranks do not divide is filled up with zeros; the loss is computed from the pieces.
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3.
     """
-    tied = sch[embedding].module.weight is sch[head].module.weight
-    sch[embedding].shard("weight", axis=0, tied=tied).sync("fwd_post", "all_reduce")
+    weight = sch[embeddings[0]].module.weight
+    tied = weight is sch[head].module.weight
+    sch[embeddings[0]].shard("weight", axis=0, tied=tied or len(embeddings) > 1, pad=True)
+    for name in embeddings:
+        sch[name].sync("fwd_post", "all_reduce")
     if not tied:
-        sch[head].shard("weight", axis=0)
+        sch[head].shard("weight", axis=0, pad=True)
     if sch[head].module.bias is not None:
         # BERT holds it at two places.
-        sch[head].shard("bias", axis=0, tied=True)
+        sch[head].shard("bias", axis=0, tied=True, pad=True)
     sch[head].sync("bwd_post", "all_reduce").parallel_loss()
 
 
@@ -88,13 +100,13 @@ def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerCuts:
-    """A language model whose blocks, embedding and head are cut; call it on the model's schedule."""
+    """A model whose blocks, embedding and head are cut; called with the model's schedule."""
 
     block: "Callable[[Schedule, Regions], None]"
     """Cuts one block."""
-    embedding: str
-    """Path of the token embedding."""
-    head: str
+    embedding: str = ""
+    """Path of the token embedding; empty where there is none to cut."""
+    head: str = ""
     """Path of the projection to the vocabulary."""
     norms: tuple[str, ...] = ()
     """Within a block, the norms outside of its regions."""
@@ -103,7 +115,8 @@ class TransformerCuts:
 
     def __call__(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
         """Applies the cuts."""
-        vocabulary(sch, self.embedding, self.head)
+        if self.embedding:
+            vocabulary(sch, [self.embedding], self.head)
         for block in blocks:
             self.block(block, Regions(sequence_parallel))
         if sequence_parallel:

@@ -1,5 +1,7 @@
 """cut_pipeline_stage: a stage of the pipeline ends behind a module."""
 
+from collections.abc import Sequence
+
 from ...errors import ScheduleError
 from ..collectives import axis_of
 from ..partition import check_divided
@@ -8,16 +10,21 @@ from ..schedule import Schedule, find_module, places
 
 
 @register_primitive
-def cut_pipeline_stage(sch: Schedule) -> None:
+def cut_pipeline_stage(sch: Schedule, late: Sequence[str] = ()) -> None:
     """Ends a pipeline stage behind this module; what the model registers after it belongs to the next.
 
     `build` then returns this rank's part of the model with `model.pipeline`, whose `step(**batch)` runs
     forward and backward in micro-batches. The module may return tuples or mappings; every stage is given the
     same batch, so masks and positions need not cross. Weights tied across stages stay equal.
 
+    Args:
+        late: paths from the root of modules that belong to the last stage though the model registers them
+            earlier (OPT's last norm stands before its layers).
+
     Raises:
         ScheduleError: the root; no `pp` axis; cut already, or above or below another cut; inside of a module
-            that occurs several times, or of one that runs as a whole (checkpoint, compile, trace).
+            that occurs several times, or of one that runs as a whole (checkpoint, compile, trace); no such
+            late module.
 
     Source: https://pytorch.org/docs/stable/distributed.pipelining.html
     """
@@ -49,5 +56,8 @@ def cut_pipeline_stage(sch: Schedule) -> None:
     for depth in range(len(parts)):
         path = ".".join(parts[:depth])
         check_divided(sch.tree, find_module(root, path), path)
+    for path in late:
+        find_module(root, path)
+    sch.tree.late += [path for path in late if path not in sch.tree.late]
     order = {path: i for i, (path, _) in enumerate(root.named_modules())}
     sch.tree.cuts = sorted([*sch.tree.cuts, sch.path], key=order.__getitem__)

@@ -124,7 +124,7 @@ class PartialEmbedding(Layer):
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tokens = args[0] if args else kwargs["input"]
-        local = self.size // self.axis.size
+        local = -(-self.size // self.axis.size)
         shifted = tokens - self.axis.rank * local
         mine = (shifted >= 0) & (shifted < local)
         padding = module.padding_idx

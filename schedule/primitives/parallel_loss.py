@@ -8,6 +8,7 @@ from torch import nn
 from ...errors import ScheduleError
 from ..registry import register_primitive
 from ..schedule import Schedule
+from ..sharding import shards_of
 from ..vocabulary import SplitLogits
 from .kinds import output_of
 from .shard import tensor_parallel
@@ -30,12 +31,14 @@ def parallel_loss(sch: Schedule) -> None:
             f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); "
             "shard it first"
         )
-    sch.module.register_forward_hook(_Split(ranks))
+    cut = shards_of(sch.module)["weight"]
+    sch.module.register_forward_hook(_Split(ranks, cut.shape[cut.dim]))
 
 
 class _Split:
-    def __init__(self, axis: Any) -> None:
+    def __init__(self, axis: Any, vocabulary: int) -> None:
         self.axis = axis
+        self.vocabulary = vocabulary
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return SplitLogits.of(output, self.axis)
+        return SplitLogits.of(output, self.axis, self.vocabulary)

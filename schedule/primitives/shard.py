@@ -23,13 +23,21 @@ HEADS = (
     "n_heads",
     "split_size",
     "all_head_size",
+    "inner_dim",
 )
 """What an attention module counts that its projections' outputs are cut along with."""
+WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+"""What an attention module calls the features of one head."""
 
 
 @register_primitive
 def shard(
-    sch: Schedule, param: str | Sequence[str], axis: int, parts: int | Sequence[int] = 1, tied: bool = False
+    sch: Schedule,
+    param: str | Sequence[str],
+    axis: int,
+    parts: int | Sequence[int] = 1,
+    tied: bool = False,
+    pad: bool = False,
 ) -> None:
     """Cuts a parameter or buffer of this module over the `tp` axis of the mesh; each rank keeps its piece.
 
@@ -44,6 +52,8 @@ def shard(
         parts: how many tensors of equal size are fused along it, each cut by itself (3 for q, k, v in one
             weight), or their sizes.
         tied: cut it also wherever else it is held.
+        pad: fill up what the ranks do not divide with zeros at the end (a vocabulary of 50257). An embedding
+            never looks them up, and `parallel_loss` leaves them out; whole again, the tensor has none.
 
     Raises:
         ScheduleError: no `tp` axis; no such parameter; a size that the ranks do not divide; sharded already;
@@ -53,11 +63,11 @@ def shard(
     if len(set(names)) < len(names):
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
-    plans = [plan for name in names for plan in _plan(sch, name, axis, parts, tied, ranks)]
+    plans = [plan for name in names for plan in _plan(sch, name, axis, parts, tied, pad, ranks)]
     follows = _distinct([follow for plan in plans for follow in plan[3]])
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
-        if value % divisor:
+        if value % divisor and not pad:
             raise ScheduleError(
                 f"shard on '{sch.name}': {divisor} ranks must divide {type(module).__name__}.{attribute}, "
                 f"but it is {value}"
@@ -73,7 +83,7 @@ def shard(
         if layer is not None and not layers_of(module, type(layer)):
             add_layer(module, layer)
     for module, attribute, divisor in follows:
-        setattr(module, attribute, getattr(module, attribute) // divisor)
+        setattr(module, attribute, -(-getattr(module, attribute) // divisor))
         module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
 
 
@@ -94,7 +104,7 @@ def tensor_parallel(sch: Schedule, primitive: str) -> Axis:
 
 
 def _plan(
-    sch: Schedule, name: str, axis: int, parts: int | Sequence[int], tied: bool, ranks: Axis
+    sch: Schedule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
@@ -109,7 +119,7 @@ def _plan(
     size = tensor.shape[dim]
     sizes = _sizes(label, parts, size)
     for each in sizes:
-        if each % ranks.size:
+        if each % ranks.size and not pad:
             what = f"size {size} of dimension {dim}" if len(sizes) == 1 else f"part of size {each}"
             raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {what}, but do not")
     places = holders(sch.tree.module, tensor)
@@ -148,7 +158,7 @@ def _heads(
 ) -> list[Follow]:
     """What the attention module around a projection counts, and that no head is cut apart."""
     parent = sch.tree.module.get_submodule(path.rpartition(".")[0])
-    width = getattr(parent, "head_dim", None) or getattr(parent, "attention_head_size", None)
+    width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
     if path == "" or not isinstance(width, int):
         return []
     for size in sizes:

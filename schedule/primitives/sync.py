@@ -132,6 +132,11 @@ def _check(sch: Schedule, mode: str, op: Any, axis: int | None, on: str) -> None
             f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
             "use all_reduce or reduce_scatter"
         )
+    if mode == "fwd_post" and op == "all_gather" and any(e.padded for e in shards_of(module).values()):
+        raise ScheduleError(
+            f"{label}: all_gather would leave the zeros with which its pieces are filled up among the features; "
+            "use parallel_loss, or a size that the ranks divide"
+        )
     if mode in ("fwd_post", "bwd_post") and sums and not cut:
         raise ScheduleError(
             f"{label}: {op} adds up what ranks computed from pieces, but nothing in it is sharded, so that "

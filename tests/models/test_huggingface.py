@@ -89,7 +89,7 @@ def test_a_senseless_global_batch_is_refused(value):
         ("[1]", "has no model_type"),
         ('{"hidden_size": 3}', "has no model_type"),
         ('{"model_type": "gpt22"}', "unknown model type 'gpt22'; did you mean 'gpt2'"),
-        ('{"model_type": "vit"}', "neither a causal nor a masked language model of type 'vit'"),
+        ('{"model_type": "clap"}', "no language model and no image classifier of type 'clap'"),
         ('{"model_type": "gpt2", "n_head": 5, "n_embd": 32}', "gpt2.*divisible"),
         ('{"model_type": "gpt2", "vocab_size": 0}', "vocab_size of at least 2, but has 0"),
         ('{"model_type": "gpt2", "vocab_size": "many"}', "gpt2"),

@@ -1,0 +1,46 @@
+"""ALBERT: one layer, used again and again."""
+
+from typing import TYPE_CHECKING, NoReturn
+
+from ...errors import ScheduleError
+from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+
+def blocks(sch: "Schedule") -> "list[Schedule]":
+    """The shared layer; several where the model has groups of them."""
+    return sch.select("albert.encoder.albert_layer_groups.*.albert_layers.*")
+
+
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads, the feed-forward part by its inner features."""
+    for name in ("attention.query", "attention.key", "attention.value"):
+        # The attention module adds its input to its output, so each projection's gradient is summed by itself.
+        columns(block[name])
+        block[name].sync("bwd_post", "all_reduce")
+    rows(block["attention.dense"])
+    block["attention.dense"].sync("fwd_post", "all_reduce")
+    block["attention"].fork_rng()
+    block["attention.output_dropout"].fork_rng(differ=False)
+    columns(block["ffn"])
+    rows(block["ffn_output"])
+    regions.around(block["ffn"], block["ffn_output"])
+
+
+def no_stages(sch: "Schedule", stages: int) -> NoReturn:
+    """The shared layer would have to be on every rank."""
+    layers = sch.module.config.num_hidden_layers
+    raise ScheduleError(
+        f"pp: the model uses one layer {layers} times, so its weights cannot lie in {stages} stages"
+    )
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
+    stage_ends=no_stages,
+    no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
+)

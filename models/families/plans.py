@@ -1,0 +1,239 @@
+"""Tensor and pipeline parallelism as transformers plans it for an architecture.
+
+About a hundred architectures say in their configuration how each of their weights is cut (`base_model_tp_plan`)
+and what follows upon what (`base_model_pp_plan`). The plans are turned into shard, sync and fork_rng here.
+
+Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import ScheduleError
+from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
+from .tensor_parallel import Regions, columns, rows, sequence, vocabulary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...schedule import Schedule
+
+COLUMNS = ("colwise", "packed_colwise")
+WITHIN = (*COLUMNS, "rowwise", "replicated_with_grad_allreduce")
+"""Styles of a region: whole input, cut features, partial sums."""
+STYLES = (*WITHIN, "colwise_gather_output", "embedding_rowwise", "moe_tp_experts")
+"""Styles of transformers' plans that have a counterpart here."""
+
+
+def tensor_plan(sch: "Schedule") -> dict[str, str]:
+    """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty for none."""
+    return _plan(sch.module, "tp")
+
+
+def _plan(model: "nn.Module", kind: str) -> dict:
+    base = getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None)
+    if not base:
+        return {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and prefix in model._modules else ""
+    return {**{prefix + path: style for path, style in base.items()}, **(getattr(model, f"_{kind}_plan", None) or {})}
+
+
+def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
+    """Cuts a model as transformers plans it.
+
+    Raises:
+        ScheduleError: it has no plan, the plan has a style that has no counterpart, heads would be cut apart,
+            or the sequence cannot be cut around it.
+    """
+    plan = tensor_plan(sch)
+    if not plan:
+        raise ScheduleError(f"tp: {NO_TENSOR_PARALLEL}")
+    strange = sorted(set(plan.values()) - set(STYLES))
+    if strange:
+        raise ScheduleError(f"tp: transformers' plan of this model has the style {', '.join(strange)}, not known here")
+    _check_heads(sch)
+    places = {place: style for path, style in plan.items() for place in _places(sch, path)}
+    _cut_vocabulary(sch, places)
+    done: set[str] = set()
+    for place in places:
+        around = _region(sch, places, place)
+        if around and around not in done:
+            done.add(around)
+            inside = {path: style for path, style in places.items() if path.startswith(around + ".")}
+            _cut_region(sch[around], inside, Regions(sequence_parallel))
+    for place, style in sorted(places.items(), key=lambda item: not _is_parameter(sch, item[0])):
+        if not any(place == each or place.startswith(each + ".") for each in done):
+            if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
+                raise ScheduleError(
+                    f"sequence_parallel: '{place}' is not alone with what is cut, so that transformers' plan does "
+                    "not tell where the sequence is to be joined"
+                )
+            _cut_alone(sch, place, style, sequence_parallel)
+    if sequence_parallel:
+        _cut_sequence(sch, blocks, [*done, *_mixtures(sch, places)])
+
+
+def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
+    """Blocks in even shares, where transformers' plan has one list of blocks."""
+    lists = [path for path in _plan(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")]
+    if len(lists) != 1:
+        raise ScheduleError(f"pp: {NO_PIPELINE}")
+    return even_ends(list(sch[lists[0]]), stages)
+
+
+def _check_heads(sch: "Schedule") -> None:
+    from ...schedule.collectives import axis_of
+
+    ranks = axis_of(sch.mesh, "tp").size
+    config = sch.module.config.get_text_config()
+    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % ranks:
+            raise ScheduleError(f"tp: {ranks} ranks must divide the {count} {what}")
+
+
+def _places(sch: "Schedule", path: str) -> list[str]:
+    """The modules or parameters that a path of a plan stands for; none where this model has none."""
+    from fnmatch import fnmatchcase
+
+    parts = path.split(".")
+    found = [name for name, _ in sch.module.named_modules() if name]
+    found += [name for name, _ in sch.module.named_parameters() if not name.endswith((".weight", ".bias"))]
+    return [
+        name
+        for name in found
+        if name.count(".") == len(parts) - 1
+        and all(fnmatchcase(have, want) for have, want in zip(name.split("."), parts))
+    ]
+
+
+def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
+    """The module around a place that computes nothing but what is cut; empty where there is none."""
+    parent = place.rpartition(".")[0]
+    if not parent or _is_parameter(sch, place) or places[place] not in WITHIN:
+        return ""
+    holders = [
+        f"{parent}.{name}" if name else parent
+        for name, module in sch[parent].module.named_modules()
+        if any(each is not None for each in module._parameters.values())
+    ]
+    styles = [places.get(each) for each in holders]
+    if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
+        return parent
+    return ""
+
+
+def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions) -> None:
+    below = len(region.path) + 1
+    last = next(region[path[below:]] for path, style in inside.items() if style == "rowwise")
+    for path, style in inside.items():
+        module = region[path[below:]]
+        if style in COLUMNS:
+            columns(module, parts=2 if style == "packed_colwise" else 1)
+        elif style == "rowwise":
+            rows(module)
+        else:
+            module.sync("bwd_post", "all_reduce", on="parameters")
+    region.fork_rng()
+    # Dropout behind the projection, within the region's own module.
+    behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
+    regions.around(region, last, dropout=behind)
+
+
+def _is_behind(path: str) -> bool:
+    name = path.rpartition(".")[2]
+    return "resid" in name or "out_drop" in name or "output" in name
+
+
+def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool) -> None:
+    """One place of a plan, with exchanges of its own, as transformers does it."""
+    if _is_parameter(sch, place):
+        holder, _, name = place.rpartition(".")
+        dims = sch[holder].module._parameters[name].dim()
+        if style in COLUMNS:
+            sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
+        else:
+            sch[holder].shard(name, axis=dims - 1)
+        return
+    module = sch[place]
+    if style == "moe_tp_experts":
+        module.fork_rng()
+        if not sequence_parallel:
+            # Of the tokens and of the weights by which experts' outputs are added up.
+            module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
+    elif style in COLUMNS or style == "colwise_gather_output":
+        columns(module, parts=2 if style == "packed_colwise" else 1)
+        module.sync("bwd_post", "all_reduce")
+        if style == "colwise_gather_output":
+            module.sync("fwd_post", "all_gather", axis=-1)
+    elif style == "rowwise":
+        rows(module)
+        module.sync("fwd_post", "all_reduce")
+    elif style == "embedding_rowwise":
+        module.shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
+    else:
+        module.sync("bwd_post", "all_reduce", on="parameters")
+
+
+def _cut_vocabulary(sch: "Schedule", places: dict[str, str]) -> None:
+    """Embedding and head, where the plan cuts the head; they are taken out of `places`."""
+    paths = {id(module): path for path, module in sch.module.named_modules()}
+    head = paths.get(id(sch.module.get_output_embeddings()), "")
+    embedding = paths[id(sch.module.get_input_embeddings())]
+    if places.pop(head, ""):
+        places.pop(embedding, "")
+        vocabulary(sch, [embedding], head)
+
+
+def _mixtures(sch: "Schedule", places: dict[str, str]) -> list[str]:
+    """Modules of a router and its experts, and nothing else."""
+    found = []
+    for place in (path for path, style in places.items() if style == "moe_tp_experts"):
+        parent = place.rpartition(".")[0]
+        others = {name for name, _ in sch[parent].module.named_children()} - {place.rpartition(".")[2]}
+        if others <= {"gate", "router", "act_fn"}:
+            found.append(parent)
+    return found
+
+
+def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequence[str]) -> None:
+    """Between regions, and around mixtures of experts, whose router sees the whole sequence on every rank and
+    has a part of its gradient on each."""
+    experts = [path for path, style in _experts(sch)]
+    for path in experts:
+        mixture = sch[path.rpartition(".")[0]]
+        if mixture.path not in regions:
+            raise ScheduleError(f"sequence_parallel: '{mixture.name}' holds more than a router and experts")
+        for each in mixture:
+            if each.path != path and any(True for _ in each.module.parameters(recurse=False)):
+                each.sync("bwd_post", "all_reduce", on="parameters")
+        mixture.sync("fwd_pre", "all_gather", axis=1).sync("fwd_post", "reduce_scatter", axis=1)
+    norms = []
+    for path, module in blocks[0].module.named_modules():
+        full = f"{blocks[0].path}.{path}"
+        if module._parameters and not any(full == each or full.startswith(each + ".") for each in regions):
+            norms.append(path)
+    for name in norms:
+        if "norm" not in type(blocks[0][name].module).__name__.lower():
+            raise ScheduleError(
+                f"sequence_parallel: '{blocks[0].path}.{name}' is neither cut nor a norm, and may need the sequence"
+            )
+    after = [
+        path
+        for path, module in sch.module.named_modules()
+        if path.rpartition(".")[0] == blocks[0].path.rpartition(".")[0].rpartition(".")[0]
+        and "norm" in type(module).__name__.lower()
+    ]
+    if len(after) != 1:
+        raise ScheduleError(f"sequence_parallel: one norm must follow the blocks, but there are {len(after)}")
+    sequence(sch, blocks, norms, after[0])
+
+
+def _experts(sch: "Schedule") -> list[tuple[str, str]]:
+    plan = tensor_plan(sch)
+    return [(place, style) for path, style in plan.items() if style == "moe_tp_experts" for place in _places(sch, path)]
+
+
+def _is_parameter(sch: "Schedule", place: str) -> bool:
+    return place not in sch

@@ -1,0 +1,74 @@
+"""T5: encoder and decoder, position biases that the first block computes for all."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import ScheduleError
+from .standard import StandardSchedule, even_ends
+from .tensor_parallel import Regions, columns, rows, sequence, vocabulary
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+EMBEDDINGS = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
+
+
+def blocks(sch: "Schedule") -> "list[Schedule]":
+    """The encoder's blocks, then the decoder's."""
+    return [*sch.select("encoder.block.*"), *sch.select("decoder.block.*")]
+
+
+def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
+    """Attention and its position bias by heads, the feed-forward parts by their inner features."""
+    vocabulary(sch, EMBEDDINGS, "lm_head")
+    for block in blocks:
+        for layer in block["layer"]:
+            cut_layer(layer, Regions(sequence_parallel))
+    if sequence_parallel:
+        for stack in ("encoder", "decoder"):
+            norms = [f"layer.{index}.layer_norm" for index in range(3)]
+            sequence(sch, sch.select(f"{stack}.block.*"), norms, f"{stack}.final_layer_norm")
+    # Cross-attention in all blocks of the decoder reads what the encoder returns.
+    sch["encoder.final_layer_norm"].sync("bwd_pre", "all_reduce")
+
+
+def cut_layer(layer: "Schedule", regions: Regions) -> None:
+    """Self-attention, cross-attention or the feed-forward part of a block."""
+    for name in ("SelfAttention", "EncDecAttention"):
+        if name in layer:
+            for projection in ("q", "k", "v"):
+                columns(layer[name][projection])
+            rows(layer[name]["o"])
+            if "relative_attention_bias" in layer[name]:
+                layer[name]["relative_attention_bias"].shard("weight", axis=1)
+            around(layer, layer[name], layer[name]["o"], regions)
+    if "DenseReluDense" in layer:
+        for name in ("wi", "wi_0", "wi_1"):
+            if name in layer["DenseReluDense"]:
+                columns(layer["DenseReluDense"][name])
+        rows(layer["DenseReluDense.wo"])
+        around(layer, layer["DenseReluDense"], layer["DenseReluDense.wo"], regions)
+
+
+def around(layer: "Schedule", entry: "Schedule", last: "Schedule", regions: Regions) -> None:
+    """The exchanges of a region. Only the norm's output is summed: position biases are cut by heads."""
+    entry.fork_rng()
+    if regions.sequence_parallel:
+        regions.around(entry, last, dropout=[layer["dropout"]])
+    else:
+        layer["layer_norm"].sync("bwd_pre", "all_reduce")
+        last.sync("fwd_post", "all_reduce")
+
+
+def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
+    """The encoder in all stages but the last, where the decoder is: each of its blocks reads the encoder."""
+    encoder = sch.select("encoder.block.*")
+    if len(encoder) < stages - 1:
+        raise ScheduleError(
+            f"pp: the decoder needs a stage of its own, so that {len(encoder)} encoder blocks remain for "
+            f"{stages - 1} stages"
+        )
+    return [*even_ends(encoder, stages - 1), encoder[-1]]
+
+
+schedule = StandardSchedule(blocks, cut, stage_ends=stage_ends)

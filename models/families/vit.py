@@ -1,0 +1,33 @@
+"""Vision Transformer."""
+
+from typing import TYPE_CHECKING
+
+from .standard import StandardSchedule
+from .tensor_parallel import Regions, TransformerCuts, columns, rows
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+
+def blocks(sch: "Schedule") -> "list[Schedule]":
+    """Attention and feed-forward with their norms in front."""
+    return sch.select("vit.layers.*")
+
+
+def cut(block: "Schedule", regions: Regions) -> None:
+    """Attention by heads, the feed-forward part by its inner features."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        columns(block["attention"][name])
+    rows(block["attention.o_proj"])
+    block["attention"].fork_rng()
+    regions.around(block["attention"], block["attention.o_proj"])
+    columns(block["mlp.fc1"])
+    rows(block["mlp.fc2"])
+    regions.around(block["mlp"], block["mlp.fc2"])
+
+
+schedule = StandardSchedule(
+    blocks,
+    TransformerCuts(block=cut),
+    no_sequence_parallel="patches and the class token are an odd number, which no ranks divide",
+)
