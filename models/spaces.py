@@ -1,14 +1,15 @@
 """What may vary by default: the knobs that exist on the devices at hand and that the workload follows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SpaceError
 from ..space import Space
+from . import parallel
 from .blame import blamed
 from .device import Device, fusion_obstacle
 from .families import generic_schedule
-from .families.standard import KNOBS, StandardSchedule
+from .families.standard import KNOBS, StandardSchedule, Support
 from .huggingface import Architecture
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
@@ -19,40 +20,47 @@ RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
 
 
-def default_space(workload: Workload, device: Device, devices: int = 1) -> Space:
+def default_space(
+    workload: Workload, device: Device, devices: int = 1, *, grad_accum: Sequence[int] | None = None
+) -> Space:
     """The standard knobs, each only where it can matter.
 
-    Defaults are what `transformers.Trainer` would run: 8 samples a micro-batch, float32, its choice of
-    attention, fused AdamW, nothing checkpointed or compiled. Every configuration does the same work per
-    optimizer step, the workload's global batch.
+    Defaults are what `transformers.Trainer` would run: plain data parallelism, 8 samples a micro-batch,
+    float32, its choice of attention, fused AdamW, nothing checkpointed or compiled. Every configuration does
+    the same work per optimizer step, the workload's global batch, unless `grad_accum` is free.
+
+    Args:
+        workload: what is trained.
+        device: the kind of device, and how many of it a host has.
+        devices: devices of one trial.
+        grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None
+            derives it from the global batch.
 
     Raises:
-        SpaceError: the global batch cannot be shared evenly among the devices.
+        SpaceError: the global batch cannot be shared among the devices, whatever the degrees.
     """
-    total = workload.global_batch
-    if total % devices:
-        raise SpaceError(
-            f"the global batch must be a multiple of the devices, but {total} is not one of {devices}; "
-            f"{max(1, round(total / devices)) * devices} is"
-        )
     space = Space()
-    sizes = micro_batches(total // devices)
+    facts = _schedule_facts(workload)
+    spread = parallel.declare(space, workload, device, devices, facts.parallel, any_batch=grad_accum is not None)
+    total = workload.global_batch
+    sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
+    share = max(1, total // spread.default_dp)
+    usual = [size for size in sizes if grad_accum is not None or share % size == 0]
     micro = space.choice(
         "micro_batch",
         sizes,
-        default=min(sizes, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
+        default=min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
         help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica",
         monotone_memory=1,
     )
-    followed, blocks = _schedule_facts(workload)
-    if "checkpoint_ratio" in followed and blocks:
-        offered = ratios(blocks)
+    if "checkpoint_ratio" in facts.followed and facts.blocks:
+        offered = ratios(facts.blocks)
         space.choice(
             "checkpoint_ratio",
             offered,
             default=0.0,
-            others=[count / blocks for count in range(blocks + 1) if count / blocks not in offered],
-            help=f"share of the {blocks} repeated blocks whose activations are recomputed",
+            others=[count / facts.blocks for count in range(facts.blocks + 1) if count / facts.blocks not in offered],
+            help=f"share of the {facts.blocks} repeated blocks whose activations are recomputed",
             monotone_memory=-1,
         )
     tried, possible = precisions(device)
@@ -77,17 +85,19 @@ def default_space(workload: Workload, device: Device, devices: int = 1) -> Space
                 (attention != "flash_attention_2") | (space["precision"] != "fp32"),
                 "flash attention has no float32",
             )
-    if "fusion" in followed and fusion_obstacle(device) is None:
+    if "fusion" in facts.followed and fusion_obstacle(device) is None:
         space.flag("fusion", help="compile each repeated block")
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     together = micro
     if devices > 1:
-        # One value until devices can be shared otherwise than by replicas.
-        dp = space.choice("dp", [devices], others=(), help="data-parallel replicas")
-        together = micro * dp
-    accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
-    space.require(together * accumulate == total, f"global batch {total}")
+        together = micro * space["dp"]
+    if grad_accum is not None:
+        space.choice("grad_accum", grad_accum, help="micro-batches per optimizer step", monotone_memory=0)
+    else:
+        accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
+        space.require(together * accumulate == total, f"global batch {total}")
+    parallel.compose(space, workload, device, facts.parallel)
     return space
 
 
@@ -145,16 +155,43 @@ class _Recorder(Mapping[str, Any]):
         return len(self._values)
 
 
-def _schedule_facts(workload: Workload) -> tuple[set[str], int]:
-    """Which knobs the workload's schedule follows, and how many repeated blocks the model has."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What a workload's schedule does."""
+
+    followed: set[str]
+    """Which of the knobs that rewrite the model on one device it follows."""
+    blocks: int
+    """Repeated blocks of the model."""
+    parallel: Support
+    """Which parallel knobs it can follow."""
+
+
+def _schedule_facts(workload: Workload) -> _Facts:
     from ..schedule import create_schedule
 
     sch = create_schedule(skeleton(workload))
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
-        return set(KNOBS), len(schedule.blocks(sch))
+        return _Facts(
+            followed=set(KNOBS), blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch)
+        )
     count = len(generic_schedule.blocks(sch))
     recorder = _Recorder(NEUTRAL)
     with blamed(f"{workload.name}: schedule(sch, config)"):
         schedule(sch, recorder)
-    return recorder.read & set(KNOBS), count
+
+    def ignored(name: str) -> str:
+        return "" if name in recorder.read else f"the workload's own schedule does not look at {name}"
+
+    return _Facts(
+        followed=recorder.read & set(KNOBS),
+        blocks=count,
+        parallel=Support(
+            tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
+            pp=lambda stages: "" if stages == 1 else ignored("pp"),
+            sequence_parallel=ignored("sequence_parallel"),
+            zero="",
+            offload="",
+        ),
+    )

@@ -137,7 +137,7 @@ class Training:
             raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
         ranks = self.world.dp
         share, rest = divmod(workload.global_batch, ranks)
-        if rest:
+        if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(
                 f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}"
             )

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -143,8 +143,12 @@ class Workload:
             what = {name: of_callable(getattr(self, name)) for name in names}
         return digest({**made, "what": what})
 
-    def make_space(self, device: Device, devices: int = 1) -> Space:
+    def make_space(
+        self, device: Device, devices: int = 1, *, grad_accum: Sequence[int] | None = None
+    ) -> Space:
         """What may vary on `devices` devices like `device`: a space of its own for every call.
+
+        Without a space of its own, `grad_accum` frees that knob from the global batch; see `default_space`.
 
         Raises:
             WorkloadError: the workload's own function does not return a Space.
@@ -155,7 +159,7 @@ class Workload:
         if isinstance(self.space, Space):
             return self.space.copy()
         if self.space is None:
-            return default_space(self, device, devices)
+            return default_space(self, device, devices, grad_accum=grad_accum)
         given = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

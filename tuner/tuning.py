@@ -1,6 +1,7 @@
 """`redline.tune`: from a model and some devices to the fastest configuration."""
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,9 @@ DEFAULT_TIMEOUT = "5m"
 DEFAULT_MEASURE_TIME = "3s"
 RUNNERS = ("ray", "local")
 _HOST_MEMORY_SHARE = 0.9
+CPU_RANKS_PER_CORE = 4
+MIN_CPU_RANKS = 8
+"""On a CPU ranks are processes: some more than cores are of use to try things out, dozens are a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,10 @@ class Task:
     devices: int
     workload: Workload | None = None
     function: Callable[[Config], Any] | None = None
+    free_batch: bool = False
+    """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
+    notes: tuple[str, ...] = ()
+    """What its user should know beforehand."""
 
 
 def tune(
@@ -117,6 +125,7 @@ def tune(
         data=data,
         override=override,
         fix=fix,
+        cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
     )
     if task.workload is not None and runner not in RUNNERS:
         raise UsageError(unknown("runner", runner, RUNNERS))
@@ -141,7 +150,7 @@ def tune(
             warn=warn,
         )
         with folder:
-            for note in folder.notes:
+            for note in (*folder.notes, *task.notes):
                 warn(note)
             interrupted, ended = False, ""
             listener.waiting("starting workers")
@@ -190,8 +199,11 @@ def resolve_task(
     data: str | Path | None = None,
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
+    cluster: bool = False,
 ) -> Task:
     """What the arguments of `tune` of these names come to.
+
+    With `cluster` devices may be on other hosts, and whoever places the trials counts them.
 
     Raises:
         UsageError: one of them is invalid.
@@ -200,21 +212,25 @@ def resolve_task(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
     device = detect()
-    if devices is not None and device.type == "cuda" and devices > device.count:
-        raise UsageError(f"{devices} devices were asked for, but there are {device.count} ({device.name})")
     count = devices or device.count
+    notes = _check_devices(count, device, cluster)
     if isinstance(target, (str, Path, Workload)):
         from ..models import workload as resolve_workload
 
         workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data)
-        made = space.copy() if space is not None else workload.make_space(device, devices=count)
+        accumulation = _free_accumulation(workload, space, global_batch, override, fix)
+        made = (
+            space.copy()
+            if space is not None
+            else workload.make_space(device, devices=count, grad_accum=accumulation)
+        )
         name, function = workload.name, None
     elif callable(target):
         if space is None:
             raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
         if seq_len is not None or global_batch is not None or data is not None:
             raise UsageError("seq_len, global_batch and data belong to a workload, not to a callable")
-        workload, function, made = None, target, space.copy()
+        workload, function, made, accumulation = None, target, space.copy(), None
         name = getattr(target, "__name__", type(target).__name__)
     else:
         raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
@@ -222,7 +238,62 @@ def resolve_task(
         made.override(knob, values)
     for knob, value in (fix or {}).items():
         made.fix(knob, value)
-    return Task(name=name, space=made, device=device, devices=count, workload=workload, function=function)
+    return Task(
+        name=name,
+        space=made,
+        device=device,
+        devices=count,
+        workload=workload,
+        function=function,
+        free_batch=accumulation is not None,
+        notes=notes,
+    )
+
+
+def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]:
+    """What to say about so many devices of a trial.
+
+    Raises:
+        UsageError: more than there are; on a CPU, more ranks than make sense.
+    """
+    if cluster:
+        return ()
+    if device.type == "cuda":
+        if count > device.count:
+            raise UsageError(f"{count} devices were asked for, but there are {device.count} ({device.name})")
+        return ()
+    cores = usable_cores()
+    most = max(MIN_CPU_RANKS, cores * CPU_RANKS_PER_CORE)
+    if count > most:
+        raise UsageError(
+            f"{count} devices were asked for; on a CPU each is a process, and at most {most} are taken where there are "
+            f"{cores} core{'s'[: cores > 1]}"
+        )
+    if count > cores:
+        what = "one core" if cores == 1 else f"{cores} cores"
+        return (f"{count} ranks share {what}: compare their times with each other only",)
+    return ()
+
+
+def _free_accumulation(
+    workload: Workload,
+    space: Space | None,
+    global_batch: int | None,
+    override: Mapping[str, Sequence[Any]] | None,
+    fix: Mapping[str, Any] | None,
+) -> list[int] | None:
+    """Values of `grad_accum` where they were given in place of a global batch; None where it is derived.
+
+    Raises:
+        UsageError: they are not whole numbers of at least 1.
+    """
+    given = (override or {}).get("grad_accum") or ([fix["grad_accum"]] if "grad_accum" in (fix or {}) else None)
+    if given is None or global_batch is not None or space is not None or workload.space is not None:
+        return None
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {each!r}")
+    return list(dict.fromkeys(given))
 
 
 @contextlib.contextmanager
@@ -336,7 +407,7 @@ def _command(task: Task, target: Any, limit_mib: float | None, seed: int, made_o
     command = ["redline", "tune", *what, "--devices", str(task.devices)]
     if task.workload.seq_len:
         command += ["--seq-len", str(task.workload.seq_len)]
-    if task.workload.global_batch:
+    if not task.free_batch:
         command += ["--global-batch", str(task.workload.global_batch)]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]

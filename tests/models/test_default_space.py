@@ -4,7 +4,7 @@ import sysconfig
 import pytest
 from redline.errors import SpaceError
 from redline.models import device as devices
-from redline.models import workload
+from redline.models import Workload, workload
 from redline.models.spaces import default_space, micro_batches, ratios
 from redline.space import Space
 
@@ -102,16 +102,99 @@ def test_the_default_is_what_the_trainer_runs(cpu, compiler, name):
 def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
     space = default_space(workload("gpt2-tiny", global_batch=total), cpu, devices)
     assert len(space) > 0
-    for config in space:
+    for config in space.sample(min(len(space), 2000)):
         assert config["micro_batch"] * config["grad_accum"] * config.get("dp", 1) == total
-        assert config.get("dp", 1) == devices
+        assert config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1) == devices
+
+
+def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(cpu, compiler):
+    space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
+    space.override("precision", ["fp32"])
+    configs = list(space)
+    assert {(c["tp"], c["pp"], c["dp"]) for c in configs} == {
+        (1, 1, 4), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 2, 1)
+    }  # fmt: skip
+    for config in configs:
+        assert ("zero" in config) is (config["dp"] > 1)
+        assert ("sequence_parallel" in config) is (config["tp"] > 1)
+        assert ("pipeline_schedule" in config) is (config["pp"] > 1)
+        if config.get("pipeline_schedule") == "1f1b":
+            assert config["grad_accum"] >= config["pp"]
+    assert {c["zero"] for c in configs if "zero" in c} == {0, 1, 2, 3}
+    assert {c["sequence_parallel"] for c in configs if c["tp"] == 2} == {False, True}
+
+
+def test_the_default_on_several_devices_is_plain_data_parallelism(cpu, compiler):
+    default = default_space(workload("bert-tiny", global_batch=16), cpu, 2).default()
+    assert (default["tp"], default["pp"], default["dp"], default["zero"]) == (1, 1, 2, 0)
+    assert (default["micro_batch"], default["grad_accum"]) == (8, 1)
+
+
+def test_one_device_has_no_parallel_knobs(cpu, compiler):
+    names = {knob.name for knob in default_space(workload("llama-tiny"), cpu, 1).knobs}
+    assert not names & {"tp", "pp", "dp", "zero", "sequence_parallel", "pipeline_schedule", "offload"}
+
+
+def test_degrees_that_the_model_cannot_have_are_excluded_with_the_reason(cpu, compiler):
+    # 8 heads but 4 key-value heads; 8 blocks.
+    space = default_space(workload("llama-tiny", global_batch=16), cpu, 16)
+    reasons = {each.text: each.reason for each in space.constraints}
+    assert "divide the 4 heads" in reasons["tp not in [8]"]
+    assert "each of 16 stages needs a repeated block, but the model has 8" in reasons["pp not in [16]"]
+    with pytest.raises(SpaceError, match="16 ranks must divide the 8 heads"):
+        space.fix("tp", 16)
+
+
+def test_a_model_without_a_plan_says_so(cpu, compiler):
+    from torch import nn
+
+    space = default_space(
+        Workload(
+            model=lambda: nn.Linear(4, 4),
+            batch=lambda size, seed: (torch.ones(size, 4),),
+            loss=lambda output, batch: output.mean(),
+        ),
+        cpu,
+        2,
+    )
+    reasons = {each.text: each.reason for each in space.constraints}
+    assert "plan" in reasons["tp not in [2]"] and "repeated block" in reasons["pp not in [2]"]
+    assert {config["dp"] for config in space} == {2}
+
+
+def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
+    space = default_space(workload("llama2-7b"), cuda(count=4), 8)
+    reasons = {each.text: each.reason for each in space.constraints}
+    assert reasons["tp not in [8]"] == "ranks that share a layer must be on one host, which has 4 devices"
+
+
+def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):
+    assert default_space(workload("gpt2"), cuda(), 1)["offload"].values == ("none", "optimizer")
+
+
+def test_what_does_not_compose_with_fp16_is_declared(cuda, compiler):
+    space = default_space(workload("gpt2"), cuda((7, 0), count=2), 2)
+    with pytest.raises(SpaceError, match="a pipeline does not scale the loss"):
+        space.config(pp=2, precision="fp16", micro_batch=1)
+    with pytest.raises(SpaceError, match="fp16 unscales gradients on the device"):
+        space.config(offload="optimizer", precision="fp16")
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused(cpu, compiler):
-    with pytest.raises(SpaceError, match="32 is not one of 3; 33 is"):
-        default_space(workload("gpt2-tiny"), cpu, 3)
-    with pytest.raises(SpaceError, match="2 is not one of 8; 8 is"):
-        default_space(workload("gpt2-tiny", global_batch=2), cpu, 8)
+    with pytest.raises(SpaceError, match="31 is not one of 7; 28 is.*each of 7 stages.*7 ranks must divide"):
+        default_space(workload("gpt2-tiny", global_batch=31), cpu, 7)
+
+
+def test_a_global_batch_that_replicas_cannot_share_leaves_what_needs_none(cpu, compiler):
+    space = default_space(workload("gpt2-tiny", global_batch=7), cpu, 2)
+    assert {config["dp"] for config in space} == {1}
+    assert space.default()["tp"] == 2 and space.default()["micro_batch"] == 7
+
+
+def test_accumulation_is_free_where_it_is_given_in_place_of_a_global_batch(cpu, compiler):
+    space = default_space(workload("gpt2-tiny"), cpu, 2, grad_accum=[1, 3])
+    assert {config["grad_accum"] for config in space} == {1, 3}
+    assert {config["micro_batch"] for config in space} == {1, 2, 4, 8, 16, 32}
 
 
 def test_micro_batches_are_the_divisors_or_where_too_many_the_powers_of_two():
@@ -148,6 +231,9 @@ def test_hints_say_what_takes_memory(cpu, compiler):
     space = default_space(workload("gpt2-tiny"), cpu)
     assert space["micro_batch"].monotone_memory == 1
     assert space["checkpoint_ratio"].monotone_memory == -1
+    space = default_space(workload("gpt2-tiny"), cpu, 2)
+    assert space["zero"].monotone_memory == -1
+    assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
 
 
 def test_a_space_is_made_anew_for_every_call(cpu, compiler):

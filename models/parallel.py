@@ -1,0 +1,151 @@
+"""How a model may be spread over devices: the parallel knobs of the default space, and what excludes what."""
+
+from dataclasses import dataclass
+from itertools import product
+
+from ..errors import SpaceError
+from ..space import Space
+from .device import Device
+from .families.standard import Support
+from .workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """The numbers of replicas that are possible."""
+
+    replicas: tuple[int, ...]
+    """Ascending."""
+    default_dp: int
+    """The most there can be: plain data parallelism where the global batch allows it."""
+
+
+def declare(
+    space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
+) -> Spread:
+    """Adds `tp`, `pp`, `dp`, `zero`, `sequence_parallel` and `pipeline_schedule` where there are several
+    devices, with a constraint for each degree that the model or the host cannot have.
+
+    `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
+    (a first stage keeps several micro-batches) or in what fewer replicas are left to share (ZeRO).
+
+    Args:
+        space: receives the knobs.
+        workload: what is trained.
+        device: the kind of device, and how many of it a host has.
+        devices: devices of one trial.
+        support: what the model's schedule can do.
+        any_batch: the samples of a step are not given, so that any number of replicas can share them.
+
+    Raises:
+        SpaceError: no number of replicas divides the global batch.
+    """
+    if devices == 1:
+        return Spread(replicas=(1,), default_dp=1)
+    total, degrees = workload.global_batch, divisors(devices)
+    refused = {"tp": {}, "pp": {}}
+    for degree in degrees[1:]:
+        refused["tp"][degree] = support.tp(degree) or _beyond_host(degree, device)
+        refused["pp"][degree] = support.pp(degree)
+    ways = [
+        (tp, pp)
+        for tp, pp in product(degrees, degrees)
+        if devices % (tp * pp) == 0
+        and not refused["tp"].get(tp)
+        and not refused["pp"].get(pp)
+        and (any_batch or total % (devices // (tp * pp)) == 0)
+    ]
+    if not ways:
+        raise SpaceError(_cannot_share(total, devices, refused))
+    default_tp, default_pp = min(ways, key=lambda way: (way[0] * way[1], way[1]))
+    tp = space.choice("tp", degrees, default=default_tp, others=(), help="tensor-parallel degree")
+    pp = space.choice("pp", degrees, default=default_pp, others=(), help="pipeline stages")
+    dp = space.derive("dp", devices // (tp * pp), help="data-parallel replicas")
+    space.require(tp * pp * dp == devices, f"the {devices} devices are shared without a rest")
+    for knob, reasons in ((tp, refused["tp"]), (pp, refused["pp"])):
+        for reason in dict.fromkeys(each for each in reasons.values() if each):
+            space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
+    dps = sorted({devices // (tp * pp) for tp, pp in ways})
+    if dps[-1] > 1:
+        space.choice(
+            "zero",
+            [0, 1, 2, 3],
+            when=dp > 1,
+            others=(),
+            help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
+            monotone_memory=-1,
+        )
+    if any(tp > 1 for tp, _ in ways):
+        space.flag(
+            "sequence_parallel",
+            when=tp > 1,
+            help="activations between tensor-parallel regions are cut along the sequence",
+        )
+    if any(pp > 1 for _, pp in ways):
+        space.choice(
+            "pipeline_schedule",
+            ["1f1b", "gpipe"],
+            when=pp > 1,
+            others=(),
+            help="order of the micro-batches: backward as soon as possible, or after all forwards",
+        )
+    return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
+
+
+def compose(space: Space, workload: Workload, device: Device, support: Support) -> None:
+    """Adds `offload`, and the constraints between parallel knobs and all others. Call it last."""
+    names = space.by_name
+    if device.type == "cuda" and not support.offload:
+        space.choice(
+            "offload", ["none", "optimizer"], others=(), help="what is kept and updated in host memory"
+        )
+    if "zero" in names and support.zero:
+        space.require(space["zero"] == 0, support.zero)
+    if "sequence_parallel" in names:
+        _sequence_parallel(space, workload, support)
+    if "pipeline_schedule" in names:
+        pp = space["pp"]
+        space.require(
+            (space["pipeline_schedule"] != "1f1b") | (space["grad_accum"] >= pp),
+            "1F1B needs a micro-batch for every stage",
+        )
+    if "fp16" in (*space["precision"].values, *(space["precision"].others or ())):
+        half = space["precision"] == "fp16"
+        if "pp" in names:
+            space.require(~half | (space["pp"] == 1), "a pipeline does not scale the loss, as fp16 needs it")
+        if "offload" in names:
+            space.require(~half | (space["offload"] == "none"), "fp16 unscales gradients on the device")
+
+
+def _sequence_parallel(space: Space, workload: Workload, support: Support) -> None:
+    whole = ~space["sequence_parallel"]
+    if support.sequence_parallel:
+        space.require(whole, support.sequence_parallel)
+    elif workload.seq_len is not None:
+        uneven = [tp for tp in space["tp"].values if workload.seq_len % tp]
+        if uneven:
+            reason = f"tp must divide the {workload.seq_len} tokens of a sample to cut them"
+            space.require(whole | ~space["tp"].isin(uneven), reason)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending, 1 and the number included."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _beyond_host(tp: int, device: Device) -> str:
+    if device.type == "cuda" and tp > device.count:
+        return f"ranks that share a layer must be on one host, which has {device.count} devices"
+    return ""
+
+
+def _cannot_share(total: int, devices: int, refused: dict[str, dict[int, str]]) -> str:
+    nearest = max(1, round(total / devices)) * devices
+    text = (
+        f"the global batch must be a multiple of the number of replicas, but {total} is not one of {devices}; "
+        f"{nearest} is"
+    )
+    why = {each for reasons in refused.values() for each in reasons.values() if each}
+    if why:
+        text += f". Fewer replicas are not possible: {'; '.join(sorted(why))}"
+    return text
