@@ -38,6 +38,8 @@ class Training:
         seed: of weights and data.
         rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
         world_size: processes, tp * pp * dp of them.
+        fresh_data: make the data of every step anew, for training; otherwise that of the first few is repeated,
+            so that a dry run times steps and not its data.
 
     Raises:
         WorkloadError: the workload does not return what it must, or the configuration does not fit it.
@@ -63,6 +65,7 @@ class Training:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        fresh_data: bool = False,
     ) -> None:
         import torch
 
@@ -77,7 +80,8 @@ class Training:
         self._mesh = self.world.mesh(self.device)
         self.model, self.optimizer = self._build()
         self.model.train()
-        self._data = self._make_data()
+        self._resident = False
+        self._data = [] if fresh_data else self._make_data()
         self._step = 0
         # Dropout follows from the seed. Replicas and stages differ; the ranks that share a layer draw alike
         # except where its schedule forks their streams.
@@ -101,7 +105,10 @@ class Training:
         Returns:
             As `step`.
         """
-        batches = self._data[self._step % len(self._data)]
+        if self._data:
+            batches = self._data[self._step % len(self._data)]
+        else:
+            batches = self._micro_batches(self._share_of(self._step))
         self._step += 1
         total = self._passes(batches, None if self._resident else self.device)
         if self.world.dp > 1:
@@ -232,13 +239,8 @@ class Training:
         """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""
         steps: list[Batch] = []
         held = 0
-        share, replica = self._micro * self._accumulate, self.world.dp_rank
         while len(steps) < MAX_STEPS_OF_DATA:
-            # Made for all replicas and then cut, so that the samples do not depend on their number.
-            whole = make_batch(self.workload, self.samples_per_step, self._seed_of(len(steps)))
-            mine = part(whole, replica * share, (replica + 1) * share)
-            if self.world.dp > 1:
-                mine = each_tensor(mine, lambda tensor: tensor.clone())
+            mine = self._share_of(len(steps))
             held += num_bytes(mine)
             steps.append(mine)
             if held + num_bytes(mine) > MAX_BYTES_OF_DATA:
@@ -248,14 +250,22 @@ class Training:
             steps = [to_device(each, self.device) for each in steps]
         elif self.device.type == "cuda":
             steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
+        return [self._micro_batches(each) for each in steps]
+
+    def _share_of(self, step: int) -> Batch:
+        """This replica's samples of a step, on the CPU."""
+        share, replica = self._micro * self._accumulate, self.world.dp_rank
+        # Made for all replicas and then cut, so that the samples do not depend on their number.
+        whole = make_batch(self.workload, self.samples_per_step, self._seed_of(step))
+        mine = part(whole, replica * share, (replica + 1) * share)
+        return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
+
+    def _micro_batches(self, share: Batch) -> list[Batch]:
         if self.world.pp > 1:
-            return [[each] for each in steps]
+            return [share]
         return [
-            [
-                part(each, number * self._micro, (number + 1) * self._micro)
-                for number in range(self._accumulate)
-            ]
-            for each in steps
+            part(share, number * self._micro, (number + 1) * self._micro)
+            for number in range(self._accumulate)
         ]
 
 

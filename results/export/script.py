@@ -63,7 +63,12 @@ def main():
             if rank == 0:
                 print(f"step {step}  loss {value:.4f}  {seconds:.2f} s", flush=True)
     if args.save:
-        weights = full_state_dict(training.model)
+        weights = {name: each.cpu() for name, each in full_state_dict(training.model).items()}
+        if CONFIG.get("pp", 1) > 1:  # every stage has the weights of its layers
+            first = training.world.dp_rank == 0 and training.world.tp_rank == 0
+            stages = [None] * world_size if rank == 0 else None
+            dist.gather_object(weights if first else {}, stages)
+            weights = {name: each for stage in stages or () for name, each in stage.items()}
         if rank == 0:
             torch.save(weights, args.save)
     if world_size > 1:

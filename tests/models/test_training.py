@@ -142,6 +142,18 @@ def test_data_repeats_only_after_some_steps(small):
     assert all(training.step().isfinite() for _ in range(9))
 
 
+def test_fresh_data_starts_alike_and_never_repeats(small):
+    seen = []
+    made = small()
+    workload = replace(made, batch=lambda size, seed: seen.append(seed) or made.batch(size, seed))
+    fresh = Training(workload, {"micro_batch": 8}, CPU, fresh_data=True)
+    seen.clear()
+    got = [float(fresh.step()) for _ in range(10)]
+    assert len(set(seen)) == 10
+    repeated = Training(made, {"micro_batch": 8}, CPU)
+    assert got[:8] == [float(repeated.step()) for _ in range(8)]
+
+
 def test_the_optimizer_step_covers_the_global_batch_in_micro_batches(small):
     training = Training(small(global_batch=8, seq_len=16), {"micro_batch": 2, "grad_accum": 4}, CPU)
     sizes = []

@@ -1,0 +1,186 @@
+"""`redline export` on a run that `redline tune` made; the Python script it writes is run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+import redline as rl
+from redline.results import Measurement, Status, Trial
+from redline.results.export import export_targets, render
+from redline.tuner.cli import main
+
+TEXT = "Full throughput, no out of memory. " * 400
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three trials on one device."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "redline.tuner.cli",
+            "tune",
+            "gpt2-tiny",
+            "--trials",
+            "3",
+            "--runner",
+            "local",
+        ),
+        *("--set", "micro_batch=4,8", "--fix", "fusion=false", "--seq-len", "32", "--global-batch", "8"),
+        *("--measure-time", "100ms", "--memory-limit", "2GiB", "--out", str(folder)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def export(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def launch(script, *arguments, ranks=1, cwd):
+    """What a script prints: started alone, or by torchrun."""
+    command = [sys.executable, str(script)]
+    if ranks > 1:
+        flags = ["--nproc-per-node", str(ranks), "--master-port", "0", "--rdzv-backend", "c10d"]
+        command = [sys.executable, "-m", "torch.distributed.run", *flags, "--rdzv-endpoint", "localhost:0"]
+        command.append(str(script))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def losses(out):
+    return [float(each) for each in re.findall(r"loss (\S+)", out)]
+
+
+@pytest.mark.parametrize("target", sorted(export_targets()))
+def test_every_target_takes_the_winner_of_a_run(capsys, run, target):
+    code, out, err = export(capsys, run, "--to", target)
+    assert code == 0, err
+    best = yaml.safe_load((run / "best.yaml").read_text())["best"]
+    assert f"trial {best['trial']}" in out or target in ("json",)
+    if target == "json":
+        assert json.loads(out)["configuration"] == best["configuration"]
+    if target == "deepspeed":
+        made = json.loads(out)
+        assert made["train_batch_size"] == 8
+        assert made["train_micro_batch_size_per_gpu"] == best["configuration"]["micro_batch"]
+
+
+def test_a_file_is_written_and_its_use_is_said(capsys, run, tmp_path):
+    path = tmp_path / "args.json"
+    code, out, err = export(capsys, run, "--to", "trainer", "-o", path, "--trial", "0")
+    assert (code, out) == (0, "")
+    assert f"wrote {path}" in err and "parse_json_file" in err
+    assert "note: seq_len=32" in err  # JSON has no comments
+    made = json.loads(path.read_text())
+    assert made["per_device_train_batch_size"] == 8 and made["use_cpu"] is True
+
+
+def test_the_python_script_trains_on_a_text(capsys, run, tmp_path):
+    script, text, weights = tmp_path / "train.py", tmp_path / "corpus.txt", tmp_path / "weights.pt"
+    text.write_text(TEXT)
+    assert export(capsys, run, "--to", "python", "-o", script)[0] == 0
+    code, out, err = launch(
+        script, "--data", str(text), "--steps", "8", "--lr", "3e-3", "--log-every", "1", "--save", str(weights),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    values = losses(out)
+    assert len(values) == 8
+    assert values[-1] < values[0] - 1.0
+    model = rl.workload("gpt2-tiny").build_model()
+    model.load_state_dict(torch.load(weights))
+
+
+def trained(folder, **knobs):
+    """Losses and weights after three steps of llama-tiny, which has no dropout."""
+    ranks = 2 if knobs else 1
+    config = {"micro_batch": 2, "grad_accum": 4 // knobs.get("dp", 1), **knobs}
+    devices = {"type": "cpu", "used": ranks}
+    asked = {"workload": {"spec": "llama-tiny"}, "seq_len": 32, "global_batch": 8, "devices": devices}
+    measured = Measurement(status=Status.OK, throughput=1.0, devices=ranks)
+    made = render("python", Trial(number=0, config=config, measurement=measured), {"asked": asked})
+    (folder / "train.py").write_text(made.text)
+    arguments = ["--steps", "3", "--log-every", "1", "--lr", "1e-2", "--save", "weights.pt"]
+    code, out, err = launch(folder / "train.py", *arguments, ranks=ranks, cwd=folder)
+    assert code == 0, err
+    return losses(out), torch.load(folder / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one device makes of it."""
+    return trained(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        pytest.param({"dp": 2, "zero": 2}, id="dp"),
+        pytest.param({"tp": 2}, id="tp", marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, id="pp", marks=pytest.mark.slow),
+    ],
+)
+def test_the_python_script_runs_under_torchrun_as_on_one_device(knobs, alone, tmp_path):
+    """Two ranks give the losses of one, and the same weights."""
+    values, weights = trained(tmp_path, **knobs)
+    assert values == pytest.approx(alone[0], abs=2e-3)
+    assert weights.keys() == alone[1].keys()
+    for name, one in alone[1].items():
+        # AdamW's first steps are of the learning rate's size whatever the gradient's, so tiny ones may turn.
+        assert (weights[name] - one).abs().mean() < 1e-4, name
+
+
+def test_the_python_script_refuses_another_number_of_processes(tmp_path):
+    trial = Trial(number=0, config={"micro_batch": 2, "dp": 2}, measurement=None)
+    asked = {"workload": {"spec": "llama-tiny"}, "seq_len": 32, "global_batch": 8}
+    (tmp_path / "train.py").write_text(render("python", trial, {"asked": asked}).text)
+    code, _, err = launch(tmp_path / "train.py", cwd=tmp_path)
+    assert code == 2
+    assert "needs 2 processes, not 1: torchrun --nproc-per-node 2 train.py" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "acelerate"], "did you mean 'accelerate'"),
+        (["--to", "yaml", "--trial", "99"], "there is no trial 99; the run has 0 to 2"),
+        (["--to", "yaml", "-o", "no/such/folder/x.yaml"], "there is no folder"),
+        ([], "--to"),
+    ],
+)
+def test_bad_input_is_named(capsys, run, arguments, said):
+    code, out, err = export(capsys, run, *arguments)
+    assert code == 2 and said in err and out == ""
+
+
+def test_a_folder_without_a_run_is_named(capsys, tmp_path):
+    code, _, err = export(capsys, tmp_path, "--to", "yaml")
+    assert code == 2 and f"'{tmp_path}' holds no run" in err
+
+
+def test_the_targets_can_be_listed(capsys):
+    code, out, _ = export(capsys, "--list")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(export_targets())
