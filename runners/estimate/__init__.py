@@ -4,6 +4,12 @@ from importlib import import_module
 from typing import Any
 
 _LAZY = {
+    "Constants": ".constants",
+    "DEVICES": ".hardware",
+    "Estimator": ".estimator",
+    "Hardware": ".hardware",
+    "Link": ".hardware",
+    "hardware": ".hardware",
     "Estimate": ".estimate",
     "EstimateTable": ".estimate",
     "Attention": ".model_facts",

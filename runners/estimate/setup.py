@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import UsageError, unknown
+from .constants import PROFILES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
@@ -72,10 +73,17 @@ class TrainingSetup:
     """How layers are cut into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
     overlap_gradients: bool = True
     """Whether gradients are reduced while the last backward still runs."""
+    bucket_copy: bool = False
+    """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them unless
+    gradients are views into them."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket, MiB: the default of torch's DistributedDataParallel."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
+    reported_rank: str = "fullest"
+    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` stage."""
+    framework: str = "redline"
+    """Whose constants hold: a name in `constants.PROFILES`."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +115,12 @@ class TrainingSetup:
             raise UsageError(
                 f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}"
             )
+        if self.reported_rank not in ("fullest", "first"):
+            raise UsageError(
+                f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}"
+            )
+        if self.framework not in PROFILES:
+            raise UsageError(f"TrainingSetup: {unknown('framework', self.framework, PROFILES)}")
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 

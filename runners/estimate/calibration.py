@@ -1,0 +1,98 @@
+"""Corrections of the predictions from measured trials: a handful of factors, drawn toward the physics.
+
+A prediction is a sum of groups of terms, T_1 + ... + T_k. Calibration multiplies each group by exp(theta_g), with
+theta ~ Normal(0, prior_g^2), and finds the most likely theta for log(measured) ~ log(sum exp(theta_g) T_g) with
+heavy-tailed noise (Student's t with 4 degrees of freedom, by reweighting). The curvature at the optimum gives the
+covariance of theta (Laplace), and with the noise the spread of a prediction. Without trials the same formula gives
+the spread of the uncalibrated prediction, so uncertainty shrinks continuously as trials come in.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+DEGREES = 4.0
+"""Degrees of freedom of the noise: outliers (a disturbed node, a lucky run) lose their weight."""
+PRIOR_WEIGHT = 4.0
+"""Trials that the prior noise counts as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factors for k groups of terms, and how sure they are."""
+
+    theta: np.ndarray
+    """Natural logarithms of the factors, shape (k,)."""
+    covariance: np.ndarray
+    """Of theta, shape (k, k)."""
+    noise: float
+    """Standard deviation of a single measurement's logarithm about the corrected prediction."""
+    trials: int = 0
+    """Measurements it rests on."""
+
+    @classmethod
+    def none(cls, prior: np.ndarray, noise: float) -> "Correction":
+        """No correction, with the prior's uncertainty."""
+        return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2), noise)
+
+    def apply(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Corrected sums and the standard deviations of their logarithms, of groups of shape (n, k)."""
+        scaled = groups * np.exp(self.theta)
+        total = scaled.sum(1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = np.where(np.isfinite(total)[:, None], scaled / total[:, None], 0.0)
+        variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
+        return total, np.sqrt(np.maximum(variance, 0.0) + self.noise**2)
+
+
+def fit(
+    groups: np.ndarray,
+    measured: np.ndarray,
+    prior: np.ndarray,
+    noise: float,
+    at_least: np.ndarray | None = None,
+) -> Correction:
+    """The correction that measurements suggest.
+
+    Args:
+        groups: predicted parts, shape (n, k).
+        measured: what was measured, shape (n,), in the same unit.
+        prior: standard deviations of theta before any measurement, shape (k,).
+        noise: standard deviation of a measurement's logarithm, as expected beforehand.
+        at_least: booleans, shape (n,): the measured value is only a lower bound (out of memory at a limit).
+    """
+    groups, measured = np.asarray(groups, float), np.asarray(measured, float)
+    bound = np.zeros(len(measured), bool) if at_least is None else np.asarray(at_least, bool)
+    usable = np.isfinite(groups).all(1) & np.isfinite(measured) & (measured > 0) & (groups.sum(1) > 0)
+    groups, measured, bound = groups[usable], measured[usable], bound[usable]
+    if not len(measured):
+        return Correction.none(prior, noise)
+    target = np.log(measured)
+    precision = np.diag(1 / np.asarray(prior, float) ** 2)
+    theta = np.zeros(groups.shape[1])
+    spread = noise
+    for _ in range(60):
+        scaled = groups * np.exp(theta)
+        total = scaled.sum(1)
+        jacobian = scaled / total[:, None]
+        residual = target - np.log(total)
+        # A bound that is kept says nothing.
+        active = ~bound | (residual > 0)
+        weight = np.where(active, (DEGREES + 1) / (DEGREES + (residual / spread) ** 2), 0.0) / spread**2
+        hessian = jacobian.T @ (weight[:, None] * jacobian) + precision
+        step = np.linalg.solve(hessian, jacobian.T @ (weight * residual) - precision @ theta)
+        size = np.abs(step).max()
+        theta = theta + step * min(1.0, 0.5 / max(size, 1e-12))
+        exact = ~bound
+        if exact.any():
+            # Scale of the residuals, robustly (Student's t), shrunk to what was expected; a fitted theta takes
+            # some of them away.
+            used = np.trace(np.linalg.solve(hessian, jacobian.T @ (weight[:, None] * jacobian)))
+            robust = (np.where(exact, weight, 0.0) * spread**2 * residual**2)[exact].sum()
+            freedom = max(exact.sum() - used, 0.0)
+            spread = float(np.sqrt((PRIOR_WEIGHT * noise**2 + robust) / (PRIOR_WEIGHT + freedom)))
+            spread = max(spread, noise / 5)
+        if size < 1e-6:
+            break
+    covariance = np.linalg.inv(hessian)
+    return Correction(theta, covariance, spread, int((~bound).sum()))

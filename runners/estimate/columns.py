@@ -1,0 +1,172 @@
+"""Configurations as arrays, one entry each."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from .setup import TrainingSetup
+
+_NUMBERS = {
+    "tp": int, "pp": int, "zero": int, "micro_batch": int,
+    "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
+}  # fmt: skip
+_WORDS = ("precision", "attention", "fusion", "kernels", "offload")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The knobs of n configurations: arrays of length n."""
+
+    tp: np.ndarray
+    pp: np.ndarray
+    dp: np.ndarray
+    zero: np.ndarray
+    micro_batch: np.ndarray
+    grad_accum: np.ndarray
+    """Micro-batches of a replica in one optimizer step."""
+    checkpoint_ratio: np.ndarray
+    sequence_parallel: np.ndarray
+    fused_optimizer: np.ndarray
+    precision: np.ndarray
+    attention: np.ndarray
+    fusion: np.ndarray
+    kernels: np.ndarray
+    offload: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    def take(self, index: np.ndarray) -> "Columns":
+        """Those at `index`."""
+        return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+    def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
+        """Each (precision, attention, fusion, kernels) that occurs, and where."""
+        keys = list(
+            zip(
+                self.precision.tolist(), self.attention.tolist(), self.fusion.tolist(), self.kernels.tolist(),
+                strict=True,
+            )
+        )  # fmt: skip
+        seen: dict[Any, int] = {}
+        codes = np.fromiter((seen.setdefault(key, len(seen)) for key in keys), int, len(keys))
+        for key, code in seen.items():
+            yield key, np.flatnonzero(codes == code)
+
+
+def columns(configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]", setup: TrainingSetup) -> Columns:
+    """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
+
+    `dp` follows from the setup's devices and `grad_accum` from its global batch where they are not knobs.
+
+    Args:
+        configs: mappings, one a configuration, or one mapping (a DataFrame too) of columns.
+
+    Raises:
+        UsageError: a value is not one that the knob can have, or does not fit the devices or the global batch;
+            names the first such configuration.
+    """
+    table = _Table(configs)
+    size = table.size
+    values: dict[str, np.ndarray] = {}
+    for name, kind in _NUMBERS.items():
+        values[name] = table.numbers(name, kind, getattr(setup, name))
+    for name in _WORDS:
+        default = getattr(setup, name)
+        values[name] = table.words(name, default)
+    tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
+    for name, low, high in (
+        ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3), ("checkpoint_ratio", 0, 1),
+    ):  # fmt: skip
+        bad = (values[name] < low) | (values[name] > high if high is not None else False)
+        if bad.any():
+            at = int(np.argmax(bad))
+            rule = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise UsageError(f"configuration {table.show(at)}: {name} must be {rule}")
+    if table.has("dp"):
+        dp = table.numbers("dp", int, 1)
+    else:
+        dp = setup.devices // (tp * pp)
+        bad = dp * tp * pp != setup.devices
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise UsageError(
+                f"configuration {table.show(at)}: tp * pp must divide the devices, {setup.devices}, "
+                f"but is {int(tp[at] * pp[at])}"
+            )
+    if table.has("grad_accum"):
+        accum = table.numbers("grad_accum", int, 1)
+    elif setup.global_batch is not None:
+        accum = setup.global_batch // np.maximum(micro * dp, 1)
+        bad = accum * micro * dp != setup.global_batch
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise UsageError(
+                f"configuration {table.show(at)}: micro_batch * dp must divide the global batch, "
+                f"{setup.global_batch}, but is {int(micro[at] * dp[at])}"
+            )
+    else:
+        accum = np.ones(size, int)
+    for name, array in (("dp", dp), ("grad_accum", accum)):
+        if (array < 1).any():
+            raise UsageError(
+                f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
+            )
+    return Columns(dp=dp, grad_accum=accum, **values)
+
+
+class _Table:
+    """Rows or columns, read alike."""
+
+    def __init__(self, configs: Any) -> None:
+        if hasattr(configs, "columns") and hasattr(configs, "to_dict"):
+            configs = {name: configs[name].to_numpy() for name in configs.columns}
+        if isinstance(configs, Mapping):
+            self._columns = {name: np.asarray(value) for name, value in configs.items()}
+            self.size = len(next(iter(self._columns.values()))) if self._columns else 0
+            self._rows: list[Any] = []
+            self._names = set(self._columns)
+            return
+        self._columns = {}
+        self._rows = [
+            each if type(each) is dict else each.to_dict() if hasattr(each, "to_dict") else dict(each)
+            for each in configs
+        ]
+        self.size = len(self._rows)
+        self._names = set().union(*self._rows[:1]) if self._rows else set()
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
+        if self._columns:
+            return self._columns.get(name, np.full(self.size, default))
+        return [row.get(name, default) for row in self._rows]
+
+    def numbers(self, name: str, kind: type, default: Any) -> np.ndarray:
+        try:
+            got = np.asarray(self._get(name, default), dtype=float)
+        except (TypeError, ValueError):
+            raise UsageError(f"knob '{name}' must be a number in every configuration") from None
+        if kind is float:
+            return got
+        out = got.astype(int) if not np.isnan(got).any() else None
+        if out is None or (out != got).any():
+            raise UsageError(f"knob '{name}' must be an integer in every configuration")
+        return out.astype(bool) if kind is bool else out
+
+    def words(self, name: str, default: Any) -> np.ndarray:
+        got = self._get(name, default)
+        return np.asarray(got, dtype=bool if isinstance(default, bool) else object)
+
+    def show(self, at: int) -> str:
+        if self._columns:
+            return str({name: _plain(value[at]) for name, value in self._columns.items()})
+        return str(dict(self._rows[at]))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,102 @@
+"""The handful of numbers that no datasheet states: efficiencies, overheads, and how uncertain all this is.
+
+They were fitted to measured runs (docs/estimator.md says which, and what runs left out say of them).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """Named constants of the memory and time model."""
+
+    # Memory.
+    context_mib: float = 1200.0
+    """CUDA context, libraries' workspaces, NCCL's buffers: what the allocator does not know of, MiB a device."""
+    workspace_mib: float = 300.0
+    """Of it, what the allocator does know of and a measured peak contains, MiB."""
+    loss_factor: float = 1.0
+    """Copies of the logits that the framework makes, against those of the facts."""
+    slack: float = 0.04
+    """What the allocator reserves beyond live tensors by fragmentation, as a share of what comes and goes."""
+
+    # Compute.
+    matmul_efficiency: float = 0.80
+    """Of the peak rate that a large matrix product reaches."""
+    half_rows: float = 400.0
+    """Rows (tokens) at which a product has half of the efficiency of an endless one."""
+    half_width: float = 150.0
+    """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
+    attention_efficiency: float = 0.45
+    """Of the peak rate that fused attention reaches."""
+    bandwidth_efficiency: float = 0.75
+    """Of the memory bandwidth that memory-bound kernels reach."""
+    launch_us: float = 7.0
+    """The host's time to launch a kernel from eager PyTorch, us."""
+    step_ms: float = 5.0
+    """What an optimizer step takes beyond all else: loop, logging, clipping, ms."""
+
+    # Links.
+    link_efficiency: float = 0.75
+    """Of a link's bandwidth that large collectives reach."""
+    network_efficiency: float = 0.6
+    """The same between nodes."""
+    collective_us: float = 25.0
+    """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
+    overlap: float = 0.5
+    """Share of the last backward behind which gradients are reduced."""
+    max_overlap: float = 0.8
+    """Share of a transfer that can hide at all."""
+    network_rails: float = 8.0
+    """Members of a ring in one node whose network shares it can use together."""
+    straggler_ms: float = 2.0
+    """What waiting for the slowest rank adds to a step each time the nodes double, ms."""
+    scale_loss: float = 0.05
+    """Share of its bandwidth that a collective between nodes loses each time the nodes double."""
+
+    # Pipelines across nodes, where a framework makes them slower than the wires are.
+    hop_ms: float = 0.2
+    """Cost of handing a micro-batch to the next stage beyond its bytes, ms."""
+    ring_step_with_pipeline_us: float = 0.0
+    """Added to every ring step of tensor parallelism while stages talk across nodes, us."""
+    stall_ms: float = 0.0
+    """Cost of a hop between stages when the network stalls, ms: see `stall_nodes`."""
+    stalls_without_zero: bool = False
+    """Whether pipelines also stall where ZeRO 0 replicas reduce gradients across nodes meanwhile."""
+    stall_nodes: float = 36.0
+    """Nodes at which half of the runs with a pipeline stall."""
+
+    # Uncertainty before any measurement, as standard deviations of natural logarithms.
+    compute_std: float = 0.15
+    launch_std: float = 0.3
+    link_std: float = 0.35
+    stall_std: float = 0.5
+    time_noise: float = 0.12
+    """Of a single measured step time about a perfectly calibrated prediction."""
+    static_std: float = 0.04
+    activation_std: float = 0.15
+    overhead_std: float = 0.5
+    memory_noise: float = 0.06
+    """Of a single measured peak about a perfectly calibrated prediction."""
+
+    def but(self, **changes: Any) -> "Constants":
+        """A copy with some changed."""
+        return replace(self, **changes)
+
+
+PROFILES: Mapping[str, Constants] = {
+    "redline": Constants(),
+    "megatron": Constants(),
+    "nanotron": Constants(
+        slack=0.16,
+        loss_factor=2.4,
+        workspace_mib=400.0,
+        launch_us=33.0,
+        ring_step_with_pipeline_us=230.0,
+        stall_ms=270.0,
+        stalls_without_zero=True,
+    ),
+}
+"""Constants by the framework that trains."""

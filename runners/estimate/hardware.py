@@ -1,0 +1,309 @@
+"""Devices and the links between them, in the numbers that the estimator needs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError, unknown
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """How devices talk to each other."""
+
+    name: str
+    """What it is called."""
+    gb_per_s: float
+    """Bandwidth of one device in one direction, 1e9 bytes/s."""
+    latency_us: float
+    """Time of an empty message between two devices, us."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A kind of device, and the cluster it usually sits in."""
+
+    name: str
+    """A name in `DEVICES`, or that of a file."""
+    memory_gib: float
+    """Memory of a device, GiB, all of it; what a training may use is less by `MemoryConstants.context_mib`."""
+    tflops: Mapping[str, float]
+    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it has."""
+    memory_gb_per_s: float
+    """Memory bandwidth, 1e9 bytes/s."""
+    intra_node: Link
+    """Between the devices of a node."""
+    inter_node: Link
+    """Between nodes, a device's share of what its node has."""
+    devices_per_node: int
+    """Devices of a node."""
+    host_gb_per_s: float = 25.0
+    """Between a device and host memory, 1e9 bytes/s in one direction."""
+    kind: str = "cuda"
+    """`cuda`, `rocm` or `cpu`."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each number is from, by the field's name."""
+
+    def __post_init__(self) -> None:
+        where = f"hardware {self.name}"
+        numbers = {
+            "memory_gib": (self.memory_gib, 0.1, 10_000),
+            "memory_gb_per_s": (self.memory_gb_per_s, 0.1, 1e6),
+            "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
+            "devices_per_node": (self.devices_per_node, 1, 1024),
+        }
+        if not isinstance(self.tflops, Mapping):
+            raise UsageError(f"{where}: tflops must map dtypes to numbers, but got {self.tflops!r}")
+        for dtype, rate in self.tflops.items():
+            if dtype not in DTYPES:
+                raise UsageError(f"{where}: tflops: {unknown('dtype', dtype, DTYPES)}")
+            numbers[f"tflops.{dtype}"] = (rate, 1e-4, 1e6)
+        if "fp32" not in self.tflops:
+            raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
+        for name in ("intra_node", "inter_node"):
+            link = getattr(self, name)
+            numbers[f"{name}.gb_per_s"] = (link.gb_per_s, 1e-3, 1e5)
+            numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
+        for name, (value, low, high) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise UsageError(f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
+        if self.devices_per_node != int(self.devices_per_node):
+            raise UsageError(
+                f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}"
+            )
+
+    def rate(self, precision: str) -> float:
+        """Peak FLOP/s of matrix products at a value of the knob `precision`.
+
+        fp32 runs on the general cores, as torch does by default; a device without the asked-for dtype uses the next
+        larger one that it has.
+        """
+        order = {
+            "fp32": ("fp32",),
+            "bf16": ("bf16", "fp32"),
+            "bf16_pure": ("bf16", "fp32"),
+            "fp16": ("fp16", "bf16", "fp32"),
+            "fp8": ("fp8", "bf16", "fp16", "fp32"),
+        }.get(precision, ("fp32",))
+        return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
+
+    @property
+    def memory_mib(self) -> float:
+        """Memory of a device, MiB."""
+        return self.memory_gib * 1024
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes a file that `from_yaml` reads."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Hardware":
+        """Reads a file with the fields of this class; `base: NAME` takes what it leaves out from a known device.
+
+        Raises:
+            UsageError: there is no such file, or a field is missing, unknown or impossible.
+        """
+        import yaml
+
+        where = Path(path)
+        try:
+            data = yaml.safe_load(where.read_text())
+        except OSError as error:
+            raise UsageError(f"hardware file {where} cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UsageError(f"hardware file {where} is no YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise UsageError(f"hardware file {where} must hold a mapping, but holds {type(data).__name__}")
+        return cls.from_mapping(data, name=where.stem, where=f"hardware file {where}")
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], *, name: str, where: str) -> "Hardware":
+        """What `from_yaml` does, from a mapping."""
+        values = dict(data)
+        base = values.pop("base", None)
+        known = {each.name for each in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UsageError(f"{where}: {unknown('field', key, known | {'base'})}")
+        if base is not None:
+            start = hardware(str(base))
+            values = {
+                **{each: getattr(start, each) for each in known},
+                "sources": {"base": start.name},
+                "name": name,
+                **values,
+            }
+        values.setdefault("name", name)
+        needed = ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "devices_per_node")
+        missing = [each for each in needed if each not in values]
+        if missing:
+            raise UsageError(
+                f"{where} lacks {', '.join(missing)}; give {'them' if len(missing) > 1 else 'it'}, or `base:` with "
+                "the name of a known device"
+            )
+        for each in ("intra_node", "inter_node"):
+            if not isinstance(values[each], Link):
+                values[each] = _link(values[each], f"{where}: {each}")
+        try:
+            return cls(**values)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+
+    def but(self, **changes: Any) -> "Hardware":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def _link(data: Any, where: str) -> Link:
+    names = [each.name for each in fields(Link)]
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be a mapping with {', '.join(names)}, but is {data!r}")
+    for key in data:
+        if key not in names:
+            raise UsageError(f"{where}: {unknown('field', key, names)}")
+    missing = [each for each in ("gb_per_s", "latency_us") if each not in data]
+    if missing:
+        raise UsageError(f"{where} lacks {', '.join(missing)}")
+    for each in ("gb_per_s", "latency_us"):
+        value = data[each]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UsageError(f"{where}: {each} must be a number, but got {value!r}")
+    return Link(**{"name": "link", **data})
+
+
+def hardware(spec: "str | Path | Hardware") -> Hardware:
+    """The hardware of a name in `DEVICES`, of a YAML file, or itself.
+
+    Raises:
+        UsageError: nothing of that name; the nearest is named.
+    """
+    if isinstance(spec, Hardware):
+        return spec
+    text = str(spec)
+    name = text.lower().replace("_", "-")
+    if name in DEVICES:
+        return DEVICES[name]
+    if name in ALIASES:
+        return DEVICES[ALIASES[name]]
+    if text.endswith((".yaml", ".yml")) or Path(text).is_file():
+        return Hardware.from_yaml(text)
+    raise UsageError(f"{unknown('hardware', text, DEVICES)} A YAML file works too.")
+
+
+# Latencies are what nccl-tests report for the smallest messages on such machines.
+_NVLINK2 = Link(name="NVLink 2, 6 links", gb_per_s=150.0, latency_us=6.0)
+_NVLINK3 = Link(name="NVLink 3, 12 links", gb_per_s=300.0, latency_us=6.0)
+_NVLINK4 = Link(name="NVLink 4, 18 links", gb_per_s=450.0, latency_us=6.0)
+_NVLINK5 = Link(name="NVLink 5, 18 links", gb_per_s=900.0, latency_us=6.0)
+_FABRIC = Link(name="Infinity Fabric, 7 links", gb_per_s=448.0, latency_us=10.0)
+_PCIE3 = Link(name="PCIe 3 x16", gb_per_s=16.0, latency_us=15.0)
+_PCIE4 = Link(name="PCIe 4 x16", gb_per_s=32.0, latency_us=15.0)
+
+
+def _network(name: str, gbit_per_s: float, latency_us: float = 25.0) -> Link:
+    return Link(name=name, gb_per_s=gbit_per_s / 8, latency_us=latency_us)
+
+
+_V100 = "NVIDIA V100 Tensor Core GPU datasheet (SXM2)"
+_A100 = "NVIDIA A100 Tensor Core GPU datasheet (SXM)"
+_H100 = "NVIDIA H100 Tensor Core GPU datasheet (SXM); rates without sparsity"
+_H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM); rates without sparsity"
+_B200 = "NVIDIA DGX B200 datasheet, an eighth; rates without sparsity"
+_4090 = "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090; fp32 accumulation, without sparsity"
+_L4 = "NVIDIA L4 Tensor Core GPU datasheet; rates without sparsity"
+_A10G = "NVIDIA A10G datasheet (AWS G5); rates without sparsity"
+_T4 = "NVIDIA T4 datasheet; AWS G4dn"
+_MI300X = "AMD Instinct MI300X datasheet; rates without sparsity"
+_NETWORKS = {
+    "v100": "NVIDIA DGX-1 datasheet: 4x 100 Gbit/s InfiniBand EDR for 8 devices",
+    "a100": "NVIDIA DGX A100 datasheet: 8x 200 Gbit/s HDR for 8 devices",
+    "h100": "NVIDIA DGX H100 datasheet: 8x 400 Gbit/s NDR for 8 devices",
+    "b200": "NVIDIA DGX B200 datasheet: 8x 400 Gbit/s NDR for 8 devices",
+    "rtx": "assumed: 100 Gbit/s Ethernet for 8 devices",
+    "l4": "Google Cloud G2 machine types: 100 Gbit/s for 8 devices",
+    "a10g": "AWS g5.48xlarge: 100 Gbit/s for 8 devices",
+    "t4": "AWS g4dn.metal: 100 Gbit/s for 8 devices",
+    "mi300x": "AMD Instinct MI300X platform: 8x 400 Gbit/s for 8 devices",
+}
+
+
+def _device(
+    name: str,
+    memory: float,
+    tflops: dict[str, float],
+    bandwidth: float,
+    intra: Link,
+    inter: Link,
+    host: float,
+    sheet: str,
+    network: str,
+    kind: str = "cuda",
+) -> Hardware:
+    return Hardware(
+        name=name,
+        memory_gib=memory,
+        tflops=tflops,
+        memory_gb_per_s=bandwidth,
+        intra_node=intra,
+        inter_node=inter,
+        devices_per_node=8,
+        host_gb_per_s=host,
+        kind=kind,
+        sources={
+            "memory_gib": f"{sheet}; GiB that the driver reports",
+            "tflops": sheet,
+            "memory_gb_per_s": sheet,
+            "intra_node": sheet,
+            "inter_node": _NETWORKS[network],
+            "host_gb_per_s": "four fifths of the PCIe generation's rate, as bandwidthTest reports",
+        },
+    )
+
+
+_A100_RATES = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
+_H100_RATES = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
+_HDR = _network("8x HDR InfiniBand", 200)
+_NDR = _network("8x NDR InfiniBand", 400)
+_SHARED = _network("100 Gbit/s for 8", 12.5, 40.0)
+
+DEVICES: Mapping[str, Hardware] = {
+    each.name: each
+    for each in (
+        _device("v100-16gb", 15.8, {"fp32": 15.7, "fp16": 125.0}, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("v100-32gb", 31.7, {"fp32": 15.7, "fp16": 125.0}, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100"),
+        _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100"),
+        _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100"),
+        _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100"),
+        _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0},
+                8000, _NVLINK5, _NDR, 50, _B200, "b200"),
+        _device("rtx-4090", 23.6, {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
+                1008, _PCIE4, _SHARED, 25, _4090, "rtx"),
+        _device("l4", 22.0, {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
+                300, _PCIE4, _SHARED, 25, _L4, "l4"),
+        _device("a10g", 22.0, {"fp32": 31.2, "tf32": 35.0, "bf16": 70.0, "fp16": 70.0},
+                600, _PCIE4, _SHARED, 25, _A10G, "a10g"),
+        _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4"),
+        _device("mi300x", 191.7, {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9},
+                5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50, _MI300X, "mi300x", kind="rocm"),
+    )
+}  # fmt: skip
+"""Every known device by its name."""
+
+ALIASES = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "4090": "rtx-4090",
+    "a100-80gb-sxm": "a100-80gb",
+    "a100-40gb-sxm": "a100-40gb",
+    "h100-80gb-sxm": "h100-80gb",
+}
+"""Other words for them."""

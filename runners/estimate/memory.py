@@ -1,0 +1,229 @@
+"""Peak memory of a rank, term by term, for many configurations at once.
+
+Sources: states under ZeRO, Rajbhandari et al., arXiv:1910.02054, section 3; activations, Korthikanti et al.,
+arXiv:2205.05198, section 4; micro-batches in flight, Narayanan et al., arXiv:2104.04473, section 2.2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .columns import Columns
+from .constants import Constants
+from .model_facts import ModelFacts, Part, PerToken
+from .setup import OPTIMIZERS, TrainingSetup
+from .stages import Stage, stages
+
+MIB = 1024.0**2
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MEMORY_TERMS = (
+    "parameters", "gradients", "optimizer", "master", "weight copies", "gradient copies", "activations",
+    "checkpoints", "recomputation", "logits and loss", "buffers", "slack", "context",
+)  # fmt: skip
+"""Names of the terms, in the order of the breakdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Bytes an element, at one precision of one setup."""
+
+    parameter: int
+    """Weights as they are stored."""
+    gradient: int
+    """Gradients as they are kept."""
+    master: int
+    """A further copy of the weights; 0 for none."""
+    optimizer: int
+    """All states of the optimizer."""
+    compute: int
+    """Weights in products."""
+
+
+def formats(setup: TrainingSetup, precision: str) -> Formats:
+    """What each element takes at `precision` under the setup's conventions."""
+    pure = precision == "bf16_pure"
+    parameter = BYTES[setup.parameter_dtype] if setup.parameter_dtype else 2 if pure else 4
+    master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
+    gradient = BYTES[setup.gradient_dtype] if setup.gradient_dtype else parameter
+    # torch's optimizers keep their states in the dtype of what they update.
+    state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
+    return Formats(
+        parameter=parameter,
+        gradient=gradient,
+        master=master,
+        optimizer=OPTIMIZERS[setup.optimizer] * state,
+        compute=parameter if precision == "fp32" or pure else 2,
+    )
+
+
+def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
+    """Parameters of a stage on one tensor-parallel rank; of a tied embedding both end stages have a copy."""
+    total = np.zeros(len(tp))
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        total += count * (part.parameters - part.sharded + part.sharded / tp)
+    if facts.tied and stage.last and not stage.first:
+        for part in facts.parts:
+            if part.role == "embedding":
+                total += min(part.sharded, facts.vocabulary * _width(facts)) / tp
+    return total
+
+
+def _width(facts: ModelFacts) -> int:
+    heads = [item.k for part in facts.parts if part.role == "head" for item in part.matmuls]
+    return heads[0] if heads else 0
+
+
+def _matrices(stage: Stage, tp: np.ndarray) -> np.ndarray:
+    """Elements of the weights of products: those that autocast casts."""
+    total = np.zeros(len(tp))
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        for item in part.matmuls:
+            total += count * item.k * item.n * item.count / (tp if item.split != "none" else 1)
+    return total
+
+
+def per_token(
+    bytes_: PerToken, part: Part, tp: np.ndarray, sequence: np.ndarray, seq_len: int, scores: bool = True
+) -> np.ndarray:
+    """Bytes of a token on one rank; `sequence` is what sequence parallelism divides by."""
+    out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp
+    if scores and bytes_.scores and part.attention is not None:
+        keys = min(seq_len, part.attention.window or seq_len)
+        out = out + bytes_.scores * part.attention.heads * keys / tp
+    return out
+
+
+def peak_memory(
+    facts: ModelFacts, cols: Columns, setup: TrainingSetup, constants: Constants, rank: str = "fullest"
+) -> Mapping[str, np.ndarray]:
+    """Terms of the peak of a rank, MiB, by their names in `MEMORY_TERMS`; arrays of len(cols).
+
+    They sum to the peak. Infinity in `parameters` where a model has fewer blocks than stages.
+
+    Args:
+        rank: `fullest`, or `first`: those of the first stage, which is what some frameworks report.
+    """
+    size = len(cols)
+    best = {name: np.zeros(size) for name in MEMORY_TERMS}
+    best["parameters"][:] = np.inf
+    for pp in np.unique(cols.pp).tolist():
+        at = np.flatnonzero(cols.pp == pp)
+        part = cols.take(at)
+        worst: dict[str, np.ndarray] | None = None
+        for stage in stages(facts, pp, setup.balance)[: 1 if rank == "first" else None]:
+            terms = _stage_peak(stage, pp, facts, part, setup, constants)
+            if worst is None:
+                worst = terms
+                continue
+            more = sum(terms.values()) > sum(worst.values())
+            worst = {name: np.where(more, terms[name], worst[name]) for name in MEMORY_TERMS}
+        if worst is not None:
+            for name in MEMORY_TERMS:
+                best[name][at] = worst[name]
+    return best
+
+
+def _stage_peak(
+    stage: Stage, pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, constants: Constants
+) -> dict[str, np.ndarray]:
+    tp, dp, zero = cols.tp.astype(float), cols.dp.astype(float), cols.zero
+    seq = setup.seq_len or 1
+    tokens = cols.micro_batch * float(seq)
+    sequence = np.where(cols.sequence_parallel, tp, 1.0)
+    form = formats(setup, facts.precision)
+    weights = local_parameters(stage, facts, tp)
+    none = np.zeros(len(tp))
+
+    # States, divided over the replicas as ZeRO's stage says.
+    state_share = np.where(zero >= 1, dp, 1.0)
+    gradient_share = np.where(zero >= 2, dp, 1.0)
+    weight_share = np.where(zero >= 3, dp, 1.0)
+    parameters = weights * form.parameter / weight_share
+    gradients = weights * form.gradient / gradient_share
+    on_host = cols.offload == "optimizer"
+    optimizer = np.where(on_host, 0.0, weights * form.optimizer / state_share)
+    master = np.where(on_host, 0.0, weights * form.master / state_share)
+
+    # Copies of weights and gradients in the dtype of the products.
+    autocast = form.compute < form.parameter
+    weight_copies = _matrices(stage, tp) * form.compute if autocast else none
+    gradient_copies = weights * form.parameter if setup.gradient_copy else none
+
+    # Whole blocks that ZeRO-3 gathers: the one at work and the one fetched ahead; their gradients before
+    # they are scattered, likewise from ZeRO-2 on.
+    block = max(
+        (np.max(each.parameters - each.sharded + each.sharded / tp) for each, _ in stage.blocks), default=0.0
+    )
+    ends = sum((each.parameters - each.sharded + each.sharded / tp for each in stage.ends), start=none)
+    gathered = np.where(zero >= 3, (2 * block + ends) * form.compute, 0.0)
+    gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.compute), gathered)
+    scattered = np.where((zero >= 2) & (dp > 1), np.minimum(2 * block + ends, weights) * form.gradient, 0.0)
+    # Without views into them, DistributedDataParallel's buckets are a second copy of the gradients.
+    bucket = np.where(
+        (zero <= 1) & (dp > 1), weights * form.gradient if setup.bucket_copy else 2 * setup.bucket_mib * MIB, 0.0
+    )
+    buffers = gathered + np.maximum(scattered, bucket)
+    weight_copies = np.where(zero >= 3, 0.0, weight_copies)  # gathered in that dtype already
+
+    # Activations of the micro-batches in flight.
+    flying = in_flight(stage.index, pp, cols.grad_accum, setup)
+    ratio = cols.checkpoint_ratio
+    keeps_scores = not setup.recompute_attention
+    kept, boundaries, working, rebuilt = none, none, none, none
+    for each, count in stage.blocks:
+        full = per_token(each.saved, each, tp, sequence, seq, keeps_scores)
+        boundary = each.boundary / sequence
+        kept = kept + count * (1 - ratio) * full
+        boundaries = boundaries + count * ratio * boundary
+        working = np.maximum(working, per_token(each.transient, each, tp, sequence, seq))
+        rebuilt = np.maximum(rebuilt, np.where(ratio > 0, per_token(each.saved, each, tp, sequence, seq), 0.0))
+    loss_parts = none
+    spike = none
+    loss_tp = tp if setup.parallel_loss in (None, True) else np.ones(len(tp))
+    for each in stage.ends:
+        is_loss = each.role in ("head", "loss")
+        amount = per_token(each.saved, each, loss_tp if is_loss else tp, sequence, seq)
+        if is_loss:
+            loss_parts = loss_parts + amount
+            spike = np.maximum(spike, per_token(each.transient, each, loss_tp, sequence, seq))
+        else:
+            kept = kept + amount
+    # Only the gpipe schedule has several micro-batches behind the head at once.
+    loss_flying = flying if setup.pipeline == "gpipe" else np.minimum(flying, 1.0)
+    activations = kept * tokens * flying
+    checkpoints = boundaries * tokens * flying
+    loss = (loss_parts * loss_flying + spike) * tokens * constants.loss_factor
+    recomputation = np.maximum(working, rebuilt) * tokens
+    # The loss is done with before the last block is recomputed or differentiated.
+    at_loss = loss >= recomputation
+    loss = np.where(at_loss, loss, 0.0)
+    recomputation = np.where(at_loss, 0.0, recomputation)
+
+    # The update: an optimizer that loops over parameters needs a copy of a state at a time.
+    updating = np.where(
+        cols.fused_optimizer | on_host, 0.0, weights * max(form.master, form.parameter) / state_share
+    )
+    comes_and_goes = activations + checkpoints + loss + recomputation + buffers + gradient_copies
+    more = updating > comes_and_goes
+    buffers = np.where(more, buffers + updating - comes_and_goes, buffers)
+
+    slack = constants.slack * (activations + checkpoints + loss + recomputation) if setup.reserved_memory else none
+    context = none + constants.workspace_mib * MIB
+    values = (
+        parameters, gradients, optimizer, master, weight_copies, gradient_copies, activations, checkpoints,
+        recomputation, loss, buffers, slack, context,
+    )  # fmt: skip
+    return {name: np.asarray(value, float) / MIB for name, value in zip(MEMORY_TERMS, values, strict=True)}
+
+
+def in_flight(stage: int, pp: int, grad_accum: np.ndarray, setup: TrainingSetup) -> np.ndarray:
+    """Micro-batches whose activations a stage holds at once."""
+    accum = grad_accum.astype(float)
+    if setup.pipeline == "gpipe":
+        return accum
+    depth = float(pp - stage)
+    if setup.pipeline == "interleaved" and pp > 1:
+        # arXiv:2205.05198, section 4.2.3: 1 + (p - 1) / (p * m) of what 1F1B holds in the first stage.
+        depth *= 1 + (pp - 1) / (pp * setup.virtual_stages)
+    return np.minimum(accum, depth)

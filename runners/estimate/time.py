@@ -1,0 +1,327 @@
+"""Time of an optimizer step, term by term, for many configurations at once.
+
+Sources: roofline, Williams et al. 2009; collectives as rings by latency and bandwidth, Thakur et al. 2005;
+pipelines, Narayanan et al., arXiv:2104.04473; tensor and sequence parallelism, Korthikanti et al., arXiv:2205.05198.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .columns import Columns
+from .constants import Constants
+from .hardware import Hardware
+from .memory import BYTES, formats, local_parameters, per_token
+from .model_facts import Matmul, ModelFacts, Part
+from .setup import TrainingSetup
+from .stages import Stage, stages
+
+TIME_TERMS = (
+    "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
+    "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls", "fixed",
+)  # fmt: skip
+"""Names of the terms, in the order of the breakdown."""
+BINDS = {
+    "matmul": "compute", "attention": "compute", "recomputation": "compute", "memory-bound": "memory bandwidth",
+    "optimizer": "memory bandwidth", "launches": "launches", "fixed": "launches", "tensor parallel": "links",
+    "data parallel": "links", "parameter gathers": "links", "pipeline transfers": "links", "offload": "links",
+    "stalls": "links", "bubble": "bubble",
+}  # fmt: skip
+"""What a term means when it is the largest kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate: how many, and over what. Arrays of n."""
+
+    size: np.ndarray
+    bandwidth: np.ndarray
+    """Bytes/s of one rank in a ring."""
+    latency: np.ndarray
+    """Seconds of one ring step."""
+    crosses: np.ndarray
+    """Whether the ring leaves the node."""
+
+    def gather(self, total: np.ndarray, fixed: float) -> np.ndarray:
+        """Seconds of an all-gather to `total` bytes on each rank, or of a reduce-scatter of them."""
+        steps = self.size - 1
+        return np.where(
+            self.size > 1, fixed + steps * self.latency + total * steps / self.size / self.bandwidth, 0.0
+        )
+
+
+def group(
+    size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants
+) -> Group:
+    """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
+
+    A ring that leaves its node uses the network share of each of its members there.
+    """
+    per_node = hardware.devices_per_node
+    crosses = size * stride > per_node
+    local = np.clip(per_node // np.maximum(stride, 1), 1, size)
+    nodes = np.maximum(devices / per_node, 1.0)
+    inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
+    share = np.minimum(local, constants.network_rails)
+    outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
+    outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
+    return Group(
+        size=size.astype(float),
+        bandwidth=np.where(crosses, outside, inside),
+        latency=np.where(crosses, hardware.inter_node.latency_us, hardware.intra_node.latency_us / 4) * 1e-6,
+        crosses=crosses,
+    )
+
+
+def matmul_seconds(
+    item: Matmul, tokens: np.ndarray, tp: np.ndarray, width: float, hardware: Hardware, precision: str,
+    constants: Constants,
+) -> np.ndarray:  # fmt: skip
+    """One forward product on one rank: the larger of its arithmetic and its memory traffic."""
+    rows = np.maximum(tokens * item.rows, 1.0)
+    k = item.k / (tp if item.split == "row" else 1.0)
+    n = item.n / (tp if item.split == "column" else 1.0)
+    shape = (1 + constants.half_rows / rows) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
+    compute = 2 * rows * k * n / (hardware.rate(precision) * constants.matmul_efficiency) * shape
+    moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
+    return item.count * np.maximum(compute, moved)
+
+
+def _bandwidth(hardware: Hardware, constants: Constants) -> float:
+    return hardware.memory_gb_per_s * 1e9 * constants.bandwidth_efficiency
+
+
+@dataclass(slots=True)
+class _Work:
+    """Seconds of one micro-batch in a part: forward and backward. Arrays."""
+
+    matmul: np.ndarray
+    attention: np.ndarray
+    memory: np.ndarray
+    matmul_back: np.ndarray
+    attention_back: np.ndarray
+    memory_back: np.ndarray
+    host: np.ndarray
+    """The host's time for the forward's launches."""
+
+    @property
+    def forward(self) -> np.ndarray:
+        return self.matmul + self.attention + self.memory
+
+    @property
+    def backward(self) -> np.ndarray:
+        return self.matmul_back + self.attention_back + self.memory_back
+
+
+def _part_work(
+    part: Part, facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware, constants: Constants
+) -> _Work:
+    tp = cols.tp.astype(float)
+    seq = setup.seq_len or 1
+    tokens = cols.micro_batch * float(seq)
+    sequence = np.where(cols.sequence_parallel, tp, 1.0)
+    width = 4 if facts.precision == "fp32" else 2
+    zero = np.zeros(len(tp))
+    matmul, back = zero, zero
+    for item in part.matmuls:
+        one = matmul_seconds(item, tokens, tp, width, hardware, facts.precision, constants)
+        matmul = matmul + one
+        back = back + one * (2 if item.trainable else 1)
+    attention = zero
+    if part.attention is not None:
+        kind = part.attention
+        keys = min(seq, kind.window or seq)
+        flops = 4.0 * tokens * keys * kind.heads * kind.head_dim / tp
+        eager = part.saved.scores > 0
+        if kind.causal and not eager and kind.window is None:
+            flops = flops / 2
+        rate = hardware.rate(facts.precision) * constants.attention_efficiency
+        attention = flops / rate * (1 + constants.half_rows / keys)
+    bandwidth = _bandwidth(hardware, constants)
+    memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
+    if part.traffic_backward is None:
+        memory_back = 2 * memory
+    else:
+        memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    return _Work(
+        matmul, attention, memory, back, 2.5 * attention, memory_back, zero + part.kernels * constants.launch_us * 1e-6
+    )
+
+
+def step_time(
+    facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware, constants: Constants
+) -> Mapping[str, np.ndarray]:
+    """Terms of one optimizer step, ms, by their names in `TIME_TERMS`; arrays of len(cols).
+
+    They sum to the step. infinity in `fixed` where a model has fewer blocks than stages.
+    """
+    size = len(cols)
+    out = {name: np.zeros(size) for name in TIME_TERMS}
+    out["fixed"][:] = np.inf
+    # A part's work is the same in every stage.
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    for pp in np.unique(cols.pp).tolist():
+        at = np.flatnonzero(cols.pp == pp)
+        cut = stages(facts, pp, setup.balance)
+        if not cut:
+            continue
+        sub = cols.take(at)
+        mine = {
+            key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__})
+            for key, value in work.items()
+        }
+        best: dict[str, np.ndarray] | None = None
+        for stage in cut:
+            terms = _stage_time(stage, pp, facts, sub, mine, setup, hardware, constants)
+            if best is None:
+                best = terms
+            else:
+                more = sum(terms.values()) > sum(best.values())
+                best = {name: np.where(more, terms[name], best[name]) for name in TIME_TERMS}
+        assert best is not None
+        for name in TIME_TERMS:
+            out[name][at] = best[name] * 1e3
+    return out
+
+
+def _stage_time(
+    stage: Stage, pp: int, facts: ModelFacts, cols: Columns, work: Mapping[int, _Work], setup: TrainingSetup,
+    hardware: Hardware, constants: Constants,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    tp, dp, zero = cols.tp.astype(float), cols.dp.astype(float), cols.zero
+    seq = setup.seq_len or 1
+    tokens = cols.micro_batch * float(seq)
+    accum = cols.grad_accum.astype(float)
+    none = np.zeros(len(tp))
+    devices = tp * dp * pp
+    tensor = group(cols.tp, np.ones(len(tp), int), devices, hardware, constants)
+    data = group(cols.dp, cols.tp, devices, hardware, constants)
+    weights = local_parameters(stage, facts, tp)
+    form = formats(setup, facts.precision)
+
+    # One micro-batch: what the device does, at least as long as the host takes to launch it.
+    matmul, attention, memory, again, launches = none, none, none, none, none
+    forward, backward = none, none
+    collectives = none
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        item = work[id(part)]
+        ratio = cols.checkpoint_ratio if part.role == "block" else none
+        matmul = matmul + count * (item.matmul + item.matmul_back)
+        attention = attention + count * (item.attention + item.attention_back)
+        memory = memory + count * (item.memory + item.memory_back)
+        again = again + count * ratio * item.forward
+        fixed = (part.role == "block") * (tp > 1) * 2 * constants.launch_us * 1e-6
+        host = item.host + fixed
+        busy = np.maximum(item.forward, host) - item.forward
+        busy_back = np.maximum(item.backward + ratio * item.forward, (1 + ratio) * host) - (
+            item.backward + ratio * item.forward
+        )
+        launches = launches + count * (busy + busy_back)
+        forward = forward + count * np.maximum(item.forward, host)
+        backward = backward + count * np.maximum(item.backward + ratio * item.forward, (1 + ratio) * host)
+        # Two collectives each way a block, and again where it is recomputed or gathered anew.
+        if part.role == "block":
+            collectives = collectives + count * (4 + 2 * ratio)
+        elif part.role in ("embedding", "head"):
+            collectives = collectives + count * 2.0
+
+    # Tensor parallel: all-reduces, or all-gather with reduce-scatter (of the same bytes) under sequence
+    # parallelism, where backward gathers the inputs of products anew.
+    hidden = _hidden(facts)
+    width = 4 if facts.precision == "fp32" else 2
+    pair = 2 * tensor.gather(tokens * hidden * width, constants.collective_us * 1e-6)
+    if pp > 1:
+        crossing = devices > hardware.devices_per_node
+        pair = pair + np.where(
+            crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0
+        )
+    regathers = np.where(cols.sequence_parallel, 1.25, 1.0)
+    tensor_time = np.where(tp > 1, collectives * pair * regathers, 0.0)
+    # Launching hides behind waiting for the collectives of other nodes.
+    hidden_launches = np.minimum(launches, tensor_time * np.where(tensor.crosses | (pp > 1), 1.0, 0.5))
+    launches = launches - hidden_launches
+    slot = matmul + attention + memory + again + launches + tensor_time
+
+    # Pipeline.
+    transfer, bubble, stalls = none, none, none
+    if pp > 1:
+        far = tp * dp >= hardware.devices_per_node
+        rate = np.where(
+            far,
+            hardware.inter_node.gb_per_s * constants.network_efficiency,
+            hardware.intra_node.gb_per_s * constants.link_efficiency,
+        )
+        sequence = np.where(cols.sequence_parallel, tp, 1.0)
+        hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3
+        hops = 2.0 * min(pp - 1, 2)
+        transfer = accum * hops * hop
+        nodes = devices / hardware.devices_per_node
+        chance = np.where(nodes > 1, 1 / (1 + (constants.stall_nodes / np.maximum(nodes, 1e-9)) ** 4), 0.0)
+        if constants.stalls_without_zero:
+            chance = np.where((nodes > 1) & (zero == 0) & (dp > 1), np.maximum(chance, 0.7), chance)
+        stalls = (accum + pp - 1) * hops * constants.stall_ms * 1e-3 * chance
+        idle = (pp - 1) / (setup.virtual_stages if setup.pipeline == "interleaved" else 1)
+        bubble = idle * (slot + 2 * hop)
+
+    # Data parallel.
+    grad_width = BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient
+    gradient = weights * grad_width
+    weight = weights * form.compute
+    fixed_cost = constants.collective_us * 1e-6
+    scatter = data.gather(gradient, fixed_cost)
+    gather = data.gather(weights * form.parameter, fixed_cost)
+    reduce = np.where(zero == 0, 2 * scatter, scatter)
+    window = backward * constants.overlap if setup.overlap_gradients else none
+    # Under ZeRO 2 and 3 every micro-batch scatters its gradients.
+    times = np.where(zero >= 2, accum, 1.0)
+    exposed = times * np.maximum(reduce - window, reduce * (1 - constants.max_overlap))
+    data_time = np.where(dp > 1, exposed + np.where((zero == 1) | (zero == 2), gather, 0.0), 0.0)
+    nodes = np.maximum(devices / hardware.devices_per_node, 1.0)
+    # Ranks wait for the slowest of them.
+    data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
+    gathers = data.gather(weight, fixed_cost)
+    gather_forward = np.maximum(gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap))
+    gather_backward = np.maximum(
+        gathers - backward * constants.max_overlap, gathers * (1 - constants.max_overlap)
+    )
+    gather_time = np.where((zero >= 3) & (dp > 1), accum * (gather_forward + gather_backward), 0.0)
+
+    # Update: reads and writes every state once, several times where operators are not fused.
+    share = np.where((zero >= 1) & (dp > 1), dp, 1.0)
+    states = weights / share * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
+    passes = np.where(cols.fused_optimizer, 1.0, 3.0)
+    on_host = cols.offload == "optimizer"
+    update = np.where(on_host, 0.0, passes * states / _bandwidth(hardware, constants))
+    if setup.gradient_copy:
+        # Added to the accumulator after every micro-batch.
+        update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(hardware, constants)
+    moved = weights / share * (form.gradient + form.parameter)
+    offload = np.where(on_host, moved / (hardware.host_gb_per_s * 1e9) + states / 20e9, 0.0)
+    return {
+        "matmul": accum * matmul,
+        "attention": accum * attention,
+        "memory-bound": accum * memory,
+        "recomputation": accum * again,
+        "launches": accum * launches,
+        "tensor parallel": accum * tensor_time,
+        "data parallel": data_time,
+        "parameter gathers": gather_time,
+        "pipeline transfers": transfer,
+        "bubble": bubble,
+        "optimizer": update,
+        "offload": offload,
+        "stalls": stalls,
+        "fixed": none + constants.step_ms * 1e-3,
+    }
+
+
+def _hidden(facts: ModelFacts) -> float:
+    """Elements of a token between blocks."""
+    boundary = next((part.boundary for part in facts.parts if part.role == "block"), 0.0)
+    return boundary / _residual(facts)
+
+
+def _residual(facts: ModelFacts) -> int:
+    """Bytes of an element between blocks: fp32 under autocast."""
+    return 2 if facts.precision == "bf16_pure" else 4
