@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from . import summary
-from .columns import cell, fold, number
+from . import listing, summary
+from .columns import KNOB, cell, fold, number
 from .measurement import Status, Trial
 from .run import RunFolder
 from .view import View
@@ -40,7 +40,13 @@ class Column:
         return self.name.replace("_", "\n").replace(" ", "\n")
 
 
-def render(run: RunFolder | View, console: "Console", *, top: int | None = 20) -> None:
+def render(
+    run: RunFolder | View,
+    console: "Console",
+    *,
+    top: int | None = 20,
+    selection: listing.Selection | None = None,
+) -> None:
     """Prints a run: its winner, the counts by status, and its trials, fastest first and then the failures.
 
     On a terminal the table is drawn, and reasons are gathered below it; otherwise a trial is one line, its
@@ -50,28 +56,34 @@ def render(run: RunFolder | View, console: "Console", *, top: int | None = 20) -
         run: the run.
         console: where to print.
         top: rows at most; None for all.
+        selection: which trials, order and columns; in place of `top`.
+
+    Raises:
+        UsageError: the selection names a status or a column that there is not.
     """
     from rich.text import Text
 
     trials = run.trials()
-    for line in [*_head(run), *_outcome(trials)]:
+    selection = selection or listing.Selection(top=top)
+    shown, more = listing.select(trials, selection)
+    asked = listing.chosen_columns(trials, selection.columns)
+    for line in [*_head(run), *_outcome(trials, console.encoding)]:
         console.print(Text(line), soft_wrap=not console.is_terminal)
-    rows = _ordered(trials)
-    shown = rows if top is None else rows[:top]
     if not shown:
         return
     console.print()
-    outcome, knobs, common = _columns(shown)
-    if console.is_terminal:
-        _draw(shown, outcome, knobs, console)
+    if asked:
+        outcome, knobs, common = [_column(shown, name) for name in asked], [], []
     else:
-        _write(shown, [*outcome, *knobs], console)
+        outcome, knobs, common = _columns(shown)
+    if console.is_terminal:
+        _draw(shown, outcome, knobs, console, reasons=not asked)
+    else:
+        _write(shown, [*outcome, *knobs], console, reasons=not asked)
     if common:
         console.print(Text("the same in all: " + ", ".join(common)), soft_wrap=not console.is_terminal)
-    if len(shown) < len(rows):
-        console.print(
-            Text(f"{len(rows) - len(shown)} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True
-        )
+    if more:
+        console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
 
 
 def _head(run: RunFolder | View) -> list[str]:
@@ -87,7 +99,7 @@ def _head(run: RunFolder | View) -> list[str]:
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
 
 
-def _outcome(trials: Sequence[Trial]) -> list[str]:
+def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     found = [f"{count} {status}" for status, count in summary.counts(trials).items() if count]
     pending = sum(trial.pending for trial in trials)
     counts = f"{len(trials)} trials: {', '.join([*found, *([f'{pending} pending'] if pending else [])])}"
@@ -109,16 +121,19 @@ def _outcome(trials: Sequence[Trial]) -> list[str]:
         "configuration: "
         + ", ".join(f"{name}={cell(value, 'knob.')}" for name, value in winner.config.items())
     )
-    return lines
+    grown = listing.best_so_far_line(trials, encoding)
+    return [*lines, grown] if grown else lines
 
 
 def _speed(trial: Trial) -> str:
     return f"{number(summary.standing(trial), 5)} {trial.measurement.unit}".rstrip()
 
 
-def _ordered(trials: Sequence[Trial]) -> list[Trial]:
-    failed = [trial for trial in trials if not trial.pending and not trial.ok]
-    return [*summary.leaders(trials), *failed, *(trial for trial in trials if trial.pending)]
+def _column(trials: Sequence[Trial], name: str) -> Column:
+    """A column that was asked for by its name, as it stands in trials.csv."""
+    numeric = all(isinstance(listing.value(trial, name), (int, float, type(None))) for trial in trials)
+    side: Literal["left", "right"] = "right" if numeric else "left"
+    return Column(name.removeprefix(KNOB), [listing.text(trial, name) for trial in trials], side)
 
 
 def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
@@ -151,23 +166,31 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
 
 
 def _draw(
-    trials: Sequence[Trial], outcome: Sequence[Column], knobs: Sequence[Column], console: "Console"
+    trials: Sequence[Trial],
+    outcome: Sequence[Column],
+    knobs: Sequence[Column],
+    console: "Console",
+    *,
+    reasons: bool,
 ) -> None:
     from rich.measure import Measurement as Measure
     from rich.text import Text
 
     drawn = _table(trials, [*outcome, *knobs])
-    if Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width:
+    wide = Measure.get(console, console.options.update(max_width=10**6), drawn).maximum > console.width
+    if wide and knobs:
         points = [" ".join(f"{each.name}={each.cells[i]}" for each in knobs) for i in range(len(trials))]
         kept = [each for each in outcome if each.name not in ("step ms", "sampler")]
         drawn = _table(trials, [*kept, Column("configuration", points)])
     console.print(drawn)
-    reasons: dict[tuple[Status, str], list[int]] = {}
+    if not reasons:
+        return
+    given: dict[tuple[Status, str], list[int]] = {}
     for trial in trials:
         if not trial.pending and trial.measurement.reason:
             told = trial.measurement.status, fold(trial.measurement.reason)
-            reasons.setdefault(told, []).append(trial.number)
-    for (status, reason), numbers in reasons.items():
+            given.setdefault(told, []).append(trial.number)
+    for (status, reason), numbers in given.items():
         which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
         reason = reason if len(reason) <= _SHOWN_REASON else reason[: _SHOWN_REASON - 1] + "…"
         console.print(Text.assemble((str(status), _COLOURS[status]), f" ({which}): {reason}"))
@@ -189,11 +212,13 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     return drawn
 
 
-def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console") -> None:
+def _write(
+    trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool
+) -> None:
     from rich.text import Text
 
-    reasons = ["" if trial.pending else fold(trial.measurement.reason) for trial in trials]
-    columns = [*columns, Column("reason", reasons)] if any(reasons) else columns
+    given = ["" if trial.pending else fold(trial.measurement.reason) for trial in trials]
+    columns = [*columns, Column("reason", given)] if reasons and any(given) else columns
     for i in range(-1, len(trials)):
         texts = []
         for each in columns:

@@ -1,9 +1,12 @@
 """What `redline show` prints."""
 
+import csv
 import io
+import json
 
 import pytest
-from redline.results import Measurement, Status, View
+from redline.errors import UsageError
+from redline.results import Measurement, Status, View, listing
 from redline.results.show import render
 from rich.cells import cell_len
 from rich.console import Console
@@ -42,11 +45,12 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
     assert lines[3].startswith(
         "configuration: micro_batch=2, checkpoint_ratio=0, attention=sdpa, fusion=false"
     )
-    table = [line.split() for line in lines[5:10]]
+    assert lines[4] == "best so far: ▁██  100 to 300"
+    table = [line.split() for line in lines[6:11]]
     assert " ".join(table[0]) == "trial status tokens/s step ms peak MiB sampler micro_batch reason"
     assert [row[:2] for row in table[1:]] == [["1", "ok"], ["0", "ok"], ["2", "oom"], ["3", "pending"]]
     assert table[1] == ["1", "ok", "300", "3.5", "700", "tpe", "2"]
-    assert lines[10] == "the same in all: checkpoint_ratio=0, attention=sdpa, fusion=false, grad_accum=8"
+    assert lines[11] == "the same in all: checkpoint_ratio=0, attention=sdpa, fusion=false, grad_accum=8"
 
 
 def test_a_view_of_the_folder_shows_the_same(run):
@@ -110,3 +114,71 @@ def test_what_is_missing_is_noted(run):
     text = shown(View(run.path))
     assert "note: " in text and "trials.csv" in text
     assert "best: trial 1" in text
+
+
+def listed(run, form, *columns, **selection):
+    """The chosen trials' cells in a form."""
+    trials = run.trials()
+    chosen, _ = listing.select(trials, listing.Selection(**selection))
+    return listing.write(chosen, listing.chosen_columns(trials, columns), form)
+
+
+def test_trials_are_chosen_by_status_and_sorted_by_any_column(run):
+    assert listed(run, "csv", "trial", statuses=("ok",)) == "trial\n1\n0\n"
+    assert listed(run, "csv", "trial", sort="trial") == "trial\n0\n1\n2\n3\n"
+    assert (
+        listed(run, "csv", "trial", sort="-peak_memory_mib") == "trial\n2\n1\n0\n3\n"
+    )  # without a value: last
+    assert listed(run, "csv", "trial", sort="peak_memory_mib", top=2) == "trial\n0\n1\n"
+    assert listed(run, "csv", "trial", sort="-micro_batch") == "trial\n3\n2\n1\n0\n"
+    assert listed(run, "csv", "trial", statuses=("oom", "pending")) == "trial\n2\n3\n"
+
+
+def test_the_formats_say_the_same(run):
+    columns = ("trial", "status", "throughput", "micro_batch", "fusion")
+    rows = list(csv.reader(io.StringIO(listed(run, "csv", *columns))))
+    assert rows[0] == ["trial", "status", "throughput", "knob.micro_batch", "knob.fusion"]
+    assert rows[1] == ["1", "ok", "300", "2", "false"] and rows[4] == ["3", "pending", "", "8", "false"]
+    records = json.loads(listed(run, "json", *columns))
+    assert records[0] == dict(zip(rows[0], [1, "ok", 300.0, 2, False]))
+    assert records[3]["throughput"] is None
+    markdown = listed(run, "markdown", *columns).splitlines()
+    assert markdown[1] == "| --- | --- | --- | --- | --- |"
+    assert [each.strip() for each in markdown[2].strip("|").split("|")] == rows[1]
+
+
+def test_hostile_cells_stay_cells(run):
+    run.finish(3, Measurement(status=Status.CRASH, reason='a|b "c", <i>\n=1'))
+    cells = list(csv.reader(io.StringIO(listed(run, "csv", "trial", "reason", statuses=("crash",)))))
+    assert cells[1] == ["3", 'a|b "c", <i> =1']
+    (line,) = listed(run, "markdown", "reason", statuses=("crash",)).splitlines()[2:]
+    assert line == '| a\\|b "c", &lt;i> =1 |'
+
+
+def test_asked_columns_are_the_table(run):
+    text = shown(run, selection=listing.Selection(columns=("trial", "loss", "micro_batch"), statuses=("ok",)))
+    lines = [line.split() for line in text.splitlines()[6:]]
+    assert lines == [["trial", "loss", "micro_batch"], ["1", "2"], ["0", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        ({"sort": "trhoughput"}, "unknown column 'trhoughput'; did you mean 'throughput'"),
+        ({"sort": "-micro_bach"}, "did you mean 'micro_batch'"),
+        ({"columns": ("knob.fusoin",)}, "did you mean"),
+        ({"statuses": ("oomm",)}, "unknown status 'oomm'; did you mean 'oom'"),
+        ({"top": 0}, "top must be at least 1"),
+    ],
+)
+def test_what_is_not_there_is_named(run, selection, said):
+    with pytest.raises(UsageError, match=said):
+        shown(run, selection=listing.Selection(**selection))
+
+
+def test_a_sparkline_keeps_its_ends_whatever_its_width():
+    assert listing.sparkline([None, 1, 1, 2, 3]) == " ▁▁▅█"
+    assert listing.sparkline([5, 5]) == "▁▁"
+    assert listing.sparkline([None, None]) == ""
+    long = listing.sparkline(list(range(1000)), width=40)
+    assert len(long) == 40 and long[0] == "▁" and long[-1] == "█"

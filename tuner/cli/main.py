@@ -21,6 +21,7 @@ _COMMANDS = {
     "models": "List the models that have a name.",
     "space": "Show what may vary for a model on the devices at hand.",
     "show": "Show a run: its winner and its trials.",
+    "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",
     "doctor": "Check versions, devices and memory, and what is missing.",
 }

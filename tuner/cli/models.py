@@ -25,8 +25,8 @@ def models(as_json: bool) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("model", "family", "parameters", "layers", "hidden", "heads", "vocabulary", "seq-len", "global batch"):
-        table.add_column(name, justify="left" if name in ("model", "family") else "right")
+    for name in ("model", "family", "params", "layers", "hidden", "heads", "vocab", "seq len", "batch"):
+        table.add_column(name, justify="left" if name in ("model", "family") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["name"],
@@ -34,7 +34,11 @@ def models(as_json: bool) -> None:
             _count(row["parameters"]),
             *(f"{row[key]:,}" for key in ("layers", "hidden", "heads", "vocabulary", "seq_len", "global_batch")),
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    # Where it does not fit, lines run on: a name cut short cannot be given to `redline tune`.
+    needed = console.measure(table, options=console.options.update(max_width=10**4)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _count(number: int) -> str:

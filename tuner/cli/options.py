@@ -75,3 +75,17 @@ def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:
         if len(many) != 1:
             raise UsageError(f"--fix {name} takes one value, but got {len(many)}; use --set for several")
     return {name: many[0] for name, many in values.items()}
+
+
+def names_of(text: str | None, option: str) -> tuple[str, ...]:
+    """`a,b,c` as names; nothing where the option was not given.
+
+    Raises:
+        UsageError: a name is missing.
+    """
+    if text is None:
+        return ()
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise UsageError(f"{option} must look like a,b,c, but got '{text}'")
+    return names

@@ -1,0 +1,177 @@
+"""The trials of a run chosen, sorted and written: CSV, JSON, Markdown, or cells of a terminal's table."""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError, unknown
+from . import summary
+from .columns import FIXED, KNOB, cell, header, number
+from .measurement import Status, Trial
+
+FORMATS = ("table", "csv", "json", "markdown")
+PENDING = "pending"
+"""What is shown as the status of a trial that has not ended."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which trials are shown, in which order, with which columns."""
+
+    top: int | None = None
+    """At most so many; None for all."""
+    statuses: tuple[str, ...] = ()
+    """Only those of these statuses (`pending` too); all where empty."""
+    sort: str = ""
+    """A column, ascending, or with `-` before it descending; empty for fastest first, then the failures."""
+    columns: tuple[str, ...] = ()
+    """Columns of trials.csv, or names of knobs; empty for all."""
+
+
+def knob_names(trials: Iterable[Trial]) -> list[str]:
+    """The knobs of all trials, in the order in which they come."""
+    return list(dict.fromkeys(name for trial in trials for name in trial.config))
+
+
+def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
+    """Full names of columns; a knob may go without its `knob.`, a column of the format comes before it.
+
+    Raises:
+        UsageError: there is no such column; names the nearest.
+    """
+    known = header(knob_names(trials))
+    out = []
+    for name in names:
+        found = name if name in known else KNOB + name
+        if found not in known:
+            short = [*FIXED, *(each.removeprefix(KNOB) for each in known[len(FIXED) :])]
+            raise UsageError(unknown("column", name, dict.fromkeys(short)))
+        out.append(found)
+    return out
+
+
+def value(trial: Trial, column: str) -> Any:
+    """What a trial has in a column; None where there is nothing. The throughput is what the trial is judged by."""
+    if column.startswith(KNOB):
+        return trial.config.get(column.removeprefix(KNOB))
+    if column == "trial":
+        return trial.number
+    if column in ("sampler", "predicted_throughput", "predicted_memory_mib"):
+        return getattr(trial, column)
+    if column == "status":
+        return PENDING if trial.pending else str(trial.measurement.status)
+    if column == "throughput" and trial.ok:
+        return summary.standing(trial)
+    return None if trial.pending else getattr(trial.measurement, column)
+
+
+def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], int]:
+    """The chosen trials in their order, and how many more there were before `top` cut them.
+
+    Raises:
+        UsageError: an unknown status or column, or a `top` below 1.
+    """
+    if selection.top is not None and selection.top < 1:
+        raise UsageError(f"top must be at least 1, but got {selection.top}")
+    for status in selection.statuses:
+        if status not in (*Status, PENDING):
+            raise UsageError(unknown("status", status, [*Status, PENDING]))
+    kept = [
+        trial for trial in trials if not selection.statuses or value(trial, "status") in selection.statuses
+    ]
+    if selection.sort:
+        (column,) = chosen_columns(trials, [selection.sort.removeprefix("-")])
+        kept = _sorted(kept, column, descending=selection.sort.startswith("-"))
+    else:
+        failed = [trial for trial in kept if not trial.pending and not trial.ok]
+        kept = [*summary.leaders(kept), *failed, *(trial for trial in kept if trial.pending)]
+    shown = kept[: selection.top]
+    return shown, len(kept) - len(shown)
+
+
+def _sorted(trials: Sequence[Trial], column: str, *, descending: bool) -> list[Trial]:
+    """Numbers before texts, as far as a column has both; those without a value last."""
+    given = [trial for trial in trials if value(trial, column) not in (None, "")]
+    rest = [trial for trial in trials if value(trial, column) in (None, "")]
+
+    def key(trial: Trial) -> tuple[bool, Any]:
+        found = value(trial, column)
+        return isinstance(found, str), found
+
+    return [*sorted(given, key=key, reverse=descending), *rest]
+
+
+def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
+    """The trials' cells in these columns (full names) as `csv`, `json` or `markdown`.
+
+    Raises:
+        UsageError: another form.
+    """
+    if form == "json":
+        records = [{name: _json(value(trial, name)) for name in columns} for trial in trials]
+        return json.dumps(records, indent=2) + "\n"
+    return write_rows(columns, [[text(trial, name) for name in columns] for trial in trials], form)
+
+
+def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
+    """Rows of cells below their names as `csv` or `markdown`.
+
+    Raises:
+        UsageError: another form.
+    """
+    if form == "csv":
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([names, *rows])
+        return out.getvalue()
+    if form == "markdown":
+        lines = [names, ["---"] * len(names), *rows]
+        return "".join("| " + " | ".join(_markdown(each) for each in line) + " |\n" for line in lines)
+    raise UsageError(unknown("format", form, FORMATS))
+
+
+def text(trial: Trial, column: str) -> str:
+    """A cell as trials.csv would have it."""
+    return cell(value(trial, column), column)
+
+
+def sparkline(series: Sequence[float | None], width: int = 60) -> str:
+    """A series as a row of bars, at most `width` of them, the last value of each stretch; a blank for None.
+
+    >>> sparkline([None, 1, 1, 2, 3])
+    ' ▁▁▅█'
+    """
+    if len(series) > width:
+        series = [series[(place + 1) * len(series) // width - 1] for place in range(width)]
+    known = [each for each in series if each is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    return "".join(
+        " " if each is None else _BARS[round((each - low) / span * 7) if span else 0] for each in series
+    )
+
+
+def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:
+    """How the best throughput grew over the trials, in one line; empty where that says nothing."""
+    series = summary.best_so_far(trials)
+    known = [each for each in series if each is not None]
+    if len(series) < 2 or not known or not encoding.lower().startswith("utf"):
+        return ""
+    return f"best so far: {sparkline(series)}  {number(known[0], 5)} to {number(known[-1], 5)}"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def _json(found: Any) -> Any:
+    import math
+
+    if not isinstance(found, (str, int, float, type(None))) and hasattr(found, "item"):
+        found = found.item()
+    # JSON has no word for them.
+    return str(found) if isinstance(found, float) and not math.isfinite(found) else found

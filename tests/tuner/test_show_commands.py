@@ -1,0 +1,109 @@
+"""`redline show`, `compare` and `models` on the command line."""
+
+import csv
+import io
+import json
+
+import pytest
+from redline.results import Measurement, RunFolder, Status
+from redline.tuner.cli import main
+
+KNOBS = {"micro_batch": (1, 2, 4), "fusion": (False, True)}
+
+
+def run(capsys, *arguments):
+    """Exit code, standard output and standard error of a command line."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of three trials."""
+    with RunFolder.open(tmp_path / "a", {"model": "gpt2-tiny", "seed": 0}, knobs=KNOBS) as made:
+        for number, (status, speed) in enumerate(
+            ((Status.OK, 100.0), (Status.OOM, None), (Status.OK, 150.0))
+        ):
+            made.start(
+                {"micro_batch": 2**number, "fusion": False}, sampler="default" if not number else "tpe"
+            )
+            made.finish(number, Measurement(status=status, throughput=speed, unit="tokens/s", reason=""))
+    return tmp_path / "a"
+
+
+def test_show_prints_the_run(capsys, folder):
+    code, out, _ = run(capsys, "show", folder)
+    assert code == 0
+    assert "best: trial 2, 150 tokens/s, 1.50 times the default" in out
+    assert "best so far: ▁▁█  100 to 150" in out
+
+
+def test_show_as_data_is_data_alone(capsys, folder):
+    code, out, _ = run(capsys, "show", folder, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 0 and [row["trial"] for row in rows] == ["2", "0", "1"]
+    assert rows[0]["knob.micro_batch"] == "4"
+    code, out, _ = run(
+        capsys,
+        "show",
+        folder,
+        "--format",
+        "json",
+        "--status",
+        "ok",
+        "--sort=-trial",
+        "--columns",
+        "trial,micro_batch",
+    )
+    assert json.loads(out) == [{"trial": 2, "knob.micro_batch": 4}, {"trial": 0, "knob.micro_batch": 1}]
+    code, out, _ = run(capsys, "show", folder, "--format", "markdown", "--top", "1", "--columns", "trial")
+    assert out == "| trial |\n| --- |\n| 2 |\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--format", "cvs"], "did you mean 'csv'"),
+        (["--columns", "trial,stauts"], "did you mean 'status'"),
+        (["--columns", "trial,,status"], "must look like a,b,c"),
+        (["--status", "okay"], "did you mean 'ok'"),
+        (["--sort", "step"], "unknown column 'step'"),
+        (["--top", "0"], "--top"),
+    ],
+)
+def test_bad_input_of_show_is_named(capsys, folder, arguments, said):
+    code, out, err = run(capsys, "show", folder, *arguments)
+    assert code == 2 and said in err and out == ""
+
+
+def test_compare_prints_both_and_the_verdict(capsys, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    code, out, _ = run(capsys, "compare", "a", "a")
+    assert code == 0
+    assert "a against a: 0.0% faster; no spread was recorded" in out
+    assert "tokens/s" in out and "micro_batch" in out
+    code, out, _ = run(capsys, "compare", "a", "a", "--format", "csv")
+    assert out.splitlines()[:2] == [",a,a", "micro_batch,4,4"]
+    code, out, _ = run(capsys, "compare", "a", "a", "--format", "json")
+    assert json.loads(out)["differences"] == [
+        {"ratio": 1.0, "p": None, "words": "0.0% faster; no spread was recorded, so it may be noise"}
+    ]
+
+
+def test_compare_needs_two_runs_that_are_there(capsys, folder):
+    assert run(capsys, "compare", folder)[0] == 2
+    code, _, err = run(capsys, "compare", folder, folder.parent / "none")
+    assert code == 2 and "there is no folder" in err
+
+
+@pytest.mark.parametrize("width", ["40", "80", "200"])
+def test_models_names_are_whole_whatever_the_width(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    code, out, _ = run(capsys, "models")
+    from redline.models.presets import PRESETS
+
+    assert code == 0 and "…" not in out
+    assert {line.split()[0] for line in out.splitlines()[1:]} == set(PRESETS)
+    assert "151,936" in out
