@@ -97,6 +97,20 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
         data = path.read_bytes()
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
+    columns, problems = parse(data, path)
+    return _frame(columns), problems
+
+
+def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str]]:
+    """What `read` finds in the bytes of a trials.csv, as plain columns without pandas; None is an empty cell.
+
+    Args:
+        data: the file's contents.
+        path: its name, for the messages.
+
+    Raises:
+        StudyError: the columns `trial`, `status` and `throughput` are not all there.
+    """
     problems: list[str] = []
     try:
         text = data.decode("utf-8-sig")
@@ -131,13 +145,22 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
         place = names.index(name) if name in names else None
         texts = [""] * len(rows) if place is None else [each[place] for each in rows]
         table[name] = _values(name, texts)
-    return _frame(table), problems
+    return table, problems
 
 
 def trials(table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict) -> list[Trial]:
     """The trials a table tells of; knobs without a value are absent from their configurations."""
+    columns = table.astype(object).where(table.notna(), None).to_dict("list")
+    return trials_of(columns, make_config)
+
+
+def trials_of(
+    columns: Mapping[str, Sequence[Any]], make_config: Callable[[Mapping[str, Any]], Any] = dict
+) -> list[Trial]:
+    """The trials that the columns of `parse` tell of; as `trials`."""
     out = []
-    for record in table.astype(object).where(table.notna(), None).to_dict("records"):
+    for cells in zip(*columns.values()):
+        record = dict(zip(columns, cells))
         knobs = {name[len(KNOB) :]: value for name, value in record.items() if name.startswith(KNOB)}
         measured = {name: value for name, value in record.items() if value is not None and name in FIXED}
         out.append(
@@ -153,7 +176,7 @@ def trials(table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] =
     return out
 
 
-def _columns(path: Path, first: str, problems: list[str]) -> list[str]:
+def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     try:
         names = next(csv.reader([first.removesuffix("\r")], strict=True), [])
     except csv.Error:
