@@ -33,7 +33,15 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         StudyError: it cannot be read, is damaged, or comes from a newer redline.
     """
-    document = read_yaml(path)
+    return check(read_yaml(path), path)
+
+
+def check(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`document` if it is what this redline knows as a run.yaml.
+
+    Raises:
+        StudyError: it has another format, or does not say what was asked.
+    """
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(

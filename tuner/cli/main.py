@@ -23,6 +23,7 @@ _COMMANDS = {
     "show": "Show a run: its winner and its trials.",
     "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",
+    "report": "Make one HTML page of a run.",
     "doctor": "Check versions, devices and memory, and what is missing.",
 }
 

@@ -1,0 +1,188 @@
+"""The figures a report begins with: winner, ratio, spread, memory, and where the device time went."""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from .. import summary
+from ..measurement import Status, Trial
+
+RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
+"""Statuses of trials that took device time."""
+
+
+def headline(trials: Sequence[Trial]) -> dict[str, Any]:
+    """What the search found and what it cost, JSON-ready; None where the trials do not tell.
+
+    `spread` is relative: half the range of the winner's re-measurements over their median, else the half-width
+    of the step time's 95 % confidence interval over the step time. Device seconds are a trial's total time
+    times its devices (1 where not told); `lost` are those of trials that did not end as `ok`, `overhead` what
+    the successful ones spent outside build, warm-up and measurement.
+    """
+    winner, base = summary.best(trials), summary.default(trials)
+    gain = summary.gain(trials)
+    spreads = [spread(each) for each in (winner, base) if each is not None and each.ok]
+    return {
+        "trials": len(trials),
+        "counts": {str(status): count for status, count in summary.counts(trials).items()},
+        "unit": next((each.measurement.unit for each in trials if each.measurement.unit), ""),
+        "winner": entry(winner) if winner else None,
+        "default": entry(base) if base else None,
+        "gain": gain,
+        # Relative errors of a ratio add in squares.
+        "gain_spread": math.hypot(*spreads) if gain and None not in spreads and winner is not base else None,
+        "why": summary.why_nothing(trials),
+        "limit_mib": memory_limit(trials),
+        "cost": cost(trials),
+    }
+
+
+def entry(trial: Trial) -> dict[str, Any]:
+    """One trial's figures."""
+    found = trial.measurement
+    return {
+        "trial": trial.number,
+        "status": str(found.status),
+        "throughput": summary.standing(trial),
+        "first": found.throughput,
+        "remeasured": list(trial.remeasured),
+        "spread": spread(trial),
+        "step_ms": found.step_ms,
+        "peak_memory_mib": found.peak_memory_mib,
+        "memory_limit_mib": found.memory_limit_mib,
+        "mfu": found.mfu,
+        "devices": found.devices,
+        "config": dict(trial.config),
+    }
+
+
+def spread(trial: Trial) -> float | None:
+    """Relative half-width of what a trial's throughput is uncertain by; None where nothing tells."""
+    if len(trial.remeasured) > 1:
+        return (max(trial.remeasured) - min(trial.remeasured)) / 2 / median(trial.remeasured)
+    found = trial.measurement
+    if found.step_ms and found.step_ms_spread is not None:
+        return found.step_ms_spread / found.step_ms
+    return None
+
+
+def memory_limit(trials: Sequence[Trial]) -> float | None:
+    """The memory a rank could use, MiB: the most common one where trials differ."""
+    limits = [each.measurement.memory_limit_mib for each in trials if each.measurement.memory_limit_mib]
+    return max(sorted(set(limits)), key=limits.count) if limits else None
+
+
+def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
+    """Device seconds by status, lost and overhead, and the wall-clock span; None where no trial tells."""
+    timed = [each for each in trials if each.measurement.status in RAN and each.measurement.seconds_total]
+    if not timed:
+        return None
+    seconds = {str(status): 0.0 for status in RAN}
+    overhead = 0.0
+    for each in timed:
+        devices = each.measurement.devices or 1
+        seconds[each.measurement.status] += each.measurement.seconds_total * devices
+        if each.ok:
+            overhead += (each.measurement.seconds_overhead or 0.0) * devices
+    begun = [each for each in timed if each.measurement.started is not None]
+    span = (
+        max(each.measurement.started + each.measurement.seconds_total for each in begun)
+        - min(each.measurement.started for each in begun)
+        if begun
+        else None
+    )
+    total = sum(seconds.values())
+    return {
+        "device_seconds": total,
+        "by_status": seconds,
+        "lost": total - seconds[Status.OK],
+        "overhead": overhead,
+        "wall_seconds": span,
+        "timed": len(timed),
+    }
+
+
+def frontier(trials: Sequence[Trial]) -> list[int]:
+    """Numbers of the `ok` trials that no other beats in throughput at no more memory, by memory."""
+    known = [each for each in trials if each.ok and each.measurement.peak_memory_mib is not None]
+    known.sort(key=lambda each: (each.measurement.peak_memory_mib, -each.measurement.throughput))
+    best, kept = -math.inf, []
+    for each in known:
+        if each.measurement.throughput > best:
+            best = each.measurement.throughput
+            kept.append(each.number)
+    return kept
+
+
+def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
+    """How predictions held: for `throughput` and `memory` each None or count, median ratio measured over
+    predicted, median absolute relative error, and Spearman's rank correlation."""
+    speed = [
+        (each.predicted_throughput, each.measurement.throughput)
+        for each in trials
+        if each.ok and each.predicted_throughput
+    ]
+    memory = [
+        (each.predicted_memory_mib, each.measurement.peak_memory_mib)
+        for each in trials
+        if each.measurement.status in (Status.OK, Status.OOM) and each.predicted_memory_mib and each.measurement.peak_memory_mib
+    ]
+    return {"throughput": _agreement(speed), "memory": _agreement(memory)}
+
+
+def _agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
+    pairs = [(predicted, measured) for predicted, measured in pairs if predicted > 0 and measured > 0]
+    if not pairs:
+        return None
+    ratios = [measured / predicted for predicted, measured in pairs]
+    return {
+        "count": len(pairs),
+        "ratio": median(ratios),
+        "error": median(abs(predicted - measured) / measured for predicted, measured in pairs),
+        "rank_correlation": _spearman(pairs),
+    }
+
+
+def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
+    if len(pairs) < 3:
+        return None
+    import numpy as np
+
+    ranks = []
+    for side in zip(*pairs):
+        _, places, ties = np.unique(side, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])
+    if any(np.ptp(side) == 0 for side in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
+    """Where and when trials ran: `items` of [trial, first lane, lanes, start, end], s from the first start.
+
+    The table does not say on which devices a trial ran; each is laid on the lowest ones free at its start.
+    None where no trial tells when it started.
+    """
+    known = [
+        each
+        for each in trials
+        if each.measurement.started is not None and each.measurement.seconds_total is not None
+    ]
+    if not known:
+        return None
+    known.sort(key=lambda each: (each.measurement.started, each.number))
+    origin = known[0].measurement.started
+    busy: list[float] = []
+    items = []
+    for each in known:
+        begin = each.measurement.started - origin
+        end = begin + each.measurement.seconds_total
+        width = min(max(each.measurement.devices or 1, 1), 4096)
+        # A trial's end and the next one's start are taken by different clocks.
+        free = [until <= begin + 0.02 for until in busy]
+        first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
+        busy += [0.0] * (first + width - len(busy))
+        busy[first : first + width] = [end] * width
+        items.append([each.number, first, width, round(begin, 3), round(end, 3)])
+    return {"lanes": len(busy), "origin": origin, "items": items}

@@ -1,0 +1,79 @@
+// What was found, in one look: the winner, the ratio, the spread, the headroom, and what it cost.
+
+function bar(parts, label) {
+  const total = parts.reduce((sum, each) => sum + each.size, 0) || 1;
+  let at = 0;
+  const shapes = parts.filter((each) => each.size > 0).map((each) => {
+    const width = (each.size / total) * 100;
+    const shape = svg("rect", { class: each.kind, x: at, y: 0, width: Math.max(width, 0.4), height: 10 });
+    at += width;
+    return shape;
+  });
+  return svg("svg", { class: "bar-chart", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, shapes);
+}
+
+function tile(title, value, under, chart = null) {
+  return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "value" }, value), chart, el("p", { class: "under" }, under));
+}
+
+function verdict(run) {
+  const { winner, base, gain } = { ...run, gain: run.headline.gain };
+  if (!winner) {
+    return [run.rows.length ? "Nothing ran to the end" : "No trials yet", run.rows.length ? run.headline.why : "The page fills as trials end."];
+  }
+  const speed = rate(winner.throughput, run.unit);
+  if (base && base.trial === winner.trial) return [speed, `Trial ${winner.trial}, the default configuration: nothing tried was faster.`];
+  if (gain) {
+    const sure = given(run.headline.gain_spread) ? ` (± ${number(gain * run.headline.gain_spread, 2)})` : "";
+    const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)} % faster than` : `${number(gain, 3)} times`;
+    return [`${gain.toFixed(2)}×`, `Trial ${winner.trial} trains at ${speed}: ${faster} the default configuration's ${rate(base.throughput, run.unit)}, ratio ${gain.toFixed(2)}${sure}.`];
+  }
+  const why = base ? `The default configuration (trial ${base.trial}) ended as ${base.status}.` : "The default configuration was not tried, so there is no ratio.";
+  return [speed, `Trial ${winner.trial} is the fastest. ${why}`];
+}
+
+function headline(run) {
+  const { winner, base } = run;
+  const { counts, cost } = run.headline;
+  const [big, sentence] = verdict(run);
+  const tiles = [];
+  if (winner) {
+    const spread = given(winner.spread) ? `± ${percent(winner.spread)}` : "spread unknown";
+    const how = winner.remeasured.length ? `${spread} over ${plural(winner.remeasured.length, "re-measurement")}` : `${spread}${given(winner.spread) ? " (95 % of its step time)" : ""}`;
+    tiles.push(tile("Throughput", rate(winner.throughput, run.unit), [how, given(winner.mfu) ? `, ${percent(winner.mfu)} MFU` : ""].join("")));
+    const limit = winner.memory_limit_mib ?? run.headline.limit_mib;
+    if (given(winner.peak_memory_mib)) {
+      const free = given(limit) && limit > 0 ? 1 - winner.peak_memory_mib / limit : null;
+      tiles.push(tile("Peak memory", memory(winner.peak_memory_mib),
+        given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not in the table",
+        given(free) ? bar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null));
+    }
+  }
+  if (cost) {
+    const lost = cost.device_seconds > 0 ? cost.lost / cost.device_seconds : 0;
+    const wall = given(cost.wall_seconds) ? `; ${duration(cost.wall_seconds)} by the clock` : "";
+    tiles.push(tile("Device time", duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
+      bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: cost.by_status[status] || 0 })), "device time by status")));
+  }
+  tiles.push(tile("Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${counts[each]} ${each}`)) || "none has ended",
+    bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: counts[status] })), "trials by status")));
+  return el("section", { id: "headline", class: winner ? "" : "nothing" },
+    el("p", { class: "big" }, big), el("p", { class: "verdict" }, sentence), el("div", { class: "tiles" }, tiles),
+    winner ? winning(run, base) : null);
+}
+
+// The winning configuration beside the default's, and the buttons that copy it.
+function winning(run, base) {
+  const same = base && base.trial === run.winner.trial;
+  const cells = Object.entries(run.winner.config).map(([name, value]) => {
+    const before = base && !same ? base.config[name] : undefined;
+    const changed = before !== undefined && before !== null && knob(before) !== knob(value);
+    return el("div", { class: changed ? "knob changed" : "knob" }, el("dt", {}, name),
+      el("dd", {}, knob(value), changed ? el("span", { class: "was" }, ` was ${knob(before)}`) : null));
+  });
+  return el("div", { id: "winner" }, el("h2", {}, "The winning configuration"),
+    base && !same ? el("p", { class: "lead" }, "Marked: what differs from the default configuration.") : null,
+    el("dl", { class: "knobs" }, cells), exportPanel(run.exports),
+    run.reproduce ? el("div", { class: "reproduce" }, el("p", { class: "lead" }, "Measure it again with"),
+      el("pre", { class: "code", tabindex: 0 }, run.reproduce), copyButton("Copy the command", run.reproduce)) : null);
+}

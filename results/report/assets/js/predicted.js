@@ -1,0 +1,45 @@
+// Predicted against measured: on the diagonal a prediction held.
+
+function agreementChart(run, pairs, { title, unit, scaleBy, told }) {
+  const words = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was measured; typically ${number(told.ratio, 3)} × predicted was measured${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
+  return figure(words, (width) => {
+    const values = pairs.flatMap(([, predicted, measured]) => [predicted, measured]).map((each) => each / scaleBy);
+    const [low, high] = extent(values);
+    const from = low > high * 0.4 ? low * 0.95 : 0;
+    const height = Math.min(width, 380);
+    const frame = axes(width, height, {
+      x: (a, b) => linear(from, high, a, b, Math.min(6, width / 80)),
+      y: (a, b) => linear(from, high, a, b, 6),
+      xLabel: `Predicted ${title}, ${unit}`, yLabel: `Measured ${title}, ${unit}`,
+    });
+    frame.layer.append(svg("line", { class: "reference", x1: frame.x(frame.x.begin), y1: frame.y(frame.x.begin), x2: frame.x(frame.x.end), y2: frame.y(frame.x.end) }));
+    const points = pairs.map(([row, predicted, measured]) => point(run, row, frame.x(predicted / scaleBy), frame.y(measured / scaleBy)));
+    marks(frame.layer, points, { radius: 3.2 });
+    hover(frame.root, points);
+    return frame.root;
+  }, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), label: `predicted against measured ${title}` });
+}
+
+function predicted(run) {
+  const { throughput, memory: ram } = run.predictions;
+  const shown = [];
+  if (throughput) {
+    const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
+    // The work of a step is the same, so the predicted step time follows from the two throughputs.
+    const timed = rows.every((row) => given(row.step_ms));
+    const pairs = rows.map((row) => (timed ? [row, (row.step_ms * row.throughput) / row.predicted_throughput, row.step_ms] : [row, row.predicted_throughput, row.throughput]));
+    const top = Math.max(...pairs.flatMap((each) => each.slice(1)));
+    const unit = timed ? (top >= 10000 ? ["s", 1000] : ["ms", 1]) : [run.unit || "as measured", 1];
+    const told = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
+    shown.push(agreementChart(run, pairs, { title: timed ? "step time" : "throughput", unit: unit[0], scaleBy: unit[1], told }));
+  }
+  if (ram) {
+    const pairs = run.rows.filter((row) => (row.status === "ok" || row.status === "oom") && row.peak_memory_mib > 0 && row.predicted_memory_mib > 0)
+      .map((row) => [row, row.predicted_memory_mib, row.peak_memory_mib]);
+    const unit = memoryUnit(Math.max(...pairs.flatMap((each) => each.slice(1))));
+    shown.push(agreementChart(run, pairs, { title: "peak memory", unit: unit.name, scaleBy: unit.by, told: ram }));
+  }
+  if (!shown.length) return null;
+  return section("predicted", "Predicted against measured", "What was expected of each trial before it ran. On the diagonal the prediction was exact; above it more was measured than predicted.",
+    el("div", { class: "pair" }, shown), legend(Object.fromEntries(Object.entries(run.headline.counts).filter(([status]) => status === "ok" || status === "oom"))));
+}

@@ -1,0 +1,61 @@
+// The best throughput so far, against trials and against device time.
+
+function progressOver(run, { label, place, unit, caption }) {
+  const rows = run.rows.filter((row) => given(place(row)));
+  if (!rows.some((row) => row.status === "ok")) return null;
+  return figure(caption, (width) => {
+    const reach = extent(rows.map(place))[1] / unit.by;
+    const speeds = extent(rows.filter((row) => row.status === "ok").map((row) => row.throughput));
+    const frame = axes(width, 300, {
+      x: (from, to) => (unit.whole ? counting(reach, from, to, Math.min(8, width / 80)) : linear(0, reach, from, to, Math.min(8, width / 80), { tight: true })),
+      y: (from, to) => linear(Math.min(0, speeds[0]), speeds[1] * 1.02, from, to, 5),
+      xLabel: label, yLabel: `Throughput${run.unit ? `, ${run.unit}` : ""}`,
+    });
+    const points = rows.map((row) => point(run, row, frame.x(place(row) / unit.by), row.status === "ok" ? frame.y(row.throughput) : frame.base - 7));
+    if (run.base && given(run.base.first)) {
+      const at = frame.y(run.base.first);
+      frame.layer.append(svg("line", { class: "reference", x1: frame.left, x2: frame.right, y1: at, y2: at }));
+      frame.layer.append(svg("text", { class: "note default", x: frame.right, y: at - 5, "text-anchor": "end" }, "default"));
+    }
+    marks(frame.layer, points, { radius: 3, dim: true });
+    let best = -Infinity;
+    const line = [];
+    for (const row of [...rows].sort((a, b) => place(a) - place(b))) {
+      if (row.status !== "ok" || row.throughput <= best) continue;
+      best = row.throughput;
+      line.push([frame.x(place(row) / unit.by), frame.y(best)]);
+    }
+    frame.layer.append(svg("path", { class: "best", d: steps(line, frame.right) }));
+    const [x, y] = line.at(-1);
+    frame.layer.append(svg("path", { class: "star", d: star(x, y, 8) }));
+    hover(frame.root, points);
+    return frame.root;
+  });
+}
+
+// Device seconds spent when each trial ended, by trial.
+function spentBy(run) {
+  const ended = run.rows.filter((row) => given(row.seconds_total));
+  if (ended.every((row) => given(row.started))) ended.sort((a, b) => a.started + a.seconds_total - b.started - b.seconds_total);
+  const spent = new Map();
+  let sum = 0;
+  for (const row of ended) {
+    sum += row.seconds_total * (row.devices || 1);
+    spent.set(row.trial, sum);
+  }
+  return spent;
+}
+
+function progress(run) {
+  const spent = spentBy(run);
+  const total = Math.max(0, ...spent.values());
+  const unit = timeUnit(total);
+  const shown = [
+    progressOver(run, { label: "Trial", place: (row) => row.trial, unit: { by: 1, whole: true }, caption: "" }),
+    total > 0 ? progressOver(run, { label: `Device time spent, ${unit.name}`, place: (row) => spent.get(row.trial), unit, caption: "" }) : null,
+  ].filter(Boolean);
+  if (!shown.length) return null;
+  return section("progress", "How the best was found",
+    "The line is the highest throughput measured so far; marks are trials, those that failed along the bottom. Left by number of trials, right by the device time they took.",
+    el("div", { class: "pair" }, shown), legend(run.headline.counts));
+}

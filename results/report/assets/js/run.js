@@ -1,0 +1,22 @@
+// A run's page from top to bottom; the report and the dashboard share it.
+
+function problemList(problems) {
+  if (!problems.length) return null;
+  const shown = problems.slice(0, 8);
+  return el("div", { class: "problems", role: "note" }, el("h2", {}, "What could not be read"),
+    el("ul", {}, shown.map((each) => el("li", {}, each))), problems.length > shown.length ? el("p", {}, `and ${problems.length - shown.length} more.`) : null);
+}
+
+function title(run, ...more) {
+  return el("header", { class: "title" },
+    el("div", {}, el("h1", {}, run.name), el("span", { class: `state state-${run.state}`, title: STATE_WORDS[run.state] }, STATES[run.state])),
+    el("p", { class: "under" }, `Made from ${run.table} on ${moment(run.made)}. ${run.state === "finished" ? "" : STATE_WORDS[run.state]}`), more);
+}
+
+function figures(run) {
+  return [headline(run), progress(run), throughputOverMemory(run), parallel(run), effects(run), predicted(run), timeline(run), failureList(run)];
+}
+
+function background(run) {
+  return [spaceWords(run), environment(run)];
+}

@@ -1,0 +1,50 @@
+// From values to places on a line, and the values worth a tick.
+
+function niceStep(span, count) {
+  const raw = span / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const unit = raw / power;
+  return (unit <= 1 ? 1 : unit <= 2 ? 2 : unit <= 2.5 ? 2.5 : unit <= 5 ? 5 : 10) * power;
+}
+
+// A linear scale over at least [low, high], widened to whole ticks. Returns a function with `.ticks`.
+function linear(low, high, from, to, count = 6, { tight = false } = {}) {
+  if (!(high > low)) {
+    const pad = Math.abs(low) * 0.05 || 1;
+    high = low + pad;
+    low -= low > 0 && low - pad < 0 ? low : pad;
+  }
+  const step = niceStep(high - low, count);
+  const first = Math.floor(low / step + 1e-9) * step;
+  const last = Math.ceil(high / step - 1e-9) * step;
+  const [begin, end] = tight ? [low, high] : [first, last];
+  const scale = (value) => from + ((value - begin) / (end - begin)) * (to - from);
+  scale.ticks = [];
+  for (let i = 0; i <= Math.round((last - first) / step); i += 1) {
+    const tick = +(first + i * step).toPrecision(12);
+    if (tick >= begin - step * 1e-6 && tick <= end + step * 1e-6) scale.ticks.push(tick);
+  }
+  scale.digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9) + (String(+step.toPrecision(3)).includes("25") ? 1 : 0));
+  scale.label = (tick) => tick.toLocaleString("en-US", { maximumFractionDigits: Math.min(scale.digits, 12) });
+  scale.begin = begin;
+  scale.end = end;
+  return scale;
+}
+
+// A whole-number axis, such as of trials.
+function counting(last, from, to, count) {
+  const scale = linear(0, Math.max(last, 1), from, to, Math.min(count, Math.max(last, 1)), { tight: true });
+  scale.ticks = scale.ticks.filter((each) => Number.isInteger(each));
+  return scale;
+}
+
+function extent(values) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const each of values) {
+    if (!given(each)) continue;
+    if (each < low) low = each;
+    if (each > high) high = each;
+  }
+  return low <= high ? [low, high] : null;
+}

@@ -1,0 +1,107 @@
+// The trials as a table that sorts, filters and stays quick: only the rows in sight are in the page.
+
+const ROW = 30;
+
+const TABLE_COLUMNS = [
+  ["trial", "Trial", (row) => String(row.trial), "number"],
+  ["status", "Status", (row) => badge(row.status), "text"],
+  ["throughput", "", (row) => number(row.throughput, 5), "number"],
+  ["step_ms", "Step, ms", (row) => number(row.step_ms, 4), "number"],
+  ["peak_memory_mib", "Peak, MiB", (row) => number(row.peak_memory_mib, 5), "number"],
+  ["mfu", "MFU", (row) => percent(row.mfu), "number"],
+  ["seconds_total", "Time, s", (row) => number(row.seconds_total, 3), "number"],
+  ["sampler", "Chosen by", (row) => row.sampler || MISSING, "text"],
+];
+
+function compareCells(a, b) {
+  if (a === b) return 0;
+  if (a === null || a === undefined || a === "") return 1;
+  if (b === null || b === undefined || b === "") return -1;
+  return typeof a === typeof b ? (a < b ? -1 : 1) : String(a) < String(b) ? -1 : 1;
+}
+
+// `open(row)` is called for a row that is pressed. The table's `update(run)` takes in new rows.
+function trialTable(first, open) {
+  let run = first;
+  let shown = [];
+  let sort = { name: "throughput", down: true };
+  const off = new Set();
+  let columns = [];
+  const search = el("input", { type: "search", placeholder: "Filter: micro_batch=8 throughput>5000 sdpa", "aria-label": "Filter trials", spellcheck: "false", autocapitalize: "off" });
+  const chips = el("div", { class: "chips", role: "group", "aria-label": "Statuses" });
+  const told = el("p", { class: "under", role: "status" });
+  const head = el("tr", {});
+  const body = el("tbody", {});
+  const pane = el("div", { class: "table-pane", tabindex: 0 }, el("table", { class: "trials" }, el("thead", {}, head), body));
+
+  const sortBy = (name) => {
+    sort = { name, down: sort.name === name ? !sort.down : name === "throughput" || name === "mfu" };
+    refresh();
+  };
+
+  function header() {
+    const present = new Set(run.columns);
+    columns = [
+      ...TABLE_COLUMNS.filter(([name]) => present.has(name)).map(([name, title, text, kind]) => ({ name, title: title || run.unit || "Throughput", text, kind, get: (row) => row[name] })),
+      ...run.knobNames.map((name) => ({
+        name: `knob.${name}`, title: name, text: (row) => knob(row.knobs[name]), get: (row) => row.knobs[name],
+        kind: run.rows.every((row) => typeof row.knobs[name] !== "string") ? "number" : "text",
+      })),
+      ...(present.has("reason") && run.rows.some((row) => row.reason) ? [{ name: "reason", title: "Reason", text: (row) => row.reason || "", kind: "text long", get: (row) => row.reason }] : []),
+    ];
+    clear(head).append(...columns.map((each) => el("th", { class: each.kind, scope: "col", "aria-sort": sort.name === each.name ? (sort.down ? "descending" : "ascending") : "none" },
+      el("button", { type: "button", "data-sort": each.name, onclick: () => sortBy(each.name) }, each.title, el("span", { class: "arrow", "aria-hidden": "true" }, sort.name === each.name ? (sort.down ? " ▼" : " ▲") : "")))));
+    // An axis of its own for the width, so that columns do not jump while rows come and go.
+    clear(chips).append(...STATUSES.filter((status) => run.headline.counts[status]).map((status) => el("button", {
+      type: "button", "data-status": status, "aria-pressed": String(!off.has(status)),
+      onclick: () => { if (off.has(status)) off.delete(status); else off.add(status); refresh(); },
+    }, badge(status), ` ${run.headline.counts[status]}`)));
+  }
+
+  function draw() {
+    const height = pane.clientHeight || 480;
+    const begin = Math.max(0, Math.min(Math.floor(pane.scrollTop / ROW) - 8, shown.length));
+    const end = Math.min(shown.length, begin + Math.ceil(height / ROW) + 18);
+    const spacer = (rows) => (rows ? [el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: columns.length, height: rows * ROW }))] : []);
+    clear(body).append(...spacer(begin), ...shown.slice(begin, end).map(line), ...spacer(shown.length - end));
+  }
+
+  function line(row) {
+    const winner = run.winner && row.trial === run.winner.trial;
+    return el("tr", { class: winner ? "is-winner" : null, "data-trial": row.trial, onclick: () => open(row) },
+      columns.map((each, at) => el("td", { class: each.kind, title: each.kind.includes("long") ? row.reason : null },
+        at ? each.text(row) : el("button", { type: "button", class: "link", "aria-label": `Trial ${row.trial}` }, each.text(row), winner ? " ★" : ""))));
+  }
+
+  function refresh() {
+    const wanted = makeFilter(search.value, run);
+    const column = { name: sort.name };
+    header();
+    const get = (columns.find((each) => each.name === column.name) || columns[0]).get;
+    shown = run.rows.filter((row) => !off.has(row.status) && wanted.test(row));
+    const sign = sort.down ? -1 : 1;
+    shown.sort((a, b) => {
+      const [x, y] = [get(a), get(b)];
+      const empty = (each) => each === null || each === undefined || each === "";
+      if (empty(x) !== empty(y)) return empty(x) ? 1 : -1;
+      return sign * compareCells(x, y) || a.trial - b.trial;
+    });
+    told.textContent = wanted.unknown.length
+      ? `No column is called ${wanted.unknown.join(", ")}. Columns: ${[...run.knobNames, ...run.columns.filter((each) => !each.startsWith("knob."))].join(", ")}`
+      : shown.length === run.rows.length ? plural(shown.length, "trial") : `${number(shown.length, 9)} of ${plural(run.rows.length, "trial")}`;
+    draw();
+  }
+
+  let waiting = false;
+  pane.addEventListener("scroll", () => {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; draw(); });
+  });
+  search.addEventListener("input", () => { pane.scrollTop = 0; refresh(); });
+  const element = section("trials", "All trials", null,
+    el("div", { class: "row filters" }, search, chips), told, pane);
+  new ResizeObserver(draw).observe(pane);
+  refresh();
+  return { element, update(next) { run = next; refresh(); }, get shown() { return shown; } };
+}

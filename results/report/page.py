@@ -1,0 +1,72 @@
+"""The HTML of a report: one file that needs nothing else and fetches nothing."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+SCRIPTS = (
+    "dom", "format", "status", "scale", "frame", "tooltip", "marks", "copy", "rows", "details", "headline",
+    "progress", "memory", "parallel", "effects", "predicted", "timeline", "failures", "filter", "table",
+    "space", "environment", "run",
+)  # fmt: skip
+"""The scripts that draw a run, in the order they build on each other; the dashboard uses the same."""
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The report of a run as HTML.
+
+    Nothing in `document` is ever read as HTML or as a script: it is embedded as JSON without `<`, the page
+    shows it as text only, and a content security policy forbids any script and style but the page's own.
+
+    Args:
+        document: what `document.document` returns.
+    """
+    style, script = asset("style.css"), bundle(SCRIPTS, "report")
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"style-src {_hash(style)}; script-src {_hash(script)}"
+    )
+    parts = {
+        "policy": html.escape(policy),
+        "title": html.escape(f"{document['name']}: redline report"),
+        "style": style,
+        "data": embed(document),
+        "script": script,
+    }
+    out = asset("report.html")
+    for name, text in parts.items():
+        before, mark, after = out.partition(f"<!--{name}-->")
+        if not mark:
+            raise AssertionError(f"report.html has no place for {name}")
+        out = before + text + after
+    return out
+
+
+def embed(data: Any) -> str:
+    """`data` as JSON that may stand inside an HTML script element."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for each in "<>&\u2028\u2029":
+        text = text.replace(each, f"\\u{ord(each):04x}")
+    return text.encode("utf-8", "replace").decode()
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of the package's own, as text."""
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def bundle(names: tuple[str, ...], *more: str) -> str:
+    """Scripts as one, in a scope of their own; each file sees the names of those before it."""
+    parts = [f"// {name}\n{asset(f'js/{name}.js')}" for name in (*names, *more)]
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

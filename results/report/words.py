@@ -1,0 +1,131 @@
+"""The space, what was asked, and where it ran: as people read it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_ASKED = {
+    "model": "Model",
+    "devices": "Devices",
+    "seq_len": "Sequence length",
+    "global_batch": "Global batch",
+    "memory_limit_mib": "Memory limit",
+    "sampler": "Sampler",
+    "runner": "Runner",
+    "seed": "Seed",
+    "trial_timeout_s": "Deadline of a trial",
+}
+
+
+def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
+    """What run.yaml says was asked, as pairs of a name and a text."""
+    given = (request or {}).get("asked", {})
+    out = []
+    for key, name in _ASKED.items():
+        value = given.get(key)
+        if value is None:
+            continue
+        if key == "devices" and isinstance(value, Mapping):
+            value = _devices(value)
+        elif key == "memory_limit_mib":
+            value = f"{value} MiB"
+        elif key == "trial_timeout_s":
+            value = f"{value:g} s" if isinstance(value, (int, float)) else value
+        out.append([name, _text(value)])
+    if (request or {}).get("created"):
+        out.append(["Started", _text(request["created"])])
+    for each in (request or {}).get("resumed") or []:
+        if isinstance(each, Mapping):
+            out.append(["Resumed", _text(each.get("at", ""))])
+    return out
+
+
+def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The knobs and constraints: those of run.yaml, else what the table's columns show.
+
+    Each of `knobs` has `name`, `values` (None for a derived one), `default`, `help`, `when`, `derived`;
+    each of `constraints` `text` and `reason`; `declared` tells whether the space is known or only seen.
+    """
+    document = (request or {}).get("asked", {}).get("space")
+    seen = {name[len("knob.") :]: cells for name, cells in columns.items() if name.startswith("knob.")}
+    if not isinstance(document, Mapping) or not isinstance(document.get("knobs"), list):
+        return {"declared": False, "constraints": [], "knobs": [_seen(name, cells) for name, cells in seen.items()]}
+    knobs = [_knob(each) for each in document["knobs"] if isinstance(each, Mapping) and "name" in each]
+    for each in _mappings(document.get("derived")):
+        knobs.append(
+            {"name": str(each.get("name")), "values": None, "derived": _rule(each.get("value")), "help": str(each.get("help", ""))}
+        )
+    known = {each["name"] for each in knobs}
+    knobs += [_seen(name, cells) for name, cells in seen.items() if name not in known]
+    constraints = [
+        {"text": _rule(each.get("require")), "reason": str(each.get("reason", ""))}
+        for each in _mappings(document.get("constraints"))
+    ]
+    return {"declared": True, "knobs": knobs, "constraints": constraints}
+
+
+def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | None) -> list[list[Any]]:
+    """Groups of facts about where it ran, each a title and pairs of a name and a text."""
+    found = (best or {}).get("environment") or (request or {}).get("environment") or {}
+    if not isinstance(found, Mapping):
+        return []
+    out = []
+    for key, title in (("devices", "Devices"), ("host", "Machine"), ("versions", "Versions")):
+        facts = found.get(key) or ((request or {}).get("asked", {}).get("devices") if key == "devices" else None)
+        if isinstance(facts, Mapping):
+            pairs = [[str(name).replace("_mib", "").replace("_", " "), _fact(name, value)] for name, value in facts.items() if value is not None]
+            out.append([title, pairs])
+    return out
+
+
+def _devices(value: Mapping[str, Any]) -> str:
+    count, name = value.get("count"), value.get("name") or value.get("type")
+    used = value.get("used")
+    text = f"{count} × {name}" if count is not None else _text(name)
+    return f"{text}, {used} used by a trial" if used not in (None, count) else text
+
+
+def _fact(name: Any, value: Any) -> str:
+    return f"{value} MiB" if str(name).endswith("_mib") else _text(value)
+
+
+def _knob(entry: Mapping[str, Any]) -> dict[str, Any]:
+    values = entry.get("values")
+    if not isinstance(values, list):
+        values = [False, True] if entry.get("type") == "flag" else None
+    text = None
+    if values is None and "low" in entry:
+        text = f"{entry['low']} to {entry.get('high')}" + (f", step {entry['step']}" if "step" in entry else "")
+    default = entry.get("default", values[0] if values else entry.get("low"))
+    return {
+        "name": str(entry["name"]),
+        "values": values,
+        "range": text,
+        "default": default,
+        "help": str(entry.get("help", "")),
+        "when": _rule(entry["when"]) if "when" in entry else "",
+    }
+
+
+def _seen(name: str, cells: list[Any]) -> dict[str, Any]:
+    values = sorted({each for each in cells if each is not None}, key=lambda each: (isinstance(each, str), each))
+    if len(values) > 40:
+        return {"name": name, "values": None, "range": f"{len(values)} values, {values[0]} to {values[-1]}", "help": ""}
+    return {"name": name, "values": values, "help": ""}
+
+
+def _rule(value: Any) -> str:
+    return _text(value["callable"]) if isinstance(value, Mapping) and "callable" in value else _text(value)
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_text(each) for each in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+    return str(value)
