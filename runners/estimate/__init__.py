@@ -9,7 +9,7 @@ _LAZY = {
     "Estimator": ".estimator",
     "Hardware": ".hardware",
     "Link": ".hardware",
-    "hardware": ".hardware",
+    "find_hardware": ".hardware",
     "Estimate": ".estimate",
     "EstimateTable": ".estimate",
     "Attention": ".model_facts",

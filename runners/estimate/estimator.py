@@ -12,7 +12,7 @@ from .calibration import Correction, fit
 from .columns import Columns, columns
 from .constants import PROFILES, Constants
 from .estimate import Estimate, EstimateTable
-from .hardware import Hardware, hardware
+from .hardware import Hardware, find_hardware
 from .memory import MEMORY_TERMS, peak_memory
 from .model_facts import FactsSource, ModelFacts, Shape
 from .setup import TrainingSetup
@@ -315,7 +315,7 @@ def _normal(z: np.ndarray) -> np.ndarray:
 def _hardware(spec: Any) -> Hardware:
     if not isinstance(spec, (str, Path, Hardware)):
         raise UsageError(f"hardware must be a name, a file or a Hardware, but got {spec!r}")
-    return hardware(spec)
+    return find_hardware(spec)
 
 
 def _setup(values: Mapping[str, Any]) -> TrainingSetup:

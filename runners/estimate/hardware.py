@@ -132,7 +132,7 @@ class Hardware:
             if key not in known:
                 raise UsageError(f"{where}: {unknown('field', key, known | {'base'})}")
         if base is not None:
-            start = hardware(str(base))
+            start = find_hardware(str(base))
             values = {
                 **{each: getattr(start, each) for each in known},
                 "sources": {"base": start.name},
@@ -177,7 +177,7 @@ def _link(data: Any, where: str) -> Link:
     return Link(**{"name": "link", **data})
 
 
-def hardware(spec: "str | Path | Hardware") -> Hardware:
+def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     """The hardware of a name in `DEVICES`, of a YAML file, or itself.
 
     Raises:

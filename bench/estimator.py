@@ -1,0 +1,292 @@
+"""How well the estimator predicts measured clusters: `python bench/estimator.py --surfaces DIR [--calibrate K]`.
+
+DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
+global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the model's
+shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is inferred from the
+framework it names, by the rules of `training_of`, and printed with `--conventions`.
+
+Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
+peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed (a failure is
+whatever left no number, crashes included), and the share of measurements inside the 80 % intervals. With
+`--calibrate K` also after K random measurements of the table, mean over seeds, on the measurements left out.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from redline.results import Measurement, Status, Trial
+from redline.runners.estimate import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
+from redline.runners.estimate.constants import PROFILES
+
+KNOBS = ("tp", "pp", "dp", "zero", "micro_batch", "grad_accum")
+Z80 = 1.2815515655446004
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A table and the estimator for it."""
+
+    name: str
+    table: pd.DataFrame
+    estimator: Estimator
+    inferred: tuple[str, ...]
+
+    @property
+    def ok(self) -> np.ndarray:
+        return (self.table["status"] == "ok").to_numpy()
+
+    @property
+    def configs(self) -> pd.DataFrame:
+        return self.table[[name for name in KNOBS if name in self.table]]
+
+    @property
+    def step_ms(self) -> np.ndarray:
+        return self.table["step_ms"].to_numpy(float)
+
+
+def shape_of(model: Mapping[str, Any]) -> Shape:
+    """The model of a YAML."""
+    llama = model.get("family") not in ("gpt2", "gpt", "bert", "opt")
+    return Shape(
+        name=str(model.get("family", "model")),
+        layers=model["num_layers"],
+        hidden=model["hidden_size"],
+        heads=model["num_attention_heads"],
+        kv_heads=model.get("num_key_value_heads"),
+        intermediate=model.get("intermediate_size"),
+        vocabulary=model["vocab_size"],
+        tied=bool(model.get("tie_word_embeddings", not llama)),
+        gated=llama,
+        biases=not llama,
+        positions=0 if llama else model["seq_len"],
+        dropout=not llama,
+    )
+
+
+def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
+    """The cluster of a YAML; its network where the YAML puts a number on it."""
+    device = find_hardware(data["device"])
+    notes = []
+    per_node = int(data.get("gpus_per_node", device.devices_per_node))
+    text = str(data.get("inter_node", ""))
+    rate = None
+    if found := re.search(r"(\d+)\s*x\s*(HDR|NDR|EDR)", text, re.IGNORECASE):
+        gbit = {"EDR": 100, "HDR": 200, "NDR": 400}[found[2].upper()]
+        rate = int(found[1]) * gbit / 8 / per_node
+    elif found := re.search(r"([\d.]+)\s*(G[Bb])(?:/s|ps)?\s*per\s*node", text):
+        rate = float(found[1]) / (1 if found[2] == "GB" else 8) / per_node
+    if rate is not None:
+        # EFA's latency is about twice InfiniBand's.
+        latency = 45.0 if "efa" in text.lower() else device.inter_node.latency_us
+        device = device.but(inter_node=Link(name=text, gb_per_s=rate, latency_us=latency))
+        notes.append(f"network: {rate:g} GB/s a device, {latency:g} us")
+    return device.but(devices_per_node=per_node), notes
+
+
+def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str) -> tuple[TrainingSetup, list[str]]:
+    """The set-up of a YAML, and in words what was inferred from the framework rather than read."""
+    notes = []
+    recompute = str(data.get("checkpointing", "none")).lower()
+    ratio = 0.0 if recompute in ("none", "no", "false", "off") else 1.0
+    if "not stated" in recompute:
+        notes.append("checkpointing not stated: every block, Megatron-LM's habit before selective recomputation")
+    master = str(data.get("master_weights", "fp32"))
+    gradients = str(data.get("gradient_accumulation", "fp32"))
+    tp_mode = str(data.get("tp_mode", "")).lower()
+    nanotron = framework == "nanotron"
+    if nanotron:
+        notes.append("peak memory is the first stage's, as rank 0 logs it; blocks cut by cost; flash attention")
+        notes.append("bf16 gradients beside the fp32 accumulator")
+    batch = data.get("global_batch_sequences")
+    setup = TrainingSetup(
+        devices=gpus if isinstance(gpus, int) else 1,
+        seq_len=seq_len,
+        global_batch=batch,
+        precision="bf16_pure" if "16" in str(data.get("precision", "bf16")) else "fp32",
+        master_weights=master,
+        gradient_dtype=gradients,
+        gradient_copy=nanotron,
+        sequence_parallel="reduce_scatter" in tp_mode or "sequence" in tp_mode,
+        attention="flash_attention_2" if nanotron else "eager",
+        kernels=not nanotron,
+        checkpoint_ratio=ratio,
+        pipeline=str(data.get("pipeline", "1f1b")).lower(),
+        balance="cost" if nanotron else "layers",
+        reported_rank="first" if nanotron else "fullest",
+        framework=framework,
+    )
+    return setup, notes
+
+
+def load(path: Path, framework: str | None = None) -> Surface:
+    """A table with its estimator."""
+    about = yaml.safe_load(path.with_suffix(".yaml").read_text())
+    words = f"{about.get('name', '')} {about.get('source', '')}".lower()
+    named = next((name for name in PROFILES if name in words), "redline")
+    device, notes = hardware_of(about["hardware"])
+    setup, more = training_of(
+        about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework or named
+    )
+    table = pd.read_csv(path)
+    samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
+    if "step_ms" not in table:
+        table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3
+    table["throughput"] = samples * setup.seq_len / table["step_ms"] * 1e3
+    estimator = Estimator(shape_of(about["model"]), device, setup)
+    return Surface(path.stem, table, estimator, (*notes, *more))
+
+
+def evaluate(surface: Surface, estimator: Estimator, without: np.ndarray | None = None) -> dict[str, float]:
+    """The columns of the report for one table, rows in `without` left out."""
+    keep = np.ones(len(surface.table), bool)
+    if without is not None:
+        keep[without] = False
+    made = estimator.table(surface.configs)
+    ok = surface.ok & keep & np.isfinite(made.step_ms)
+    out: dict[str, float] = {"rows": float(ok.sum())}
+    ratio = made.step_ms[ok] / surface.step_ms[ok]
+    out |= _errors("time", ratio, made.log_throughput_std[ok])
+    out["spearman"] = _spearman(made.throughput[ok], surface.table["throughput"].to_numpy()[ok])
+    if "peak_memory_gib" in surface.table:
+        measured = surface.table["peak_memory_gib"].to_numpy(float) * 1024
+        known = ok & np.isfinite(measured)
+        out |= _errors("memory", made.peak_memory_mib[known] / measured[known], made.log_memory_std[known])
+    failed = ~surface.ok & keep
+    if failed.any() and ok.any():
+        out["auc"] = auc(-made.probability_fits[ok], -made.probability_fits[failed])
+    return out
+
+
+def _errors(name: str, ratio: np.ndarray, std: np.ndarray) -> dict[str, float]:
+    if not len(ratio):
+        return {}
+    return {
+        f"{name}_median": float(np.median(np.abs(ratio - 1))),
+        f"{name}_mean": float(np.mean(np.abs(ratio - 1))),
+        f"{name}_bias": float(np.median(ratio) - 1),
+        f"{name}_cover": float(np.mean(np.abs(np.log(ratio)) <= Z80 * std)),
+    }
+
+
+def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+    if len(a) < 3:
+        return math.nan
+    return float(np.corrcoef(pd.Series(a).rank(), pd.Series(b).rank())[0, 1])
+
+
+def auc(good: np.ndarray, bad: np.ndarray) -> float:
+    """Chance that a failure has a higher score than a success; ties count half."""
+    ranks = pd.Series(np.concatenate([good, bad])).rank().to_numpy()
+    return float((ranks[len(good) :].sum() - len(bad) * (len(bad) + 1) / 2) / (len(good) * len(bad)))
+
+
+def calibrated(surface: Surface, count: int, seed: int) -> dict[str, float]:
+    """As `evaluate`, after `count` random successes, which are left out."""
+    chosen = np.random.default_rng(seed).permutation(np.flatnonzero(surface.ok))[:count]
+    rows = surface.configs.to_dict("records")
+    trials = []
+    for number, at in enumerate(chosen):
+        row = surface.table.iloc[at]
+        memory = row.get("peak_memory_gib")
+        measurement = Measurement(
+            status=Status.OK,
+            step_ms=float(row["step_ms"]),
+            peak_memory_mib=None if memory is None or math.isnan(memory) else float(memory) * 1024,
+        )
+        trials.append(Trial(number=number, config=rows[at], measurement=measurement))
+    return evaluate(surface, surface.estimator.calibrate(trials), chosen)
+
+
+COLUMNS = (
+    "rows", "memory_median", "memory_mean", "memory_bias", "memory_cover", "auc", "time_median", "time_mean",
+    "time_bias", "time_cover", "spearman",
+)  # fmt: skip
+
+
+def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    print(f"\n{title}")
+    print(f"{'table':34}" + "".join(f"{name.replace('memory', 'mem'):>12}" for name in COLUMNS))
+    for name, row in rows.items():
+        cells = []
+        for column in COLUMNS:
+            value = row.get(column, math.nan)
+            if math.isnan(value):
+                cells.append("-")
+            elif column == "rows":
+                cells.append(f"{value:.0f}")
+            elif column in ("auc", "spearman"):
+                cells.append(f"{value:.3f}")
+            else:
+                cells.append(f"{100 * value:.1f} %")
+        print(f"{name:34}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each column over tables that have it."""
+    out = {}
+    for column in COLUMNS:
+        values = [row[column] for row in rows.values() if not math.isnan(row.get(column, math.nan))]
+        if values:
+            out[column] = float(np.mean(values))
+    return out
+
+
+def pooled_auc(surfaces: list[Surface]) -> dict[str, float]:
+    """The area under the curve over all tables of a model together."""
+    pools: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+    for surface in surfaces:
+        if surface.ok.all():
+            continue
+        score = -surface.estimator.table(surface.configs).probability_fits
+        model = re.sub(r"-\d+gpu.*$", "", surface.name)
+        good, bad = pools.setdefault(model, ([], []))
+        good.append(score[surface.ok])
+        bad.append(score[~surface.ok])
+    return {
+        model: auc(np.concatenate(good), np.concatenate(bad))
+        for model, (good, bad) in pools.items()
+        if sum(map(len, good)) and sum(map(len, bad))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--surfaces", type=Path, required=True, help="folder of CSV and YAML files")
+    parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="also after K random measurements")
+    parser.add_argument("--seeds", type=int, default=20, help="repetitions of --calibrate")
+    parser.add_argument("--only", default="", help="tables whose name contains this")
+    parser.add_argument("--conventions", action="store_true", help="print what was inferred for each table")
+    options = parser.parse_args()
+    paths = [path for path in sorted(options.surfaces.glob("*.csv")) if options.only in path.name]
+    paths = [path for path in paths if path.with_suffix(".yaml").exists()]
+    if not paths:
+        parser.error(f"no table (a CSV with a YAML beside it) in {options.surfaces}")
+    surfaces = [load(path) for path in paths]
+    if options.conventions:
+        for surface in surfaces:
+            print(f"{surface.name}: {'; '.join(surface.inferred)}")
+    rows: dict[str, Any] = {surface.name: evaluate(surface, surface.estimator) for surface in surfaces}
+    show("uncalibrated", {**rows, "mean": means(rows)})
+    for model, value in pooled_auc(surfaces).items():
+        print(f"AUC pooled over {model}: {value:.4f}")
+    if options.calibrate:
+        after: dict[str, Any] = {}
+        for surface in surfaces:
+            runs = [calibrated(surface, options.calibrate, seed) for seed in range(options.seeds)]
+            after[surface.name] = means({str(seed): run for seed, run in enumerate(runs)})
+        show(
+            f"after {options.calibrate} random measurements, mean of {options.seeds} seeds, on the rest",
+            {**after, "mean": means(after)},
+        )
+
+
+if __name__ == "__main__":
+    main()
