@@ -96,6 +96,11 @@ class Part:
     """Bytes that memory-bound operators (norms, activations, residuals, casts) read and write, forward."""
     traffic_backward: PerToken | None = None
     """The same in backward; None: twice the forward."""
+    saved_fixed: float = 0.0
+    """Bytes kept whatever the batch, one instance: autocast's copies of weights. Divided like `sharded` parameters;
+    a checkpointed instance keeps none."""
+    traffic_fixed: float = 0.0
+    """Bytes moved in each forward whatever the batch: autocast's casting of weights."""
     kernels: float = 0.0
     """Kernels launched in forward, products and attention included; backward counts twice."""
 

@@ -1,0 +1,123 @@
+"""Operators that keep other things on CUDA than on the CPU where they are traced."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+_UNDER_AUTOCAST_FP32 = ("softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss")
+"""What CUDA's autocast computes in float32 and the CPU's does not:
+https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
+
+
+def function_mode(device_type: str, attended: Callable[..., None]) -> Any:
+    """A mode under which operators are traced as on `device_type`.
+
+    On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the dropout
+    and keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs softmax and norms in
+    float32. The CPU's own operators are left as they are.
+
+    Args:
+        device_type: `cuda` or `cpu`.
+        attended: told of every scaled dot-product attention as `attended(query, key, causal, run)`; on the CPU
+            `run()` is what it is to return the result of.
+    """
+    import torch
+    from torch.nn import functional as F
+    from torch.overrides import TorchFunctionMode
+
+    fp32 = {getattr(F, name) for name in _UNDER_AUTOCAST_FP32}
+    fp32 |= {torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.Tensor.softmax}
+    fp32 |= {torch.Tensor.log_softmax}
+
+    class AsOn(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is F.scaled_dot_product_attention:
+                return _attention(func, args, kwargs, device_type, attended)
+            if device_type == "cuda":
+                if func is F.dropout:
+                    return _dropout(func, *args, **kwargs)
+                if func in fp32 and torch.is_autocast_enabled("cpu"):
+                    args = tuple(_float(each) for each in args)
+            return func(*args, **kwargs)
+
+    return AsOn()
+
+
+@contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """transformers reads positions to see whether a row packs several sequences, and builds a mask where it cannot.
+
+    Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes other,
+    leaner ways (grouped keys are not repeated), so while this is open the answer is no.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    before = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = before
+
+
+def _float(value: Any) -> Any:
+    import torch
+
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _functions()[0].apply(input) if training and p > 0 else func(input, 0.0, False, inplace)
+
+
+def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: Any) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key, value = given["query"], given["key"], given["value"]
+    causal = bool(given.get("is_causal")) or given.get("attn_mask") is not None
+    if device_type == "cuda":
+        return attended(query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask")))
+    return attended(query, key, causal, lambda: func(*args, **kwargs))
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    import torch
+
+    class Dropout(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Any) -> Any:
+            mask = torch.empty_like(input, dtype=torch.bool)
+            ctx.save_for_backward(mask)
+            return torch.where(mask, input, 0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            (mask,) = ctx.saved_tensors
+            return torch.where(mask, grad, 0)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+            # The kernels return (batch, sequence, heads, size), which the caller sees transposed.
+            if out.dim() == 4:
+                out = query.new_empty(
+                    (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+                ).transpose(1, 2)
+            ctx.save_for_backward(query, key, value, out, logsumexp, mask)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            query, key, value, *_ = ctx.saved_tensors
+            return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+    return Dropout, Attention
