@@ -6,7 +6,15 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-_UNDER_AUTOCAST_FP32 = ("softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss")
+_UNDER_AUTOCAST_FP32 = (
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "group_norm",
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+)
 """What CUDA's autocast computes in float32 and the CPU's does not:
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
 
@@ -82,7 +90,9 @@ def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: An
     query, key, value = given["query"], given["key"], given["value"]
     causal = bool(given.get("is_causal")) or given.get("attn_mask") is not None
     if device_type == "cuda":
-        return attended(query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask")))
+        return attended(
+            query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask"))
+        )
     return attended(query, key, causal, lambda: func(*args, **kwargs))
 
 

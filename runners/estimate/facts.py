@@ -108,7 +108,12 @@ def _trace(
 ) -> ModelFacts:
     layout = Layout.of(workload)
     seen = trace(
-        workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type
+        workload,
+        layout.blocks,
+        layout.split,
+        precision=precision,
+        attention=attention,
+        device_type=device_type,
     )
     facts = ModelFacts(
         name=workload.name,
@@ -125,7 +130,9 @@ def _trace(
     if seen.error:
         from dataclasses import replace
 
-        facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
+        facts = replace(
+            facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})")
+        )
     if fusion:
         from .fused_facts import fused
 
@@ -167,7 +174,11 @@ class Layout:
         schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
         blocks = tuple(each.path for each in schedule.blocks(sch))
         cuts = _cuts(schedule, sch)
-        notes = [] if cuts is not None else ["tensor parallelism: assumed to divide the products as Megatron does"]
+        notes = (
+            []
+            if cuts is not None
+            else ["tensor parallelism: assumed to divide the products as Megatron does"]
+        )
         return cls(blocks, cuts, notes)
 
     def split(self, product: Product, earlier: Sequence[Product], attended: bool, width: int) -> str:
@@ -378,9 +389,7 @@ class _Maker:
             return 0
         splits = {product.weight: product.split for region in regions for product in region.products}
         cut = {name for name, split in splits.items() if split != "none" and name in names}
-        biases = {
-            name.removesuffix("weight") + "bias" for name, split in splits.items() if split == "column"
-        }
+        biases = {name.removesuffix("weight") + "bias" for name, split in splits.items() if split == "column"}
         return self._count(cut | (biases & names))
 
     def _matmuls(self, regions: list[Region]) -> tuple[Matmul, ...]:
@@ -409,7 +418,8 @@ class _Maker:
         pairs = self._seen.samples * self._length**2 * heads
         return PerToken(
             sequence=sum(each.outside for each in tallies) / self._tokens,
-            sharded=sum(each.inside for each in tallies) / self._tokens + (0.0 if pairs else scores / self._tokens),
+            sharded=sum(each.inside for each in tallies) / self._tokens
+            + (0.0 if pairs else scores / self._tokens),
             scores=scores / pairs if pairs else 0.0,
         )
 

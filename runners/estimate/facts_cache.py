@@ -28,7 +28,9 @@ def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
     from importlib import metadata
 
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    return digest({"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": versions})
+    return digest(
+        {"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": versions}
+    )
 
 
 def load(key: str, folder: Path | None = None) -> ModelFacts | None:
@@ -75,7 +77,9 @@ def facts_from(data: Mapping[str, Any]) -> ModelFacts:
         KeyError, TypeError, ValueError: it did not.
     """
     parts = tuple(_part(each) for each in data["parts"])
-    return ModelFacts(**{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])})
+    return ModelFacts(
+        **{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])}
+    )
 
 
 def _part(data: Mapping[str, Any]) -> Part:

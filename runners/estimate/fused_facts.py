@@ -118,7 +118,13 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
             out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
             total = sum(each.float().sum() for each in _differentiable(out))
             total.backward()
-        except (torch._dynamo.exc.TorchDynamoException, RuntimeError, AssertionError, TypeError, LookupError) as error:
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            RuntimeError,
+            AssertionError,
+            TypeError,
+            LookupError,
+        ) as error:
             return " ".join(str(error).split())[:160] or type(error).__name__
         finally:
             torch._dynamo.reset()
@@ -322,7 +328,7 @@ class _Counter:
         """What forward keeps: the last `kept` of its outputs that are not weights."""
         tally: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
         outputs = [each for each in self._output.args[0] if each is not None]
-        for node in dict.fromkeys(outputs[len(outputs) - kept:]):
+        for node in dict.fromkeys(outputs[len(outputs) - kept :]):
             value = _value(node)
             if value is None:
                 continue

@@ -222,7 +222,9 @@ def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
         for name, each in module._parameters.items():
             if each is not None and each.is_floating_point():
                 if id(each) not in done:
-                    done[id(each)] = torch.nn.Parameter(each.detach().to(dtype), requires_grad=each.requires_grad)
+                    done[id(each)] = torch.nn.Parameter(
+                        each.detach().to(dtype), requires_grad=each.requires_grad
+                    )
                 module._parameters[name] = done[id(each)]
         for name, each in module._buffers.items():
             if each is not None and each.is_floating_point():
@@ -463,7 +465,8 @@ class _Recorder:
             id(each): (each, float(each.numel() * each.element_size()))
             for each in (*inputs, *outputs)
             # Of a table of embeddings only some rows are read; the weights of norms are next to nothing.
-            if id(each.untyped_storage()) not in self._weights and func is not aten.embedding_dense_backward.default
+            if id(each.untyped_storage()) not in self._weights
+            and func is not aten.embedding_dense_backward.default
         }
         if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
             if not self._backward:
@@ -485,7 +488,7 @@ class _Recorder:
         import torch
 
         if func is torch.ops.aten.convolution.default:
-            image, weight = args[0], args[1]
+            weight = args[1]
             inner = weight[0].numel()
             rows = outputs[0].numel() // max(outputs[0].shape[1], 1)
             self._weighted(weight, rows, inner, weight.shape[0], True, region)
@@ -507,9 +510,7 @@ class _Recorder:
         else:
             region.products.append(Product("", rows, k, n, False, False))
 
-    def _weighted(
-        self, weight: Any, rows: int, k: int, n: int, transposed: bool, region: Region
-    ) -> None:
+    def _weighted(self, weight: Any, rows: int, k: int, n: int, transposed: bool, region: Region) -> None:
         name = self._weights[id(weight.untyped_storage())]
         region.parameters.add(name)
         product = Product(name, rows, k, n, name in self._trainable, transposed)
@@ -605,7 +606,9 @@ def _PRODUCTS(aten: Any) -> Any:
     )
 
 
-_ALLOCATIONS = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "scalar_tensor"))
+_ALLOCATIONS = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "scalar_tensor")
+)
 """Operators that launch no kernel."""
 
 

@@ -26,7 +26,9 @@ def test_tracing_gives_the_parameters_and_flops_of_the_shape_numbers(name, tmp_p
     traced = trace_facts(workload, precision="bf16", folder=tmp_path)
     shape = ModelFacts.from_shape(**SHAPES[name])
     assert traced.parameters == shape.parameters
-    assert traced.model_flops(workload.seq_len) == pytest.approx(shape.model_flops(workload.seq_len), rel=1e-9)
+    assert traced.model_flops(workload.seq_len) == pytest.approx(
+        shape.model_flops(workload.seq_len), rel=1e-9
+    )
     assert traced.model_flops(workload.seq_len) * workload.seq_len == pytest.approx(workload.flops.per_sample)
     assert (traced.vocabulary, traced.tied, traced.blocks) == (shape.vocabulary, shape.tied, shape.blocks)
     block = next(part for part in traced.parts if part.role == "block")
@@ -99,7 +101,9 @@ def test_eager_attention_keeps_scores_and_sdpa_none(tmp_path):
     source = TracedFacts(workload=workload, folder=tmp_path)
     by = {
         name: next(
-            part for part in source.facts(precision="fp32", attention=name, fusion=False).parts if part.role == "block"
+            part
+            for part in source.facts(precision="fp32", attention=name, fusion=False).parts
+            if part.role == "block"
         )
         for name in ("eager", "sdpa")
     }
@@ -114,7 +118,9 @@ def test_fusion_keeps_less_and_moves_less(tmp_path):
     assert fused.notes == plain.notes
     one, other = (next(part for part in each.parts if part.role == "block") for each in (plain, fused))
     assert 0.4 < (other.saved.sequence + other.saved.sharded) / (one.saved.sequence + one.saved.sharded) < 0.9
-    assert (other.traffic.sequence + other.traffic.sharded) < 0.5 * (one.traffic.sequence + one.traffic.sharded)
+    assert (other.traffic.sequence + other.traffic.sharded) < 0.5 * (
+        one.traffic.sequence + one.traffic.sharded
+    )
     assert other.kernels < one.kernels
     assert (other.matmuls, other.parameters) == (one.matmuls, one.parameters)
 
@@ -158,7 +164,9 @@ class Reads(Own):
 
 def test_a_model_that_cannot_be_traced_says_where_and_what_is_known(tmp_path):
     workload = rl.Workload(model=Reads, batch=own_batch, loss=own_loss)
-    with pytest.raises(TracingError, match=r"operator aten\._local_scalar_dense\.default in .*683 parameters") as caught:
+    with pytest.raises(
+        TracingError, match=r"operator aten\._local_scalar_dense\.default in .*683 parameters"
+    ) as caught:
         trace_facts(workload, folder=tmp_path)
     assert caught.value.known.parameters == 683
     assert isinstance(caught.value, rl.WorkloadError)
