@@ -35,6 +35,8 @@ _PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 
+_WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
+
 
 def is_oom(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, says that memory ran out."""
@@ -61,11 +63,16 @@ def requested_mib(error: BaseException) -> float | None:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether an exception comes from a collective whose other side went away."""
-    return isinstance(error, (RuntimeError, OSError)) and bool(_PEER_LOST.search(str(error)))
+    return any(
+        isinstance(each, (RuntimeError, OSError)) and bool(_PEER_LOST.search(str(each))) for each in _chain(error)
+    )
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """`Type: message` of an exception on one line."""
+    # torch.distributed.pipelining wraps what a stage raises in the shapes of its arguments.
+    if error.__cause__ is not None and _WRAPPED.search(str(error)):
+        return one_line(error.__cause__, limit)
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 1] + "…"

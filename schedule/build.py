@@ -91,7 +91,8 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
         due = [each for each in sch.tree.deferred if each.phase == phase]
         for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
             at = Schedule(sch.tree, each.path)
-            if context.pipeline is not None and context.pipeline.absent(each.path):
+            # Number formats matter to those who receive from the module, too.
+            if phase != "cast" and context.pipeline is not None and context.pipeline.absent(each.path):
                 continue
             each.apply(at, at.module, context, **each.arguments)
     for (path, name), values in sch.tree.annotations.items():

@@ -56,6 +56,16 @@ class Pipeline:
             for unit in self.units
         )
 
+    def metas_below(self, path: str) -> list[nn.Module]:
+        """The copies without weights of a module, or of all units below it where it spans several."""
+        out = []
+        for unit, meta in zip(self.units, self.metas):
+            if path == "" or unit.path == path or unit.path.startswith(path + "."):
+                out.append(meta)
+            elif path.startswith(unit.path + "."):
+                out.append(meta.get_submodule(path.removeprefix(unit.path + ".")))
+        return out
+
     def start(self) -> None:
         """Sets the gates, once compilation and data sharding have taken their places, and equals ties."""
         for unit, meta in zip(self.units, self.metas):

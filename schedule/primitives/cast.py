@@ -70,6 +70,14 @@ class Cast(Layer):
 
 
 def _apply(sch: Schedule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
+    _cast(module, dtype, restore=bool(sch.path))
+    if context.pipeline is not None:
+        # What crosses a cut then crosses it in this format.
+        for meta in context.pipeline.metas_below(sch.path):
+            _cast(meta, dtype, restore=bool(sch.path))
+
+
+def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
     for each in module.modules():
         for param in each._parameters.values():
             if param is not None and param.is_floating_point():
@@ -78,4 +86,4 @@ def _apply(sch: Schedule, module: nn.Module, context: Any, dtype: torch.dtype) -
             saved = name not in each._non_persistent_buffers_set
             if buffer is not None and saved and buffer.is_floating_point():
                 each._buffers[name] = buffer.to(dtype)
-    add_layer(module, Cast(dtype, restore=bool(sch.path)))
+    add_layer(module, Cast(dtype, restore=restore))
