@@ -9,6 +9,7 @@ from ...space import Space
 from .sampler import Sampler, StepwiseSampler
 
 _SAMPLERS = {
+    "bayes": ("bayes", "BayesSampler"),
     "random": ("random_search", "RandomSampler"),
     "grid": ("grid", "GridSampler"),
     "tpe": ("tpe", "TPESampler"),

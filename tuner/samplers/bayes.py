@@ -1,0 +1,326 @@
+"""Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ...results import Measurement, Status, Trial
+from ...space import Config, Space
+from .candidates import Candidates, remaining
+from .encoding import Encoding
+from .features import Features
+from .gaussian_process import Kernel, Posterior, Scales
+from .model_based import SAMPLE, spread
+from .observations import Observations, observe
+from .prior import Predictions, Prior
+from .sampler import Sampler, check_count
+from .surrogate import Belief, Mixture, chance_below, expected_improvement, limit_model, throughput_model
+
+LIMIT = 8192
+"""Candidates that are scored in a round, at most."""
+LEADERS = 5
+"""Best trials whose neighbours are always among the candidates."""
+CAUTION = 2.0
+"""Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
+nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
+
+# Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
+# factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
+WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.03)
+WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
+MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
+MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
+FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
+
+
+class BayesSampler(Sampler):
+    """Takes the candidate with the largest expected improvement x chance of working / expected cost.
+
+    Log throughput is the estimate, rescaled, plus a Gaussian process; beside it stands the process alone, and
+    the two are weighted by how well they explain the trials (`surrogate.Mixture`). Log peak memory likewise,
+    where an OOM says only "more than the limit"; other failures have a process of their own. Pending trials
+    and the members of a batch count as measured at their mean. See docs/search.md.
+
+    Args:
+        space: the valid configurations.
+        seed: seed of every random choice.
+        prior: an estimate: `prior(config) -> Estimate | throughput`, with `.table(configs)` where it has it.
+        warn: told of what is wrong with the prior, once.
+        headroom: share of memory that is to stay free, 0 to 0.5.
+
+    Raises:
+        UsageError: an argument is out of range.
+    """
+
+    name = "bayes"
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int = 0,
+        prior: Any = None,
+        warn: Callable[[str], None] | None = None,
+        headroom: float = 0.0,
+    ) -> None:
+        super().__init__(space, seed=seed)
+        if not 0 <= headroom <= 0.5:
+            raise UsageError(f"headroom must be a share from 0 to 0.5, but got {headroom!r}")
+        self._encoding = Encoding(space)
+        self._features = Features(self._encoding)
+        self._prior = None if prior is None else Prior(prior, warn=warn)
+        self._headroom = headroom
+        self._predicted: dict[Config, tuple[float, float, float]] = {}
+
+    def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
+        check_count(count)
+        # Neither pending trials nor earlier members of a batch change what is drawn or fitted.
+        finished = [trial for trial in trials if not trial.pending]
+        round_ = _Round(self, trials, finished)
+        return round_.choose(count)
+
+    def predict(self, configs: Sequence[Config]) -> Predictions:
+        """The prior's answers for these configurations, each asked for once."""
+        assert self._prior is not None
+        new = [config for config in dict.fromkeys(configs) if config not in self._predicted]
+        if new:
+            found = self._prior.predict(new)
+            rows = zip(found.log_throughput.tolist(), found.log_memory.tolist(), found.fits.tolist())
+            self._predicted.update(zip(new, rows))
+        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 3)
+        return Predictions(log_throughput=array[:, 0], log_memory=array[:, 1], fits=array[:, 2])
+
+
+class _Round:
+    """One call of `propose`: everything that is known and believed, and the choice."""
+
+    def __init__(self, sampler: BayesSampler, trials: Sequence[Trial], finished: Sequence[Trial]) -> None:
+        self.sampler, self.encoding, self.features = sampler, sampler._encoding, sampler._features
+        self.rng = np.random.default_rng([sampler.seed, len(finished)])
+        self.known = [t for t in finished if self.encoding.encode(t.config) is not None]
+        self.seen = observe(self.encoding, self.known)
+        pending = {trial.config for trial in trials if trial.pending}
+        best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
+        left = remaining(
+            self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best]
+        )
+        self.candidates = self._thin(left, best)
+        # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
+        self.configs = [self.candidates.config(i) for i in range(len(self.candidates))] if (
+            pending or sampler._prior is not None
+        ) else None
+        self.open = np.ones(len(self.candidates), dtype=bool)
+        self.pending: list[int] = []
+        if pending and self.configs is not None:
+            for index, config in enumerate(self.configs):
+                if config in pending:
+                    self.open[index] = False
+                    self.pending.append(index)
+
+    def _thin(self, left: Candidates, best: np.ndarray) -> Candidates:
+        if len(left) <= LIMIT:
+            return left
+        near = [self.encoding.distances(left.codes, self.seen.codes[i]) for i in best]
+        rows = [np.argsort(each, kind="stable")[: LIMIT // (4 * len(best))] for each in near]
+        rows.append(self.rng.choice(len(left), size=LIMIT // 2, replace=False))
+        return left.take(np.unique(np.concatenate(rows)))
+
+    def choose(self, count: int) -> list[Config]:
+        """Up to `count` candidates, best first."""
+        if not self.open.any():
+            return []
+        self._believe()
+        for index in self.pending:
+            self._observe(index)
+        chosen: list[Config] = []
+        while len(chosen) < count and self.open.any():
+            index = self._next(len(chosen) + len(self.pending))
+            self.open[index] = False
+            chosen.append(self.candidates.config(index))
+            if len(chosen) < count:
+                self._observe(index)
+        return chosen
+
+    def _observe(self, index: int) -> None:
+        self.taken.append(index)
+        if self.speed is not None:
+            self.speed.observe(index)
+
+    def _next(self, ahead: int) -> int:
+        rows = np.flatnonzero(self.open)
+        if self.speed is None:
+            # Nothing is known of speed: a spread of trials, where memory is likely to suffice.
+            rng = np.random.default_rng([self.sampler.seed, len(self.known), ahead])
+            draws = rng.choice(rows, size=min(16, len(rows)), replace=False)
+            codes = [*self.seen.codes, *(self.candidates.codes[i] for i in self.taken)]
+            if not codes:
+                return int(draws[np.argmax(self.works[draws] > 0.3)])
+            apart = np.stack([self.encoding.distances(np.array(codes), self.candidates.codes[i]) for i in draws])
+            return int(draws[np.argmax(apart.min(axis=1) * self.works[draws])])
+        score = np.zeros(len(self.open))
+        for weight, mean, variance in self.speed.parts():
+            if self.best is None:
+                score += weight * np.exp(np.clip(mean - mean.max(), -50, 0))
+                continue
+            best = max([self.best, *(mean[i] for i in self.taken)])
+            score += weight * expected_improvement(mean, variance, best)
+        score = score * self.works**CAUTION / self.cost
+        return int(rows[np.argmax(score[rows])])
+
+    # -- beliefs ---------------------------------------------------------------------------------------------
+
+    def _believe(self) -> None:
+        self.taken: list[int] = []
+        at = self.features.of(self.candidates.codes)
+        points = self.features.of(self.seen.codes)
+        everything = np.concatenate([points, at])
+        predictions = None
+        if self.sampler._prior is not None and self.configs is not None:
+            predictions = self.sampler.predict([*(t.config for t in self.known), *self.configs])
+        self.cost = self._costs(points, at)
+        self.works = self._chance(points, at, everything, predictions)
+        self.best, self.speed = None, None
+        rows = np.flatnonzero(self.seen.ok)
+        values = self.seen.objective[rows]
+        estimated = predictions is not None and np.isfinite(predictions.log_throughput).any()
+        logs = all((t.measurement.throughput or 0) > 0 for t in self.known if t.ok)
+        if not len(rows) and not estimated:
+            return
+        scale = 1.0 if logs or not len(values) else max(float(values.std()), 1e-12)
+        centre = float(values.mean()) if len(values) else 0.0
+        values = (values - centre) / scale
+        n, count = len(rows), len(at)
+        ones = np.ones((n + count, 1))
+        beliefs = []
+        if estimated and logs:
+            order = np.concatenate([rows, len(self.known) + np.arange(count)])
+            estimate = predictions.log_throughput[order]
+            middle = np.nanmean(estimate)
+            estimate = np.where(np.isfinite(estimate), estimate - middle, 0.0)
+            offset = middle - centre if n else 0.0
+            # The weights: a common factor, and a power to which the estimate is raised.
+            basis = np.column_stack([0.5 * ones[:, 0], 0.3 * estimate])
+            beliefs.append(Belief(mean=estimate + offset, basis=basis, scales=WITH_ESTIMATE, weight=0.9))
+        beliefs.append(
+            Belief(mean=np.zeros(n + count), basis=ones, scales=WITHOUT, weight=0.1 if estimated else 1.0)
+        )
+        if not n:
+            beliefs = beliefs[:1]
+        self.speed = throughput_model(beliefs, points[rows], values, at)
+        self.best = float(values.max()) if n else None
+
+    def _chance(
+        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
+    ) -> np.ndarray:
+        """Chance that each candidate works, shape (m,)."""
+        memory = self._memory(points, at, everything, predictions)
+        return memory * self._others(points, at)
+
+    def _memory(
+        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
+    ) -> np.ndarray:
+        measured = [_need(trial.measurement) for trial in self.known]
+        limit = self._limit(predictions)
+        bound = 0.0 if limit is None else np.log(limit)
+        values, signs, rows = [], [], []
+        for row, (peak, over) in enumerate(measured):
+            if over:
+                values.append(max(np.log(peak), bound) if peak and limit else bound)
+                signs.append(1.0)
+            elif over is None:
+                continue  # another failure says nothing of memory
+            elif peak and limit:
+                values.append(np.log(peak))
+                signs.append(0.0)
+            else:
+                values.append(bound)
+                signs.append(-1.0)
+            rows.append(row)
+        estimated = predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
+        if not any(sign >= 0 for sign in signs) and not estimated:
+            return np.ones(len(at))
+        rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
+        here = everything[rows_all]
+        beliefs = []
+        middle_of = at.mean(axis=0)
+        sign = self.features.memory_sign
+        towards = (here - middle_of) * sign
+        beliefs.append(
+            Belief(
+                mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
+                basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
+                scales=MEMORY_WITHOUT,
+                weight=0.1 if estimated else 1.0,
+            )
+        )
+        if estimated:
+            estimate = predictions.log_memory[rows_all]
+            middle = np.nanmean(estimate)
+            unknown = ~np.isfinite(estimate)
+            estimate = np.where(unknown, middle, estimate)
+            basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
+        mixture = limit_model(
+            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
+        )
+        return chance_below(mixture, bound + np.log(1.0 - self.sampler._headroom))
+
+    def _limit(self, predictions: Predictions | None) -> float | None:
+        """Memory of a device, MiB; None where nothing tells."""
+        told = [t.measurement.memory_limit_mib for t in self.known if t.measurement.memory_limit_mib]
+        if told:
+            return float(np.median(told))
+        peaks = [t.measurement.peak_memory_mib for t in self.known if t.ok and t.measurement.peak_memory_mib]
+        if predictions is not None and np.isfinite(predictions.log_memory).any():
+            # Where the estimate passes from fitting to not fitting.
+            fits, needs = predictions.fits, predictions.log_memory
+            under, over = needs[fits >= 0.5], needs[fits < 0.5]
+            if len(under) and len(over):
+                return float(np.exp(0.5 * (np.nanmax(under) + np.nanmin(over))))
+        return 1.1 * max(peaks) if peaks else None
+
+    def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Chance not to fail otherwise than by memory, shape (m,)."""
+        failed = np.array([_other_failure(t.measurement) for t in self.known], dtype=object)
+        rows = np.flatnonzero([each is not None for each in failed])
+        bad = np.array([bool(failed[row]) for row in rows])
+        if not bad.any():
+            return np.ones(len(at))
+        # The inclination to fail: 0 is even odds, and before any trial one in ten fails.
+        basis = np.zeros((len(rows) + len(at), 0))
+        belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
+        mixture = limit_model(
+            [belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at
+        )
+        return chance_below(mixture, 0.0)
+
+    def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
+        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measurement.seconds_total or 0) > 0]
+        if len(rows) < 4:
+            return np.ones(len(at))
+        logs = np.log([self.known[row].measurement.seconds_total for row in rows])
+        if logs.std() < 0.1:  # all cost the same
+            return np.ones(len(at))
+        rows = rows[-200:]
+        logs = logs[-200:]
+        kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
+        none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
+        posterior = Posterior(kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0)))
+        return np.exp(posterior.mean)
+
+
+def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
+    """Peak memory, and whether it was too much; None where that is not known."""
+    if measurement.status is Status.OOM:
+        return measurement.peak_memory_mib, True
+    return measurement.peak_memory_mib, False if measurement.ok else None
+
+
+def _other_failure(measurement: Measurement) -> bool | None:
+    """Whether a trial failed for another reason than memory; None where that was not found out."""
+    if measurement.status in (Status.OOM, Status.SKIPPED):
+        return None
+    return not measurement.ok or measurement.throughput is None or not np.isfinite(measurement.throughput)

@@ -1,0 +1,115 @@
+"""An estimate as the search sees it: numbers where it has any, unknown elsewhere."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ...results import Trial
+from ...space import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictions:
+    """What a prior says of some configurations, one row each."""
+
+    log_throughput: np.ndarray
+    """Natural logarithm, NaN where unknown; shape (n,)."""
+    log_memory: np.ndarray
+    """Natural logarithm of the peak in MiB, NaN where unknown; shape (n,)."""
+    fits: np.ndarray
+    """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
+
+
+class Prior:
+    """Wraps `prior(config) -> Estimate | throughput`, or whatever has `.table(configs)` beside it.
+
+    What is not a positive finite number, and configurations for which the prior raises, are unknown. That is
+    said once, not once a configuration.
+
+    Args:
+        source: the prior. `None` results count as unknown.
+        warn: told once of unusable answers.
+
+    Raises:
+        UsageError: the prior is not callable and has no `table`.
+    """
+
+    def __init__(self, source: Any, *, warn: Callable[[str], None] | None = None) -> None:
+        if not callable(source) and not hasattr(source, "table"):
+            raise UsageError(
+                f"a prior must be callable as prior(config) -> Estimate or throughput, but got {source!r}"
+            )
+        self.source = source
+        self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
+        self._said = False
+
+    def calibrated(self, trials: Sequence[Trial]) -> Any:
+        """The source fitted to trials where it can be; else the source itself."""
+        calibrate = getattr(self.source, "calibrate", None)
+        return self.source if calibrate is None else calibrate(list(trials))
+
+    def predict(self, configs: Sequence[Config]) -> Predictions:
+        """Predictions for these configurations."""
+        rows: list[tuple[float, float, float]] | None = None
+        problem = ""
+        if hasattr(self.source, "table"):
+            try:
+                rows = _rows_of(self.source.table(list(configs)), len(configs))
+            except Exception as error:  # somebody's own code: asked one by one below, it may do better
+                problem = f"its table raised {type(error).__name__}: {error}"
+        if rows is None:
+            rows = []
+            for config in configs:
+                try:
+                    rows.append(_row_of(self.source(config)) if callable(self.source) else (math.nan,) * 3)
+                except Exception as error:  # any configuration it cannot answer for is unknown to it
+                    problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
+                    rows.append((math.nan,) * 3)
+        array = np.array(rows, dtype=float).reshape(len(configs), 3)
+        usable = np.isfinite(array[:, :2]) & (array[:, :2] > 0)
+        bad = int((~usable[:, 0]).sum())
+        if bad and not problem:
+            problem = "its throughput is not a positive finite number"
+        if problem:
+            self._say(f"the prior says nothing of {bad} of {len(configs)} configurations ({problem}); they count as unknown")
+        logs = np.full((len(configs), 2), np.nan)
+        logs[usable] = np.log(array[:, :2][usable])
+        chance = np.where((array[:, 2] >= 0) & (array[:, 2] <= 1), array[:, 2], np.nan)
+        return Predictions(log_throughput=logs[:, 0], log_memory=logs[:, 1], fits=chance)
+
+    def _say(self, message: str) -> None:
+        if not self._said:
+            self._said = True
+            self._warn(message)
+
+
+def _row_of(answer: Any) -> tuple[float, float, float]:
+    """Throughput, memory in MiB and chance of fitting; NaN where not given."""
+    if answer is None:
+        return (math.nan,) * 3
+    if isinstance(answer, (int, float, np.number)):
+        return float(answer), math.nan, math.nan
+    fits = getattr(answer, "fits", None)
+    return (
+        _number(getattr(answer, "throughput", None)),
+        _number(getattr(answer, "peak_memory_mib", None)),
+        math.nan if fits is None else float(bool(fits)),
+    )
+
+
+def _rows_of(table: Any, count: int) -> list[tuple[float, float, float]]:
+    unknown = np.full(count, np.nan)
+    columns = []
+    for name in ("throughput", "peak_memory_mib", "probability_fits"):
+        column = getattr(table, name, None)
+        columns.append(unknown if column is None else np.asarray(column, dtype=float).reshape(count))
+    return list(zip(*(column.tolist() for column in columns)))
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,202 @@
+"""What is believed of every candidate: how fast it is, and whether it works. Each from two rival models."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import cho_factor, cho_solve
+from scipy.special import expit, ndtr
+
+from .gaussian_process import Kernel, Posterior, Scales, fit_scales
+
+LIMIT = 400
+"""Trials that a posterior is conditioned on at most."""
+SOFTNESS = 0.1
+"""Scale of the logistic likelihood of an OOM, in log memory. Its tails are those of an outlier-tolerant
+likelihood: one fluke moves the belief by a bounded amount."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Belief:
+    """A model before any trial: a mean, functions whose weights are open, and scales of the rest."""
+
+    mean: np.ndarray
+    """Mean at every point that matters, trials first, then candidates: shape (n + m,)."""
+    basis: np.ndarray
+    """Functions times the deviations of their weights, shape (n + m, functions)."""
+    scales: Scales
+    """Medians of the hyperparameters of what is left."""
+    weight: float = 1.0
+    """Probability of this model before any trial, up to a factor common to all."""
+
+
+class Mixture:
+    """Posteriors of rival models, weighted by how well each explains what was measured.
+
+    An estimate enters as the mean of one model, while another does without: so a wrong estimate costs the
+    few trials that show it (Bayesian model averaging; Hoeting et al. 1999).
+    """
+
+    def __init__(self, posteriors: Sequence[Posterior], means: Sequence[np.ndarray], weights: np.ndarray, noise: Sequence[float]) -> None:
+        self.posteriors, self._means, self.weights = posteriors, means, weights
+        self.noise = noise
+        """Variance of a measurement in each model."""
+
+    def parts(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
+        """Weight, means and variances at the candidates of each model."""
+        return [
+            (float(weight), posterior.mean + mean, posterior.variance)
+            for weight, posterior, mean in zip(self.weights, self.posteriors, self._means)
+        ]
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean at the candidates, shape (m,)."""
+        return sum(weight * mean for weight, mean, _ in self.parts())
+
+    @property
+    def variance(self) -> np.ndarray:
+        """Variance at the candidates, shape (m,)."""
+        mean = self.mean
+        return sum(weight * (variance + (each - mean) ** 2) for weight, each, variance in self.parts())
+
+    def observe(self, index: int) -> None:
+        """Conditions every model on candidate `index` turning out as it expects."""
+        for posterior, noise in zip(self.posteriors, self.noise):
+            posterior.observe(index, noise)
+
+
+def throughput_model(
+    beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray
+) -> Mixture:
+    """The models of log throughput given measured ones.
+
+    Args:
+        beliefs: the rival models; their means and bases cover `points`, then `at`.
+        points: features of measured trials, shape (n, columns).
+        values: their objectives, shape (n,).
+        at: features of the candidates, shape (m, columns).
+    """
+    count = len(values)
+    kept = _kept(values, LIMIT)
+    posteriors, means, evidence, noises = [], [], [], []
+    for belief in beliefs:
+        residual = values - belief.mean[:count]
+        scales, score = fit_scales(points, residual, belief.basis[:count], belief.scales)
+        kernel = Kernel(scales, points.shape[1])
+        noise = np.full(len(kept), scales.noise**2)
+        posteriors.append(
+            Posterior(
+                kernel, points[kept], residual[kept], noise, belief.basis[kept], at, belief.basis[count:]
+            )
+        )
+        means.append(belief.mean[count:])
+        evidence.append(score + np.log(belief.weight))
+        noises.append(scales.noise**2)
+    return Mixture(posteriors, means, _softmax(evidence), noises)
+
+
+def limit_model(
+    beliefs: Sequence[Belief],
+    points: np.ndarray,
+    values: np.ndarray,
+    sign: np.ndarray,
+    at: np.ndarray,
+) -> Mixture:
+    """The models of a quantity that works below 0: log memory over the limit, or a mere inclination to fail.
+
+    Args:
+        beliefs: the rival models.
+        points: features of the trials, shape (n, columns).
+        values: the quantity where it was measured; where `sign` is not 0, the bound it is known to be
+            above (1) or below (-1); shape (n,).
+        sign: 0 for a measurement, 1 for more than the value, -1 for less; shape (n,).
+        at: features of the candidates, shape (m, columns).
+    """
+    count = len(values)
+    kept = np.arange(count) if count <= LIMIT else np.union1d(_evenly(np.flatnonzero(sign == 0)), _evenly(np.flatnonzero(sign != 0)))
+    exact = np.flatnonzero(sign == 0)
+    posteriors, means, evidence, noises = [], [], [], []
+    for belief in beliefs:
+        scales, score = belief.scales, 0.0
+        if len(exact) > 1:
+            residual = values[exact] - belief.mean[exact]
+            scales, score = fit_scales(points[exact], residual, belief.basis[exact], belief.scales)
+        kernel = Kernel(scales, points.shape[1])
+        here, basis, mean = points[kept], belief.basis[kept], belief.mean[kept]
+        targets, noise, loss = _pseudo(
+            kernel.between(here, here, basis, basis), values[kept] - mean, sign[kept], scales.noise
+        )
+        posteriors.append(Posterior(kernel, here, targets, noise, basis, at, belief.basis[count:]))
+        means.append(belief.mean[count:])
+        evidence.append(score - loss + np.log(belief.weight))
+        noises.append(scales.noise**2)
+    return Mixture(posteriors, means, _softmax(evidence), noises)
+
+
+def chance_below(mixture: Mixture, bound: float, softness: float = SOFTNESS) -> np.ndarray:
+    """Probability that the quantity of each candidate is below the bound, shape (m,)."""
+    total = 0.0
+    for weight, mean, variance in mixture.parts():
+        # MacKay's approximation of a logistic averaged over a Gaussian.
+        total = total + weight * expit((bound - mean) / np.sqrt(softness**2 + np.pi * variance / 8))
+    return total
+
+
+def expected_improvement(mean: np.ndarray, variance: np.ndarray, best: float) -> np.ndarray:
+    """E[max(f - best, 0)] of Gaussian f, shape (m,)."""
+    deviation = np.sqrt(variance)
+    z = (mean - best) / deviation
+    return deviation * (z * ndtr(z) + np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi))
+
+
+def _pseudo(
+    covariance: np.ndarray, values: np.ndarray, sign: np.ndarray, noise: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Gaussian observations that stand for the bounds among `values`: Laplace's approximation.
+
+    Returns:
+        Targets and noise variances, each (n,), and the loss in log evidence that the bounds cost.
+    """
+    censored = sign != 0
+    targets, variances = values.copy(), np.full(len(values), noise**2)
+    if not censored.any():
+        return targets, variances, 0.0
+    function = np.where(censored, 0.0, values)
+    s, bound = sign[censored], values[censored]
+    for _ in range(30):
+        away = s * (function[censored] - bound) / SOFTNESS
+        pull = s * expit(-away) / SOFTNESS
+        curvature = np.maximum(expit(away) * expit(-away) / SOFTNESS**2, 0.05)
+        targets[censored] = function[censored] + pull / curvature
+        variances[censored] = 1.0 / curvature
+        noisy = covariance + np.diag(variances + 1e-8)
+        factor = cho_factor(noisy, lower=True, check_finite=False)
+        step = covariance @ cho_solve(factor, targets, check_finite=False) - function
+        # A full Newton step may leap over the knee of a bound; a unit of log memory at a time does not.
+        step *= min(1.0, 1.0 / max(np.abs(step).max(), 1e-12))
+        function = function + step
+        if np.abs(step).max() < 1e-4:
+            break
+    away = s * (function[censored] - bound) / SOFTNESS
+    return targets, variances, float(np.logaddexp(0.0, -away).sum())
+
+
+def _kept(values: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` rows: the best half, and an even share of the others."""
+    order = np.argsort(-values, kind="stable")
+    if len(order) <= limit:
+        return np.arange(len(values))
+    rest = order[limit // 2 :]
+    return np.sort(np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]]))
+
+
+def _evenly(rows: np.ndarray) -> np.ndarray:
+    half = LIMIT // 2
+    return rows if len(rows) <= half else rows[np.linspace(0, len(rows) - 1, half).astype(int)]
+
+
+def _softmax(scores: Sequence[float]) -> np.ndarray:
+    array = np.array(scores)
+    shares = np.exp(array - array.max())
+    return shares / shares.sum()
