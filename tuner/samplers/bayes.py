@@ -166,7 +166,9 @@ class _Round:
                 continue
             best = max([self.best, *(mean[i] for i in self.taken)])
             score += weight * expected_improvement(mean, variance, best)
-        score = score * self.works**CAUTION / self.cost
+        # As long as nothing worked, finding what does comes first, the more so the more has failed.
+        caution = CAUTION if self.best is not None else CAUTION + len(self.known)
+        score = score * self.works**caution / self.cost
         return int(rows[np.argmax(score[rows])])
 
     # -- beliefs ---------------------------------------------------------------------------------------------
