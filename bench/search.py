@@ -139,8 +139,11 @@ def peer_batch_search(surface: Surface, seed: int) -> Ask:
         if done and queue:
             last, group = done[-1], queue[0]
             previous = [t for t in done[:-1] if t.config in groups_of[id(group)]]
-            slower = bool(previous) and last.ok and previous[-1].ok and (
-                last.measurement.throughput < previous[-1].measurement.throughput
+            slower = (
+                bool(previous)
+                and last.ok
+                and previous[-1].ok
+                and (last.measurement.throughput < previous[-1].measurement.throughput)
             )
             if not last.ok or slower:
                 skipped.extend(queue.pop(0))
@@ -251,18 +254,26 @@ def plot(path: Path, curves: dict[str, np.ndarray]) -> None:
     figure = go.Figure()
     for name, curve in curves.items():
         figure.add_scatter(x=list(range(1, len(curve) + 1)), y=curve.tolist(), name=name, mode="lines")
-    figure.update_layout(xaxis_title="dry runs", yaxis_title="mean fraction of the best", yaxis_range=[0, 1.01])
+    figure.update_layout(
+        xaxis_title="dry runs", yaxis_title="mean fraction of the best", yaxis_range=[0, 1.01]
+    )
     figure.write_html(path, include_plotlyjs=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--surfaces", required=True, type=Path, help="folder of tables")
-    parser.add_argument("--only", default="", help="tables whose name contains this, or one of these, by comma")
+    parser.add_argument(
+        "--only", default="", help="tables whose name contains this, or one of these, by comma"
+    )
     parser.add_argument("--samplers", default="bayes,random,optuna-tpe,optuna-gp,hebo-atorch,batch-search")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--trials", type=int, default=max(CHECKPOINTS))
-    parser.add_argument("--peer-cache", type=Path, help="folder in which peers' searches are kept between runs")
+    parser.add_argument(
+        "--peer-cache", type=Path, help="folder in which peers' searches are kept between runs"
+    )
     parser.add_argument("--out", type=Path, help="folder for search.csv and search.html")
     arguments = parser.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]
@@ -291,8 +302,11 @@ def main() -> None:
                 per_table.append({key: float(np.mean([run[key] for run in runs])) for key in runs[0]})
                 per_table[-1]["to_99"] = float(np.median([run["to_99"] for run in runs]))
                 line = "  ".join(f"{per_table[-1][f'after_{n}']:6.1%}" for n in CHECKPOINTS)
-                print(f"{name:<16}{surface.name:<30}{line}  failed {per_table[-1]['failed_10']:.0%}/"
-                      f"{per_table[-1]['failed']:.0%}  99 % at {per_table[-1]['to_99']:g}", flush=True)
+                print(
+                    f"{name:<16}{surface.name:<30}{line}  failed {per_table[-1]['failed_10']:.0%}/"
+                    f"{per_table[-1]['failed']:.0%}  99 % at {per_table[-1]['to_99']:g}",
+                    flush=True,
+                )
         if not per_table:
             continue
         curves[name] = np.mean(lines, axis=0)
@@ -304,7 +318,9 @@ def main() -> None:
         middle = float(np.median([each["to_99"] for each in per_table]))
         seconds = np.mean([each["seconds"] for each in per_table])
         summary.append(line + f"{worst:>10.1%}{middle:>8g}{seconds:>9.3f}")
-    header = "".join(f"{text:>14}" for text in (*(f"after {n}" for n in CHECKPOINTS), "failed in 10", "failed"))
+    header = "".join(
+        f"{text:>14}" for text in (*(f"after {n}" for n in CHECKPOINTS), "failed in 10", "failed")
+    )
     print(f"\n{'% (mean, 95 %)':<20}{header}{'worst@10':>10}{'to 99 %':>8}{'s/ask':>9}")
     print("\n".join(summary))
     if arguments.out:

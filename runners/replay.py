@@ -23,7 +23,16 @@ from .runner import Runner, TrialRequest
 OBJECTIVES = ("throughput", "tokens_per_second", "samples_per_second", "step_ms")
 RESULTS = {
     *OBJECTIVES,
-    *("status", "reason", "unit", "peak_memory_gib", "peak_memory_mib", "memory_limit_mib", "mfu_percent", "mfu"),
+    *(
+        "status",
+        "reason",
+        "unit",
+        "peak_memory_gib",
+        "peak_memory_mib",
+        "memory_limit_mib",
+        "mfu_percent",
+        "mfu",
+    ),
     *("step_ms_spread", "seconds_total", "loss", "trial"),
 }
 MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "tp": -1, "pp": -1}
@@ -173,7 +182,11 @@ def _measurement(
     if peak is None and (gib := _float(row.get("peak_memory_gib"))) is not None:
         peak = gib * 1024
     limit = _float(row.get("memory_limit_mib")) or limit
-    common = {"peak_memory_mib": peak, "memory_limit_mib": limit, "seconds_total": _float(row.get("seconds_total"))}
+    common = {
+        "peak_memory_mib": peak,
+        "memory_limit_mib": limit,
+        "seconds_total": _float(row.get("seconds_total")),
+    }
     if status == "failed":
         # Most are out of memory, so that is what a search is told.
         return Measurement(status=Status.OOM, reason="cause not recorded", **common)
@@ -192,7 +205,9 @@ def _measurement(
             step_ms=value,
             **common,
         )
-    unit = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}.get(objective, row.get("unit") or "")
+    unit = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}.get(
+        objective, row.get("unit") or ""
+    )
     return Measurement(status=Status.OK, throughput=value, unit=unit, **common)
 
 

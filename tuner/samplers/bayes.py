@@ -103,14 +103,14 @@ class _Round:
         self.seen = observe(self.encoding, self.known)
         pending = {trial.config for trial in trials if trial.pending}
         best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
-        left = remaining(
-            self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best]
-        )
+        left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
         self.candidates = self._thin(left, best)
         # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
-        self.configs = [self.candidates.config(i) for i in range(len(self.candidates))] if (
-            pending or sampler._prior is not None
-        ) else None
+        self.configs = (
+            [self.candidates.config(i) for i in range(len(self.candidates))]
+            if (pending or sampler._prior is not None)
+            else None
+        )
         self.open = np.ones(len(self.candidates), dtype=bool)
         self.pending: list[int] = []
         if pending and self.configs is not None:
@@ -157,7 +157,9 @@ class _Round:
             codes = [*self.seen.codes, *(self.candidates.codes[i] for i in self.taken)]
             if not codes:
                 return int(draws[np.argmax(self.works[draws] > 0.3)])
-            apart = np.stack([self.encoding.distances(np.array(codes), self.candidates.codes[i]) for i in draws])
+            apart = np.stack(
+                [self.encoding.distances(np.array(codes), self.candidates.codes[i]) for i in draws]
+            )
             return int(draws[np.argmax(apart.min(axis=1) * self.works[draws])])
         score = np.zeros(len(self.open))
         for weight, mean, variance in self.speed.parts():
@@ -240,7 +242,9 @@ class _Round:
                 values.append(bound)
                 signs.append(-1.0)
             rows.append(row)
-        estimated = predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
+        estimated = (
+            predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
+        )
         if not any(sign >= 0 for sign in signs) and not estimated:
             return np.ones(len(at))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
@@ -293,9 +297,7 @@ class _Round:
         # The inclination to fail: 0 is even odds, and before any trial one in ten fails.
         basis = np.zeros((len(rows) + len(at), 0))
         belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
-        mixture = limit_model(
-            [belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at
-        )
+        mixture = limit_model([belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
         return chance_below(mixture, 0.0)
 
     def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -310,7 +312,9 @@ class _Round:
         logs = logs[-200:]
         kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
         none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
-        posterior = Posterior(kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0)))
+        posterior = Posterior(
+            kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0))
+        )
         return np.exp(posterior.mean)
 
 

@@ -46,7 +46,9 @@ class Kernel:
     """
 
     def __init__(self, scales: Scales, columns: int) -> None:
-        self.scales = replace(scales, length=np.broadcast_to(np.asarray(scales.length, float), (columns,)).copy())
+        self.scales = replace(
+            scales, length=np.broadcast_to(np.asarray(scales.length, float), (columns,)).copy()
+        )
 
     def between(self, a: np.ndarray, b: np.ndarray, basis_a: np.ndarray, basis_b: np.ndarray) -> np.ndarray:
         """Covariances of points a (n, columns) and b (m, columns): shape (n, m).

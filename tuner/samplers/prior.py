@@ -76,7 +76,9 @@ class Prior:
         if bad and not problem:
             problem = "its throughput is not a positive finite number"
         if problem:
-            self._say(f"the prior says nothing of {bad} of {len(configs)} configurations ({problem}); they count as unknown")
+            self._say(
+                f"the prior says nothing of {bad} of {len(configs)} configurations ({problem}); they count as unknown"
+            )
         logs = np.full((len(configs), 2), np.nan)
         logs[usable] = np.log(array[:, :2][usable])
         chance = np.where((array[:, 2] >= 0) & (array[:, 2] <= 1), array[:, 2], np.nan)

@@ -37,7 +37,13 @@ class Mixture:
     few trials that show it (Bayesian model averaging; Hoeting et al. 1999).
     """
 
-    def __init__(self, posteriors: Sequence[Posterior], means: Sequence[np.ndarray], weights: np.ndarray, noise: Sequence[float]) -> None:
+    def __init__(
+        self,
+        posteriors: Sequence[Posterior],
+        means: Sequence[np.ndarray],
+        weights: np.ndarray,
+        noise: Sequence[float],
+    ) -> None:
         self.posteriors, self._means, self.weights = posteriors, means, weights
         self.noise = noise
         """Variance of a measurement in each model."""
@@ -114,7 +120,11 @@ def limit_model(
         at: features of the candidates, shape (m, columns).
     """
     count = len(values)
-    kept = np.arange(count) if count <= LIMIT else np.union1d(_evenly(np.flatnonzero(sign == 0)), _evenly(np.flatnonzero(sign != 0)))
+    kept = (
+        np.arange(count)
+        if count <= LIMIT
+        else np.union1d(_evenly(np.flatnonzero(sign == 0)), _evenly(np.flatnonzero(sign != 0)))
+    )
     exact = np.flatnonzero(sign == 0)
     posteriors, means, evidence, noises = [], [], [], []
     for belief in beliefs:
@@ -188,7 +198,9 @@ def _kept(values: np.ndarray, limit: int) -> np.ndarray:
     if len(order) <= limit:
         return np.arange(len(values))
     rest = order[limit // 2 :]
-    return np.sort(np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]]))
+    return np.sort(
+        np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]])
+    )
 
 
 def _evenly(rows: np.ndarray) -> np.ndarray:
