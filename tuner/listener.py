@@ -1,8 +1,12 @@
 """What a search tells while it runs."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..results import Trial
+
+if TYPE_CHECKING:
+    from .result import Result
 
 
 class SearchListener:
@@ -25,6 +29,9 @@ class SearchListener:
 
     def said(self, message: str) -> None:
         """Something the user should know."""
+
+    def ended(self, result: "Result") -> None:
+        """The search is over, and this came of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan
 from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener, SearchPlan
+from .loggers import logging_to
 from .result import Result, make_result
 from .samplers import make_sampler
 from .search import Search
@@ -73,6 +74,7 @@ def tune(
     concurrency: int | None = None,
     ray_address: str | None = None,
     listener: SearchListener | None = None,
+    log_to: str | Sequence[str] | None = None,
 ) -> Result:
     """Finds the configuration with the highest throughput.
 
@@ -100,6 +102,7 @@ def tune(
         concurrency: trials at once.
         ray_address: a Ray cluster to join.
         listener: hears of progress.
+        log_to: trackers that each trial is written to: `mlflow`, `tensorboard`, `wandb`; needs `out`.
 
     Returns:
         The result; `result.best` is None where nothing succeeded, and `result.why` says why. After
@@ -139,7 +142,7 @@ def tune(
         notes.append(message)
         listener.said(message)
 
-    with _folder(out) as path:
+    with logging_to(log_to, out, listener) as listener, _folder(out) as path:
         folder = RunFolder.open(
             path,
             asked,
@@ -179,7 +182,7 @@ def tune(
             done = folder.trials()
             command = _command(task, target, limit_mib, seed, made_of=done)
             folder.write_best(command, devices=task.device.to_dict())
-            return make_result(
+            result = make_result(
                 done,
                 [knob.name for knob in task.space.knobs],
                 folder=path if out is not None else None,
@@ -187,6 +190,8 @@ def tune(
                 interrupted=interrupted,
                 notes=notes,
             )
+            listener.ended(result)
+            return result
 
 
 def resolve_task(

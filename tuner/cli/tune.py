@@ -20,6 +20,7 @@ Examples:
   redline tune path/to/config.json --time 30m --sampler hebo
   redline tune --workload train.py:workload --runner local
   redline tune gpt2 --out runs/gpt2 --resume
+  redline tune gpt2-tiny --log-to tensorboard
 """
 
 
@@ -38,6 +39,9 @@ Examples:
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
 @click.option("--storage", metavar="URL", help="An Optuna storage for the ledger, instead of a file in --out.")
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]")
+@click.option(
+    "--log-to", multiple=True, metavar="TRACKER", help="Log each trial to mlflow, tensorboard or wandb; repeatable."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def tune(
     model: str | None,

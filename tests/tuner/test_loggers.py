@@ -1,0 +1,201 @@
+"""`--log-to`: what each tracker holds after a search, read back with its own tools."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import redline as rl
+from redline.errors import MissingDependency, UsageError
+from redline.results import Measurement, Status, Trial
+from redline.tuner.listener import SearchListener
+from redline.tuner.loggers import Listeners, logger_names, logging_to
+from redline.tuner.loggers.logger import TrialLogger, metrics_of
+
+
+def train(config):
+    if config["micro_batch"] == 8:
+        raise rl.OutOfMemory("too large")
+    return 100.0 * config["micro_batch"] * (2 if config["fusion"] else 1)
+
+
+def space():
+    made = rl.Space()
+    made.choice("micro_batch", [1, 2, 4, 8])
+    made.flag("fusion")
+    return made
+
+
+def tuned(tmp_path, name):
+    result = rl.tune(train, space(), trials=8, sampler="grid", out=tmp_path / "run", log_to=name)
+    assert result.best.throughput == 800.0 and result.notes == ()
+    return result, tmp_path / "run"
+
+
+def test_tensorboard_holds_every_trial(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result, folder = tuned(tmp_path, "tensorboard")
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    logged = {each.step: each.value for each in events.Scalars("trial/throughput")}
+    assert logged == {each.number: each.measurement.throughput for each in result.all_trials if each.ok}
+    assert [each.value for each in events.Scalars("best_so_far")][-1] == 800.0
+    assert events.Scalars("result/best_throughput")[0].value == 800.0
+    trials = [each for each in (folder / "tensorboard").iterdir() if each.is_dir()]
+    assert len(trials) == len(result.all_trials)  # the HParams page has one run a trial
+
+
+def test_mlflow_holds_a_child_run_for_every_trial(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    result, folder = tuned(tmp_path, ["mlflow"])
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("redline train")
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [each for each in runs if "mlflow.parentRunId" not in each.data.tags]
+    children = {each.info.run_name: each for each in runs if each is not parent}
+    assert len(children) == len(result.all_trials)
+    best = children[f"trial {result.best.trial.number}"]
+    assert best.data.params == {"micro_batch": "4", "fusion": "True"}
+    assert best.data.metrics["throughput"] == 800.0
+    assert best.info.status == "FINISHED"
+    (failed, _) = [each for each in children.values() if each.data.tags["redline.status"] == "oom"]
+    assert failed.info.status == "FAILED" and "throughput" not in failed.data.metrics
+    assert parent.data.metrics["best_throughput"] == 800.0
+    assert parent.info.status == "FINISHED"
+    history = client.get_metric_history(parent.info.run_id, "throughput")
+    assert len(history) == 6 and {each.step for each in history} == {
+        each.number for each in result.all_trials if each.ok
+    }
+
+
+def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    # A process of its own: wandb starts a service that would outlive this test.
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import importlib.util as u\n"
+        "s = u.spec_from_file_location('t', sys.argv[1]); m = u.module_from_spec(s); s.loader.exec_module(m)\n"
+        "from pathlib import Path\n"
+        "m.tuned(Path('.'), 'wandb')\n"
+    )
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, __file__],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    data = stored.read_bytes()
+    # The records are protocol buffers, whose texts stand in them as they are.
+    for word in (b"best_so_far", b"knob.micro_batch", b"best_throughput", b"oom"):
+        assert word in data, word
+
+
+class Recorder(TrialLogger):
+    """A tracker whose steps can be made to fail."""
+
+    name = "recorder"
+
+    def __init__(self, folder, say=None, failing=""):
+        super().__init__(folder, say)
+        self.failing, self.calls = failing, []
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name == self.failing:
+            raise OSError("no space left")
+
+    def open(self, plan):
+        self._call("open")
+
+    def log(self, trial, metrics, best):
+        self._call("log")
+
+    def summarise(self, result):
+        self._call("summarise")
+
+    def close(self):
+        self._call("close")
+
+
+def a_trial():
+    measured = Measurement(status=Status.OK, throughput=2.0, loss=float("nan"), step_ms=3.0)
+    return Trial(number=0, config={"micro_batch": 1}, measurement=measured, predicted_throughput=4.0)
+
+
+@pytest.mark.parametrize("failing", ["open", "log", "summarise", "close"])
+def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
+    said = []
+    tracker = Recorder(tmp_path, said.append, failing)
+    tracker.began(None)
+    tracker.finished(a_trial())
+    tracker.finished(a_trial())
+    tracker.ended(None)
+    tracker.finish()
+    tracker.finish()
+    assert said == ["nothing more is logged to recorder, which failed: no space left"]
+    assert tracker.calls[-1] == failing
+
+
+def test_a_tracker_is_closed_once_and_only_if_it_was_opened(tmp_path):
+    tracker = Recorder(tmp_path)
+    tracker.finish()
+    assert tracker.calls == []
+    tracker = Recorder(tmp_path)
+    tracker.began(None)
+    tracker.finish()
+    tracker.finish()
+    assert tracker.calls == ["open", "close"]
+
+
+def test_a_bug_in_a_tracker_is_not_swallowed(tmp_path):
+    tracker = Recorder(tmp_path)
+    tracker.failures = ()
+    tracker.failing = "log"
+    tracker.began(None)
+    with pytest.raises(OSError, match="no space left"):
+        tracker.finished(a_trial())
+
+
+def test_numbers_without_a_value_are_left_out():
+    assert metrics_of(a_trial()) == {"throughput": 2.0, "step_ms": 3.0, "predicted_throughput": 4.0}
+
+
+def test_every_listener_hears_everything():
+    heard = []
+
+    class Ear(SearchListener):
+        def said(self, message):
+            heard.append(message)
+
+        def remeasuring(self, leaders, done, total):
+            heard.append((leaders, done, total))
+
+    both = Listeners([Ear(), Ear()])
+    both.said("a")
+    both.remeasuring([], 1, 2)
+    both.waiting("for nothing")
+    assert heard == ["a", "a", ([], 1, 2), ([], 1, 2)]
+
+
+def test_bad_input_is_named(tmp_path):
+    with pytest.raises(UsageError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
+        rl.tune(train, space(), trials=1, out=tmp_path / "a", log_to="wandbb")
+    with pytest.raises(UsageError, match="logging to mlflow needs a folder"):
+        rl.tune(train, space(), trials=1, log_to=["mlflow"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", logger_names())
+def test_a_missing_package_is_named_before_anything_starts(name, monkeypatch, tmp_path):
+    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependency, match=f"--log-to {name} needs .*: pip install {name}"):
+        with logging_to(name, tmp_path, SearchListener()):
+            raise AssertionError("unreachable")

@@ -1,0 +1,122 @@
+"""What a tracker of experiments must offer to be written to, and what is written."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...results import Trial, summary
+from ...results.columns import fold
+from ..listener import SearchListener, SearchPlan
+from ..result import Result
+
+METRICS = (
+    "throughput",
+    "step_ms",
+    "step_ms_spread",
+    "peak_memory_mib",
+    "tflops_per_device",
+    "mfu",
+    "loss",
+    "seconds_total",
+    "predicted_throughput",
+    "predicted_memory_mib",
+)
+"""The numbers of a trial that are logged, by their columns' names."""
+
+
+class TrialLogger(SearchListener):
+    """Writes each trial to a tracker. A subclass fills in `open`, `log`, `summarise` and `close`.
+
+    A tracker that fails is reported once and left alone from then on: it must not end a search.
+
+    Args:
+        folder: the run's folder.
+        say: told what the user should know.
+
+    Raises:
+        MissingDependency: the tracker's package is not installed.
+    """
+
+    name = ""
+    """What `--log-to` calls it."""
+    failures: tuple[type[BaseException], ...] = (OSError,)
+    """How the tracker fails."""
+
+    def __init__(self, folder: Path, say: Any = None) -> None:
+        self.folder = folder
+        self._say = say or (lambda message: None)
+        self._best: float | None = None
+        self._state = "new"
+
+    def open(self, plan: SearchPlan) -> None:
+        """The search starts."""
+        raise NotImplementedError
+
+    def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
+        """A trial has ended. `best` is the highest throughput so far."""
+        raise NotImplementedError
+
+    def summarise(self, result: Result) -> None:
+        """The search has ended with a result."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+    def began(self, plan: SearchPlan) -> None:
+        self._guarded("open", plan)
+
+    def finished(self, trial: Trial) -> None:
+        if trial.ok and (self._best is None or trial.measurement.throughput > self._best):
+            self._best = trial.measurement.throughput
+        self._guarded("log", trial, metrics_of(trial), self._best)
+
+    def ended(self, result: Result) -> None:
+        self._guarded("summarise", result)
+
+    def finish(self) -> None:
+        """Closes the tracker if it was opened; may be called twice."""
+        self._guarded("close")
+        self._state = "closed"
+
+    def _guarded(self, step: str, *given: Any) -> None:
+        if self._state in ("failed", "closed") or (self._state == "new" and step != "open"):
+            return
+        try:
+            getattr(self, step)(*given)
+            self._state = "open"
+        except self.failures as error:
+            self._state = "failed"
+            self._say(f"nothing more is logged to {self.name}, which failed: {fold(str(error))[:300]}")
+
+
+def metrics_of(trial: Trial) -> dict[str, float]:
+    """The finite numbers of a finished trial by name."""
+    measured = trial.measurement
+    own = {
+        "predicted_throughput": trial.predicted_throughput,
+        "predicted_memory_mib": trial.predicted_memory_mib,
+    }
+    found = {name: own[name] if name in own else getattr(measured, name) for name in METRICS}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if value is not None and math.isfinite(float(value))
+    }
+
+
+def knobs_of(trial: Trial) -> dict[str, bool | int | float | str]:
+    """The configuration as values every tracker takes."""
+    plain = (bool, int, float, str)
+    return {name: each if isinstance(each, plain) else str(each) for name, each in trial.config.items()}
+
+
+def headline_of(result: Result) -> dict[str, float]:
+    """The numbers of the result: the winner's and the default's throughput and their ratio, as far as known."""
+    found = {
+        "best_throughput": result.best.throughput if result.best else None,
+        "default_throughput": result.default.throughput if result.default else None,
+        "gain": result.gain,
+    }
+    found |= {f"trials_{status}": count for status, count in summary.counts(result.all_trials).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
