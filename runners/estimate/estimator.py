@@ -65,8 +65,8 @@ class Estimator:
         constants: Constants | None = None,
     ) -> None:
         setup = training if isinstance(training, TrainingSetup) else _setup(training or {})
-        self.source, setup, self.unit = _source(model, setup)
         self.hardware = _hardware(hardware)
+        self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
         self.constants = constants if constants is not None else PROFILES[setup.framework]
         if setup.seq_len is None:
@@ -330,7 +330,9 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
     return TrainingSetup(**values)
 
 
-def _source(model: Any, setup: TrainingSetup) -> tuple[FactsSource, TrainingSetup, str]:
+def _source(
+    model: Any, setup: TrainingSetup, hardware: Hardware
+) -> tuple[FactsSource, TrainingSetup, str]:
     """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
     if isinstance(model, (ModelFacts, Shape)):
         return model, setup, "tokens/s"
@@ -348,7 +350,7 @@ def _source(model: Any, setup: TrainingSetup) -> tuple[FactsSource, TrainingSetu
             seq_len=setup.seq_len or model.seq_len,
             global_batch=setup.global_batch or model.global_batch,
         )
-        return TracedFacts(model), setup, model.unit
+        return TracedFacts(model, "cpu" if hardware.kind == "cpu" else "cuda"), setup, model.unit
     if hasattr(model, "facts"):
         return model, setup, "tokens/s"
     raise UsageError(

@@ -32,7 +32,7 @@ class TracingError(WorkloadError):
         self.known = known
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TracedFacts:
     """The facts of a workload in every variant; each is traced when first asked for, and cached on disk."""
 
