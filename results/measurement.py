@@ -7,6 +7,8 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
+from ..errors import UsageError, unknown
+
 
 class Status(StrEnum):
     """How a trial ended. Every status but `ok` comes with a reason."""
@@ -127,6 +129,13 @@ class Measurement:
     """Path of the file with everything the ranks printed, relative to the run's folder."""
     ranks: tuple[RankReport, ...] = ()
     """One report a rank that got to report."""
+
+    def __post_init__(self) -> None:
+        # Whoever measures by a function of their own writes "ok", and means Status.OK.
+        if not isinstance(self.status, Status):
+            if self.status not in list(Status):
+                raise UsageError(unknown("status", self.status, Status))
+            object.__setattr__(self, "status", Status(self.status))
 
     @property
     def ok(self) -> bool:

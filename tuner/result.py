@@ -10,6 +10,7 @@ from ..space import Config
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,21 @@ class Result:
             "out": str(self.folder) if self.folder else None,
             "notes": list(self.notes),
         }
+
+    def plot(self) -> "Figure":
+        """A plotly figure: best so far over the trials, and throughput over peak memory.
+
+        Raises:
+            MissingDependency: plotly is not installed.
+        """
+        from ..results.notebook import figure
+
+        return figure(self.all_trials)
+
+    def _repr_html_(self) -> str:
+        from ..results.notebook import html
+
+        return html(self.all_trials, why=self.why)
 
     def __repr__(self) -> str:
         if self.best is None:

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 import redline
+from redline.errors import UsageError
 from redline.results import Measurement, Status, environment
 
 
@@ -33,6 +36,12 @@ def test_the_driver_is_read_from_the_kernel(tmp_path):
     )
     assert environment.nvidia_driver(str(path)) == "570.86.15"
     assert environment.nvidia_driver(str(tmp_path / "none")) is None
+
+
+def test_a_measurement_takes_its_status_as_a_word():
+    assert Measurement(status="ok").ok and Measurement(status="oom").status is Status.OOM
+    with pytest.raises(UsageError, match="unknown status 'okay'; did you mean 'ok'"):
+        Measurement(status="okay")
 
 
 def test_a_measurement_is_json_whatever_its_numbers_are():

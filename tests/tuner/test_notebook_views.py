@@ -1,0 +1,78 @@
+"""What a notebook shows of a result."""
+
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import redline as rl
+from redline.errors import MissingDependency
+from redline.results import Measurement, Status, Trial
+from redline.results.notebook import COLOURS, html
+from redline.tuner.result import make_result
+
+
+@pytest.fixture
+def result():
+    def train(config):
+        if config["micro_batch"] > 4:
+            raise rl.OutOfMemory("<script>alert(1)</script>")
+        return rl.Measurement(
+            status="ok", throughput=10.0 * config["micro_batch"], unit="samples/s",
+            peak_memory_mib=100.0 * config["micro_batch"], memory_limit_mib=512.0,
+        )  # fmt: skip
+
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2, 4, 8])
+    return rl.tune(train, space, trials=4, sampler="grid")
+
+
+def test_the_html_holds_the_winner_a_drawing_and_the_trials(result):
+    root = ElementTree.fromstring(result._repr_html_())
+    text = " ".join(root.itertext())
+    assert "40 samples/s" in text and "4.00 times the default configuration" in text
+    assert "3 ok, 1 oom" in text
+    circles = root.findall(".//circle")
+    assert [each.get("fill") for each in circles].count(COLOURS[Status.OK]) == 3
+    rows = [[cell.text for cell in row] for row in root.findall(".//tr")]
+    assert rows[0] == ["trial", "status", "throughput", "step_ms", "peak_memory_mib", "micro_batch"]
+    assert rows[1][1:3] == ["ok", "40"] and rows[-1][1] == "oom"
+
+
+def test_nothing_of_a_trial_is_markup(result):
+    assert "<script>" not in result._repr_html_()
+    hostile = Trial(
+        number=0,
+        config={"<b>": "<img src=x onerror=alert(1)>"},
+        measurement=Measurement(status=Status.OK, throughput=1.0, unit="<i>"),
+    )
+    made = html([hostile, hostile])
+    ElementTree.fromstring(made)
+    assert "<img" not in made and "<i>" not in made
+
+
+def test_a_result_without_a_winner_says_why():
+    failed = Trial(number=0, config={"a": 1}, measurement=Measurement(status=Status.OOM, reason="x < y"))
+    made = make_result([failed], ["a"], folder=None, ended="", interrupted=False)
+    assert "none of 1 trials succeeded: 1 oom." in made._repr_html_()
+    assert (
+        "no trial has finished" in make_result([], [], folder=None, ended="", interrupted=False)._repr_html_()
+    )
+
+
+def test_the_figure_shows_every_trial_and_the_limit(result):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    figure = result.plot()
+    best, ok, memory, failed = figure.data
+    order = [trial.number for trial in result.all_trials]
+    assert list(best.x) == order and max(each for each in best.y if each) == 40.0
+    assert sorted(ok.y) == [10.0, 20.0, 40.0] and sorted(memory.x) == [100.0, 200.0, 400.0]
+    assert list(failed.y) == [0.0] and "<script>" not in failed.text[0]
+    assert figure.layout.shapes[0].x0 == 512.0
+
+
+def test_without_plotly_the_figure_says_what_to_install(result, monkeypatch):
+    for module in [each for each in sys.modules if each.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(MissingDependency, match="pip install plotly"):
+        result.plot()
