@@ -13,7 +13,7 @@ import numpy as np
 
 DEGREES = 4.0
 """Degrees of freedom of the noise: outliers (a disturbed node, a lucky run) lose their weight."""
-PRIOR_WEIGHT = 4.0
+PRIOR_WEIGHT = 8.0
 """Trials that the prior noise counts as."""
 
 

@@ -23,27 +23,29 @@ class Constants:
     """What the allocator reserves beyond live tensors by fragmentation, as a share of what comes and goes."""
 
     # Compute.
-    matmul_efficiency: float = 0.80
-    """Of the peak rate that a large matrix product reaches."""
-    half_rows: float = 400.0
+    matmul_efficiency: float = 0.95
+    """Of what the device's best product reaches (`Hardware.achievable`), for a model's large ones."""
+    half_rows: float = 600.0
     """Rows (tokens) at which a product has half of the efficiency of an endless one."""
-    half_width: float = 150.0
+    half_width: float = 30.0
     """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
-    attention_efficiency: float = 0.45
+    attention_efficiency: float = 0.35
     """Of the peak rate that fused attention reaches."""
-    bandwidth_efficiency: float = 0.75
+    eager_attention_efficiency: float = 0.45
+    """Of the peak rate that the batched products of eager attention reach."""
+    bandwidth_efficiency: float = 0.6
     """Of the memory bandwidth that memory-bound kernels reach."""
-    launch_us: float = 7.0
+    launch_us: float = 9.0
     """The host's time to launch a kernel from eager PyTorch, us."""
-    step_ms: float = 5.0
+    step_ms: float = 1.0
     """What an optimizer step takes beyond all else: loop, logging, clipping, ms."""
 
     # Links.
-    link_efficiency: float = 0.75
+    link_efficiency: float = 0.85
     """Of a link's bandwidth that large collectives reach."""
-    network_efficiency: float = 0.6
+    network_efficiency: float = 0.9
     """The same between nodes."""
-    collective_us: float = 25.0
+    collective_us: float = 42.0
     """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
     overlap: float = 0.5
     """Share of the last backward behind which gradients are reduced."""
@@ -51,18 +53,20 @@ class Constants:
     """Share of a transfer that can hide at all."""
     network_rails: float = 8.0
     """Members of a ring in one node whose network shares it can use together."""
-    straggler_ms: float = 2.0
+    straggler_ms: float = 5.0
     """What waiting for the slowest rank adds to a step each time the nodes double, ms."""
-    scale_loss: float = 0.05
+    scale_loss: float = 0.02
     """Share of its bandwidth that a collective between nodes loses each time the nodes double."""
 
     # Pipelines across nodes, where a framework makes them slower than the wires are.
-    hop_ms: float = 0.2
+    hop_ms: float = 0.02
     """Cost of handing a micro-batch to the next stage beyond its bytes, ms."""
     ring_step_with_pipeline_us: float = 0.0
     """Added to every ring step of tensor parallelism while stages talk across nodes, us."""
     stall_ms: float = 0.0
     """Cost of a hop between stages when the network stalls, ms: see `stall_nodes`."""
+    stall_least: float = 0.0
+    """Chance of a stall between any two nodes."""
     stalls_without_zero: bool = False
     """Whether pipelines also stall where ZeRO 0 replicas reduce gradients across nodes meanwhile."""
     stall_nodes: float = 36.0
@@ -78,7 +82,7 @@ class Constants:
     static_std: float = 0.04
     activation_std: float = 0.15
     overhead_std: float = 0.5
-    memory_noise: float = 0.06
+    memory_noise: float = 0.11
     """Of a single measured peak about a perfectly calibrated prediction."""
 
     def but(self, **changes: Any) -> "Constants":
@@ -88,15 +92,20 @@ class Constants:
 
 PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),
-    "megatron": Constants(),
+    "megatron": Constants(launch_us=30.0, overlap=0.1, straggler_ms=25.0),
     "nanotron": Constants(
-        slack=0.16,
-        loss_factor=2.4,
-        workspace_mib=400.0,
-        launch_us=33.0,
-        ring_step_with_pipeline_us=230.0,
-        stall_ms=270.0,
+        slack=0.17,
+        loss_factor=3.3,
+        workspace_mib=450.0,
+        launch_us=32.0,
+        overlap=0.1,
+        straggler_ms=25.0,
+        ring_step_with_pipeline_us=235.0,
+        stall_ms=300.0,
+        stall_nodes=34.0,
         stalls_without_zero=True,
+        stall_least=0.06,
+        time_noise=0.16,
     ),
 }
 """Constants by the framework that trains."""

@@ -16,7 +16,7 @@ from .hardware import Hardware, find_hardware
 from .memory import MEMORY_TERMS, peak_memory
 from .model_facts import FactsSource, ModelFacts, Shape
 from .setup import TrainingSetup
-from .time import BINDS, TIME_TERMS, step_time
+from .time import BINDS, TIME_TERMS, stall_chance, step_time
 
 if TYPE_CHECKING:
     from ...models.workload import Workload
@@ -103,6 +103,7 @@ class Estimator:
         time_groups = _time_groups(time)
         step, time_std = self._time.apply(time_groups)
         corrected = _share_out(time, time_groups, self._time)
+        time_std = np.hypot(time_std, self._stall_spread(cols, corrected["time.stalls"], step))
         peak, memory_std = self._memory.apply(_memory_groups(memory))
         full, full_std = self._memory.apply(_memory_groups(fullest))
         for name, value in memory.items():
@@ -245,6 +246,13 @@ class Estimator:
                 memory[name][at] = value
             flops[at] = facts.model_flops(self.training.seq_len or 1)
         return time, memory, fullest, flops
+
+    def _stall_spread(self, cols: Columns, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
+        """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""
+        chance = stall_chance(cols, self.hardware, self.constants)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
+        return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
 
     def _time_prior(self) -> np.ndarray:
         c = self.constants

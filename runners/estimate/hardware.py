@@ -43,6 +43,8 @@ class Hardware:
     """Devices of a node."""
     host_gb_per_s: float = 25.0
     """Between a device and host memory, 1e9 bytes/s in one direction."""
+    achievable: float = 0.8
+    """Share of the peak rate of half precision that the best large matrix product reaches."""
     kind: str = "cuda"
     """`cuda`, `rocm` or `cpu`."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Hardware:
             "memory_gb_per_s": (self.memory_gb_per_s, 0.1, 1e6),
             "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
             "devices_per_node": (self.devices_per_node, 1, 1024),
+            "achievable": (self.achievable, 0.01, 1.0),
         }
         if not isinstance(self.tflops, Mapping):
             raise UsageError(f"{where}: tflops must map dtypes to numbers, but got {self.tflops!r}")
@@ -254,6 +257,7 @@ def _device(
         inter_node=inter,
         devices_per_node=8,
         host_gb_per_s=host,
+        achievable=_ACHIEVABLE.get(network, 0.8),
         kind=kind,
         sources={
             "memory_gib": f"{sheet}; GiB that the driver reports",
@@ -261,10 +265,15 @@ def _device(
             "memory_gb_per_s": sheet,
             "intra_node": sheet,
             "inter_node": _NETWORKS[network],
+            "achievable": _MAMF if network in _ACHIEVABLE else "assumed",
             "host_gb_per_s": "four fifths of the PCIe generation's rate, as bandwidthTest reports",
         },
     )
 
+
+# Maximum achievable matmul FLOPS, bf16.
+_MAMF = "Bekman, Machine Learning Engineering (2024), accelerators, MAMF table"
+_ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.60}
 
 _A100_RATES = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_RATES = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}

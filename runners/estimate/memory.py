@@ -200,13 +200,27 @@ def _stage_peak(
     loss = np.where(at_loss, loss, 0.0)
     recomputation = np.where(at_loss, 0.0, recomputation)
 
+    # With one micro-batch a step, gradients come into being as activations go: the peak is at the loss, without
+    # gradients, or at the end of backward, with all of them and one block's activations.
+    if not setup.gradient_copy:
+        transient = (cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
+        blocks = max(sum(count for _, count in stage.blocks), 1)
+        at_end = gradients + recomputation + (activations + checkpoints) / blocks
+        at_loss = activations + checkpoints + loss + recomputation
+        late = transient & (at_end > at_loss)
+        gradients = np.where(transient & ~late, 0.0, gradients)
+        loss = np.where(late, 0.0, loss)
+        activations = np.where(late, activations / blocks, activations)
+        checkpoints = np.where(late, checkpoints / blocks, checkpoints)
+
     # The update: an optimizer that loops over parameters needs a copy of a state at a time.
     updating = np.where(
         cols.fused_optimizer | on_host, 0.0, weights * max(form.master, form.parameter) / state_share
     )
-    comes_and_goes = activations + checkpoints + loss + recomputation + buffers + gradient_copies
-    more = updating > comes_and_goes
-    buffers = np.where(more, buffers + updating - comes_and_goes, buffers)
+    whole_gradients = weights * form.gradient / gradient_share
+    comes_and_goes = gradients + activations + checkpoints + loss + recomputation + buffers + gradient_copies
+    more = updating + whole_gradients - comes_and_goes
+    buffers = buffers + np.maximum(more, 0.0)
 
     slack = constants.slack * (activations + checkpoints + loss + recomputation) if setup.reserved_memory else none
     context = none + constants.workspace_mib * MIB

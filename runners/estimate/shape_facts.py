@@ -141,5 +141,5 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
             sharded=float(rotary + activation),
             scores=score_traffic,
         ),
-        kernels=(12.0 if lean else 40.0) + (0.0 if fused_attention else 6.0),
+        kernels=(20.0 if lean else 40.0) + (0.0 if fused_attention else 6.0),
     )

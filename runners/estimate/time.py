@@ -83,7 +83,8 @@ def matmul_seconds(
     k = item.k / (tp if item.split == "row" else 1.0)
     n = item.n / (tp if item.split == "column" else 1.0)
     shape = (1 + constants.half_rows / rows) * (1 + constants.half_width / k) * (1 + constants.half_width / n)
-    compute = 2 * rows * k * n / (hardware.rate(precision) * constants.matmul_efficiency) * shape
+    rate = hardware.rate(precision) * hardware.achievable * constants.matmul_efficiency
+    compute = 2 * rows * k * n / rate * shape
     moved = width * (rows * k + k * n + rows * n) / _bandwidth(hardware, constants)
     return item.count * np.maximum(compute, moved)
 
@@ -136,8 +137,9 @@ def _part_work(
         eager = part.saved.scores > 0
         if kind.causal and not eager and kind.window is None:
             flops = flops / 2
-        rate = hardware.rate(facts.precision) * constants.attention_efficiency
-        attention = flops / rate * (1 + constants.half_rows / keys)
+        share = constants.eager_attention_efficiency if eager else constants.attention_efficiency
+        rate = hardware.rate(facts.precision) * share
+        attention = flops / rate
     bandwidth = _bandwidth(hardware, constants)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
     if part.traffic_backward is None:
@@ -200,51 +202,43 @@ def _stage_time(
     weights = local_parameters(stage, facts, tp)
     form = formats(setup, facts.precision)
 
-    # One micro-batch: what the device does, at least as long as the host takes to launch it.
-    matmul, attention, memory, again, launches = none, none, none, none, none
-    forward, backward = none, none
-    collectives = none
-    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
-        item = work[id(part)]
-        ratio = cols.checkpoint_ratio if part.role == "block" else none
-        matmul = matmul + count * (item.matmul + item.matmul_back)
-        attention = attention + count * (item.attention + item.attention_back)
-        memory = memory + count * (item.memory + item.memory_back)
-        again = again + count * ratio * item.forward
-        fixed = (part.role == "block") * (tp > 1) * 2 * constants.launch_us * 1e-6
-        host = item.host + fixed
-        busy = np.maximum(item.forward, host) - item.forward
-        busy_back = np.maximum(item.backward + ratio * item.forward, (1 + ratio) * host) - (
-            item.backward + ratio * item.forward
-        )
-        launches = launches + count * (busy + busy_back)
-        forward = forward + count * np.maximum(item.forward, host)
-        backward = backward + count * np.maximum(item.backward + ratio * item.forward, (1 + ratio) * host)
-        # Two collectives each way a block, and again where it is recomputed or gathered anew.
-        if part.role == "block":
-            collectives = collectives + count * (4 + 2 * ratio)
-        elif part.role in ("embedding", "head"):
-            collectives = collectives + count * 2.0
-
-    # Tensor parallel: all-reduces, or all-gather with reduce-scatter (of the same bytes) under sequence
-    # parallelism, where backward gathers the inputs of products anew.
+    # Tensor parallel: two all-reduces a block each way, or as many pairs of all-gather and reduce-scatter (of
+    # the same bytes) under sequence parallelism, where backward gathers the inputs of products anew.
     hidden = _hidden(facts)
     width = 4 if facts.precision == "fp32" else 2
     pair = 2 * tensor.gather(tokens * hidden * width, constants.collective_us * 1e-6)
     if pp > 1:
         crossing = devices > hardware.devices_per_node
-        pair = pair + np.where(
-            crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0
-        )
-    regathers = np.where(cols.sequence_parallel, 1.25, 1.0)
-    tensor_time = np.where(tp > 1, collectives * pair * regathers, 0.0)
-    # Launching hides behind waiting for the collectives of other nodes.
-    hidden_launches = np.minimum(launches, tensor_time * np.where(tensor.crosses | (pp > 1), 1.0, 0.5))
-    launches = launches - hidden_launches
+        pair = pair + np.where(crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0)
+    anew = np.where(cols.sequence_parallel, 1.0, 0.0)
+
+    # One micro-batch: device and links work one after the other, and at least as long as the host launches.
+    matmul, attention, memory, again, launches, tensor_time = none, none, none, none, none, none
+    forward, backward = none, none
+    launch = constants.launch_us * 1e-6
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        item = work[id(part)]
+        block = part.role == "block"
+        ratio = cols.checkpoint_ratio if block else none
+        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
+        ahead = pairs * pair
+        back = ahead * (1 + anew / 2)
+        rebuilt = ratio * item.forward
+        matmul = matmul + count * (item.matmul + item.matmul_back)
+        attention = attention + count * (item.attention + item.attention_back)
+        memory = memory + count * (item.memory + item.memory_back)
+        again = again + count * rebuilt
+        tensor_time = tensor_time + count * (ahead + back + ratio * ahead)
+        host = item.host + pairs * 2 * (tp > 1) * launch
+        slack = np.maximum(host - item.forward - ahead, 0.0)
+        slack_back = np.maximum((2 + ratio) * host - item.backward - rebuilt - back - ratio * ahead, 0.0)
+        launches = launches + count * (slack + slack_back)
+        forward = forward + count * (item.forward + ahead + slack)
+        backward = backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
     slot = matmul + attention + memory + again + launches + tensor_time
 
     # Pipeline.
-    transfer, bubble, stalls = none, none, none
+    transfer, bubble, stalled = none, none, none
     if pp > 1:
         far = tp * dp >= hardware.devices_per_node
         rate = np.where(
@@ -256,11 +250,7 @@ def _stage_time(
         hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3
         hops = 2.0 * min(pp - 1, 2)
         transfer = accum * hops * hop
-        nodes = devices / hardware.devices_per_node
-        chance = np.where(nodes > 1, 1 / (1 + (constants.stall_nodes / np.maximum(nodes, 1e-9)) ** 4), 0.0)
-        if constants.stalls_without_zero:
-            chance = np.where((nodes > 1) & (zero == 0) & (dp > 1), np.maximum(chance, 0.7), chance)
-        stalls = (accum + pp - 1) * hops * constants.stall_ms * 1e-3 * chance
+        stalled = (accum + pp - 1) * hops * constants.stall_ms * 1e-3
         idle = (pp - 1) / (setup.virtual_stages if setup.pipeline == "interleaved" else 1)
         bubble = idle * (slot + 2 * hop)
 
@@ -298,7 +288,7 @@ def _stage_time(
         update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(hardware, constants)
     moved = weights / share * (form.gradient + form.parameter)
     offload = np.where(on_host, moved / (hardware.host_gb_per_s * 1e9) + states / 20e9, 0.0)
-    return {
+    terms = {
         "matmul": accum * matmul,
         "attention": accum * attention,
         "memory-bound": accum * memory,
@@ -311,9 +301,25 @@ def _stage_time(
         "bubble": bubble,
         "optimizer": update,
         "offload": offload,
-        "stalls": stalls,
+        "stalls": none,
         "fixed": none + constants.step_ms * 1e-3,
     }
+    # A run stalls or does not: the expected logarithm of its time.
+    total = sum(terms.values())
+    chance = stall_chance(cols, hardware, constants)
+    terms["stalls"] = total * np.expm1(chance * np.log1p(stalled / total))
+    return terms
+
+
+def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.ndarray:
+    """Chance that a run's pipeline stalls on the network, from 0 to 1; see `Constants.stall_ms`."""
+    nodes = cols.tp * cols.pp * cols.dp / hardware.devices_per_node
+    least = constants.stall_least
+    chance = least + (1 - least) / (1 + (constants.stall_nodes / nodes) ** 6)
+    if constants.stalls_without_zero:
+        chance = np.where((cols.zero == 0) & (cols.dp > 1), np.maximum(chance, 0.7), chance)
+    possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)
+    return np.where(possible, chance, 0.0)
 
 
 def _hidden(facts: ModelFacts) -> float:
