@@ -13,7 +13,8 @@ from ...models.huggingface import Architecture
 from ...models.skeleton import skeleton
 from . import facts_cache
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
-from .tracing import AttentionCall, Product, Region, Tally, Trace, trace
+from .trace_record import AttentionCall, Product, Region, Tally, Trace
+from .tracing import trace
 
 if TYPE_CHECKING:
     from ...schedule import Schedule

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ...models import Workload
 from ...models.huggingface import Architecture, quiet
 from .model_facts import ModelFacts, Part, PerToken
-from .tracing import HALVES, Product, Spec, Trace, cast
+from .trace_record import Product, Spec, Trace
+from .tracing import HALVES, cast
 
 if TYPE_CHECKING:
     import torch
