@@ -8,12 +8,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 from ..errors import RunnerError
 from .agent import AgentSetup
-from .job import Job, Outcome
+from .job import STOP, Job, Outcome
 
 
 COMMON_IMPORTS = (
@@ -42,6 +42,8 @@ class HostAgent:
         self._imports = tuple(dict.fromkeys([*COMMON_IMPORTS, *imports]))
         self._lock = threading.Lock()
         self._closed = False
+        self._running: dict[str, Connection] = {}
+        self._stopped: set[str] = set()
         self._start()
 
     def _start(self) -> None:
@@ -97,8 +99,8 @@ class HostAgent:
                 raise RunnerError(f"the host agent did not start: {message['error']}\n{message['traceback']}")
             self._ready = True
 
-    def run(self, job: Job) -> Outcome:
-        """The outcome of a job; blocks until it ended.
+    def run(self, job: Job, key: str = "") -> Outcome:
+        """The outcome of a job; blocks until it ended. With a key it can be stopped.
 
         Raises:
             RunnerError: the agent or the trial's supervisor was lost.
@@ -107,10 +109,27 @@ class HostAgent:
         try:
             with Client(self._address, "AF_UNIX") as connection:
                 connection.send(job)
-                return connection.recv()
+                with self._lock:
+                    self._running[key] = connection
+                    if key in self._stopped:
+                        connection.send(STOP)
+                try:
+                    return connection.recv()
+                finally:
+                    with self._lock:
+                        self._running.pop(key, None)
+                        self._stopped.discard(key)
         except (EOFError, OSError) as error:
             what = "closed" if self._closed else f"lost ({type(error).__name__})"
             raise RunnerError(self._why(f"the host agent was {what} during a trial")) from error
+
+    def stop(self, key: str) -> None:
+        """Ends the job of this key, also one that has not arrived yet; `run` returns what was known of it."""
+        with self._lock:
+            if key in self._running:
+                self._running[key].send(STOP)
+            else:
+                self._stopped.add(key)
 
     def close(self) -> None:
         """Ends the agent and every trial it runs; returns when they are gone."""

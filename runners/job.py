@@ -5,6 +5,9 @@ from typing import Any
 
 from ..results import Status
 
+STOP = "stop"
+"""What a client sends to end a job whose outcome it still wants."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
@@ -18,6 +21,9 @@ class Rendezvous:
     """Ranks over all hosts."""
     first_rank: int = 0
     """Rank of the first process on this host."""
+    interface: str = ""
+    """Network interface by which this host is reached; empty lets gloo ask the resolver for the host's name,
+    which often answers with the loopback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +80,5 @@ class Outcome:
     """Why, in one line."""
     ranks: tuple[RankOutcome, ...] = ()
     """Those that ended by themselves, in order of rank."""
+    secondary: bool = False
+    """Ended because another host's ranks had, not by itself."""

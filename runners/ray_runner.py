@@ -3,56 +3,31 @@
 import contextlib
 import os
 import queue
+import re
 import signal
 import socket
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import MissingDependency, RunnerError, UsageError
 from ..models import Workload
+from ..results import Status
 from .dispatch import DryRunner, TrialTerms
-from .host import HostAgent
 from .job import Job, Outcome
+from .ray_gang import Gang, HostActor, Layout, lay_out
 
 PLACEMENT_TIMEOUT_S = 60.0
-
-
-class _HostActor:
-    """A host agent inside a Ray worker that holds the devices of one placement group."""
-
-    def __init__(self, imports: tuple[str, ...]) -> None:
-        self._agent = HostAgent(imports)
-
-    def node_id(self) -> str:
-        import ray
-
-        return ray.get_runtime_context().get_node_id()
-
-    def wait_ready(self) -> None:
-        self._agent.wait_ready()
-
-    def run(self, job: Job, send_log: bool) -> tuple[Outcome, bytes]:
-        """The outcome and, on a host that does not share the driver's disk, the log."""
-        import ray
-
-        ids = tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
-        job = replace(job, device_ids=ids)
-        if not send_log or job.log is None:
-            return self._agent.run(job), b""
-        with tempfile.TemporaryDirectory(prefix="redline-log-") as folder:
-            path = Path(folder, "log")
-            outcome = self._agent.run(replace(job, log=str(path)))
-            return outcome, path.read_bytes() if path.exists() else b""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
 class RayRunner(DryRunner):
-    """One host agent in each placement group; as many groups as the cluster's devices allow.
+    """A placement group for each trial at once, with a host agent on each of its hosts.
+
+    A trial is on one host where one has enough devices, and else on as few as will do, with as many ranks on
+    each; ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
 
     Args:
         workload: what is trained.
@@ -80,9 +55,10 @@ class RayRunner(DryRunner):
         self._ray = _import_ray()
         self._imports = tuple(workload.imports)
         self._groups: list[Any] = []
-        self._actors: dict[int, Any] = {}
-        self._started_ray = self._connect(address)
+        self._gangs: dict[int, Gang] = {}
+        self._entered_ray = self._connect(address)
         try:
+            self._layout = self._lay_out()
             self.slots = self._count_slots(concurrency)
             self._place()
         except BaseException:
@@ -90,7 +66,7 @@ class RayRunner(DryRunner):
             raise
 
     def _connect(self, address: str | None) -> bool:
-        """Joins or starts Ray; whether it was started here."""
+        """Joins or starts Ray; whether this process was not in it before."""
         if self._ray.is_initialized():
             return False
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -111,86 +87,96 @@ class RayRunner(DryRunner):
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             what = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
             raise RunnerError(f"{what} failed: {error}. `--runner local` works without Ray.") from error
-        return address is None
+        return True
+
+    def _lay_out(self) -> Layout:
+        terms = self.terms
+        kind = "GPU" if terms.device.type == "cuda" else "CPU"
+        nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
+        layout = lay_out(terms.devices, kind == "GPU", [each.get(kind, 0) for each in nodes])
+        if layout is None:
+            shares = " + ".join(f"{each.get(kind, 0):g}" for each in nodes)
+            raise UsageError(
+                f"a trial needs {terms.devices} devices, as many on each of its hosts, but the Ray cluster has "
+                f"{shares} {kind}s"
+            )
+        return layout
 
     def _count_slots(self, concurrency: int | None) -> int:
-        terms = self.terms
-        cuda = terms.device.type == "cuda"
+        cuda = self.terms.device.type == "cuda"
         kind = "GPU" if cuda else "CPU"
-        present = int(self._ray.cluster_resources().get(kind, 0))
-        if cuda and present < terms.devices:
-            raise UsageError(
-                f"a trial needs {terms.devices} devices, but the Ray cluster has {present} GPUs"
-            )
-        possible = max(1, present // terms.devices)
+        possible = self._layout.at_once
         if concurrency is None:
             return possible if cuda else 1
         if concurrency > possible:
             raise UsageError(
-                f"{concurrency} trials at once need {concurrency * terms.devices} {kind}s, "
-                f"but the Ray cluster has {present}"
+                f"{concurrency} trials at once need {concurrency * self.terms.devices} {kind}s, "
+                f"but the Ray cluster has {int(self._ray.cluster_resources().get(kind, 0))}"
             )
         return concurrency
 
     def _place(self) -> None:
         from ray.util.placement_group import placement_group
 
-        terms = self.terms
-        bundle = {"CPU": 1.0}
-        if terms.device.type == "cuda":
-            bundle = {"CPU": 1.0, "GPU": float(terms.devices)}
-        self._bundle = bundle
-        self._groups = [placement_group([bundle], strategy="STRICT_PACK") for _ in range(self.slots)]
+        layout = self._layout
+        bundles = [dict(layout.bundle) for _ in range(layout.hosts)]
+        strategy = "STRICT_PACK" if layout.hosts == 1 else "STRICT_SPREAD"
+        self._groups = [placement_group(bundles, strategy=strategy) for _ in range(self.slots)]
         end = time.monotonic() + PLACEMENT_TIMEOUT_S
         for group in self._groups:
             if not group.wait(timeout_seconds=max(1.0, end - time.monotonic())):
                 raise RunnerError(
-                    f"Ray placed only some of {self.slots} groups of {bundle} within {PLACEMENT_TIMEOUT_S:g} s; "
+                    f"Ray placed only some of {self.slots} groups of {bundles} within {PLACEMENT_TIMEOUT_S:g} s; "
                     f"free resources: {self._ray.available_resources()}"
                 )
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.slots):
-            self._actors[slot] = self._actor(slot)
+            self._gangs[slot] = self._gang(slot)
             self._free.put(slot)
 
-    def _actor(self, slot: int) -> Any:
+    def _gang(self, slot: int) -> Gang:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        make = self._ray.remote(_HostActor).options(
-            num_cpus=self._bundle["CPU"],
-            num_gpus=self._bundle.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[slot]),
-        )
-        return make.remote(self._imports)
+        layout = self._layout
+        actors = []
+        for host in range(layout.hosts):
+            make = self._ray.remote(HostActor).options(
+                num_cpus=layout.bundle["CPU"],
+                num_gpus=layout.bundle.get("GPU", 0),
+                # A trial is stopped while it runs.
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._groups[slot], placement_group_bundle_index=host
+                ),
+            )
+            actors.append(make.remote(self._imports))
+        return Gang(actors, layout.per_host)
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        self._get(0, self._actors[0].wait_ready.remote())
+        self._watched(0, self._gangs[0].wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
         slot = self._free.get()
         try:
-            actor = self._actors[slot]
-            here = self._ray.get_runtime_context().get_node_id()
-            send_log = self._get(slot, actor.node_id.remote()) != here
-            outcome, log = self._get(slot, actor.run.remote(job, send_log))
-            if log:
-                Path(job.log).parent.mkdir(parents=True, exist_ok=True)
-                Path(job.log).write_bytes(log)
+            outcome = self._watched(slot, lambda: self._gangs[slot].run(job))
+            if outcome.status is Status.CRASH and _PORT_TAKEN.search(outcome.reason):
+                raise RunnerError(f"the port of a trial's rendezvous was taken meanwhile: {outcome.reason}")
             return outcome
         finally:
             self._free.put(slot)
 
-    def _get(self, slot: int, future: Any) -> Any:
+    def _watched(self, slot: int, call: Callable[[], Any]) -> Any:
         exceptions = self._ray.exceptions
         try:
-            return self._ray.get(future)
+            return call()
         except exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from error
-        except (exceptions.RayActorError, exceptions.RaySystemError) as error:
+        except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
             if self.closed:
                 raise RunnerError("the Ray runner was closed during a trial") from error
-            self._actors[slot] = self._actor(slot)
+            self._gangs[slot].kill()
+            self._gangs[slot] = self._gang(slot)
             raise RunnerError(f"Ray lost the host of a trial: {failure_line(error)}") from error
 
     def close(self) -> None:
@@ -201,12 +187,12 @@ class RayRunner(DryRunner):
 
         if not self._ray.is_initialized():
             return
-        for actor in self._actors.values():
-            self._ray.kill(actor)  # its agent ends with it, and every trial with the agent
+        for gang in self._gangs.values():
+            gang.kill()
         for group in self._groups:
             remove_placement_group(group)
-        if self._started_ray:
-            self._ray.shutdown()
+        if self._entered_ray:
+            self._ray.shutdown()  # a Ray that was joined runs on
 
 
 def failure_line(error: BaseException) -> str:

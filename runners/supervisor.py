@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
-from .job import Job, Outcome, RankOutcome
+from .job import STOP, Job, Outcome, RankOutcome
 from .log import LogFile
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .rank import DUMP_STACKS, run_rank
@@ -47,6 +47,7 @@ class Supervisor:
     client: Connection
     """Who asked; when it hangs up, the trial is abandoned."""
     _ranks: list[_Rank] = field(default_factory=list)
+    _stopped: bool = False
 
     def run(self) -> Outcome | None:
         """The job's outcome, or None if the client hung up. Every process it started is gone."""
@@ -88,6 +89,8 @@ class Supervisor:
                     os.close(other.pidfd)
                 if self.job.device_ids:
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.job.device_ids)
+                if rendezvous.interface:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", rendezvous.interface)
                 run_rank(self.job, local_rank, init_method, sender)
             os.close(stdout)
             sender.close()
@@ -111,6 +114,13 @@ class Supervisor:
                 if any(rank.outcome and rank.outcome.status is not Status.OK for rank in self._ranks):
                     self._gather(selector, log, now + GRACE_S)
                     return self._outcome()
+                if self._stopped:
+                    return Outcome(
+                        status=Status.CRASH,
+                        reason="ended with the ranks of another host",
+                        ranks=self._reported(),
+                        secondary=True,
+                    )
                 if deadline is not None and now >= deadline:
                     return self._timeout(selector, log)
                 if not self._turn(selector, log, deadline):
@@ -128,7 +138,9 @@ class Supervisor:
         for key, _ in selector.select(wait):
             kind, rank = key.data
             if kind == "client":
-                return False
+                if not self._told_to_stop():
+                    return False
+                self._stopped = True
             if kind == "output" and not self._drain(rank, log):
                 selector.unregister(rank.output)
             elif kind == "reports" and not self._receive(rank):
@@ -137,6 +149,13 @@ class Supervisor:
                 selector.unregister(rank.pidfd)
                 self._exited(rank, log)
         return True
+
+    def _told_to_stop(self) -> bool:
+        """Whether the client wants an early outcome; otherwise it hung up."""
+        try:
+            return self.client.recv() == STOP
+        except (EOFError, OSError):
+            return False
 
     def _receive(self, rank: _Rank) -> bool:
         try:
@@ -201,7 +220,9 @@ class Supervisor:
         # A lost peer is an echo; a signal or an allocation failure is a cause.
         cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
         where = f"rank {cause.rank}: " if self.job.rendezvous.world_size > 1 else ""
-        return Outcome(status=cause.status, reason=where + cause.reason, ranks=self._reported())
+        return Outcome(
+            status=cause.status, reason=where + cause.reason, ranks=self._reported(), secondary=cause.secondary
+        )
 
     def _reported(self) -> tuple[RankOutcome, ...]:
         return tuple(rank.outcome for rank in self._ranks if rank.outcome is not None)

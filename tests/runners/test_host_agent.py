@@ -218,6 +218,23 @@ def test_a_hang_is_a_timeout_with_the_stack_in_the_log(bench, tmp_path):
     assert "waits_for_godot" in (tmp_path / "0.log").read_text()
 
 
+def test_a_hang_in_a_collective_is_a_timeout_with_the_stack_of_every_rank(bench, tmp_path):
+    def fail():
+        def never_joins():
+            time.sleep(600)
+
+        never_joins()
+
+    outcome = bench.run(
+        lambda context: _collective(context, fail), ranks=2, timeout_s=4, log=str(tmp_path / "0.log")
+    )
+    assert outcome.status is Status.TIMEOUT
+    assert outcome.reason == "no result within 4 s (during start on rank 0, 1)"
+    log = (tmp_path / "0.log").read_text()
+    assert "[rank 1]" in log and "never_joins" in log
+    assert any("[rank 0]" in line and "barrier" in line for line in log.splitlines())
+
+
 def test_a_hang_that_ignores_every_signal_it_can_is_a_timeout(bench):
     def program(context):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -86,7 +86,7 @@ def test_a_killed_actor_is_replaced_and_its_trial_run_again():
         terms = TrialTerms(device=detect(), threads=1)
         with RayRunner(workload, terms) as runner:
             runner.wait_ready()
-            ray.kill(runner._actors[0])
+            ray.kill(runner._gangs[0].actors[0])
             try:
                 runner.run(TrialRequest(config=space.default(), number=0))
                 print("FIRST answered")

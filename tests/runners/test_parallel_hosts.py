@@ -1,0 +1,161 @@
+"""Trials over two hosts: two Ray nodes on this machine, an agent on each, one rank on each."""
+
+import subprocess
+import sys
+
+import pytest
+from redline.results import Status
+from redline.runners.job import Outcome, RankOutcome
+from redline.runners.ray_gang import Layout, lay_out, merge
+
+SCRIPT = """
+import os, pathlib, sys, time
+import cloudpickle, psutil, torch
+from torch import nn
+from ray.cluster_utils import Cluster
+import redline as rl
+from redline.models import Training, detect
+from redline.results import Status
+from redline.runners import RayRunner, TrialRequest, TrialTerms
+from redline.runners.job import Job, Rendezvous
+
+folder = pathlib.Path(sys.argv[1])
+
+def batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 32, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+workload = rl.Workload(
+    name="mlp", model=lambda: nn.Linear(32, 10), batch=batch, global_batch=16,
+    loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+)
+
+def meet(context):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", init_method=context.init_method, rank=context.rank, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    (folder / f"pid{context.rank}").write_text(str(os.getpid()))
+    return float(total)
+
+def fails(context):
+    meet(context)
+    if context.rank == 1:
+        time.sleep(0.5)
+        (folder / "failed").write_text(str(time.time()))
+        raise ValueError("rank one fails")
+    time.sleep(600)  # not even a collective that would notice
+
+def hangs(context):
+    import torch.distributed as dist
+    meet(context)
+    if context.rank == 1:
+        def never_joins():
+            time.sleep(600)
+        never_joins()
+    def waits_in_a_collective():
+        dist.barrier()
+    waits_in_a_collective()
+
+def job(program, **options):
+    return Job(program=cloudpickle.dumps(program), ranks=2, rendezvous=Rendezvous(world_size=2), threads=1, **options)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+try:
+    with RayRunner(workload, TrialTerms(device=detect(), devices=2, threads=1), address=cluster.address) as runner:
+        runner.wait_ready()
+        import ray
+        gang = runner._gangs[0]
+        print("HOSTS", len(set(ray.get([each.node_id.remote() for each in gang.actors]))))
+        config = rl.Space().default()
+        for zero in (0, 3):
+            done = runner.run(TrialRequest(config={"zero": zero}, number=0, log=folder / "0.log"))
+            print("TRIAL", done.status, done.reason, len(done.ranks), [each.rank for each in done.ranks])
+            print("MEMORY", all(each.peak_memory_mib > 0 for each in done.ranks))
+            print("SLOWEST", done.step_ms == max(each.step_ms for each in done.ranks))
+            alone = Training(workload, {}, torch.device("cpu"))
+            print("LOSS", abs(done.loss - float(alone.step())) < 1e-6)
+        outcome = runner.dispatch(job(fails, timeout_s=60, log=str(folder / "1.log")))
+        print("SECONDS", time.time() - float((folder / "failed").read_text()))
+        print("FAILED", outcome.status, outcome.reason)
+        print("GONE", not psutil.pid_exists(int((folder / "pid0").read_text())))
+        outcome = runner.dispatch(job(hangs, timeout_s=4, log=str(folder / "2.log")))
+        log = (folder / "2.log").read_text()
+        print("HANG", outcome.status, outcome.reason)
+        print("STACKS", "waits_in_a_collective" in log, "never_joins" in log)
+        print("AGAIN", runner.dispatch(job(meet, timeout_s=60)).status)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=115
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return {word: [rest for each, _, rest in lines if each == word] for word, _, _ in lines}
+
+
+def test_a_trial_runs_on_two_hosts_and_trains_as_one_process(said):
+    assert said["HOSTS"] == ["2"]
+    assert said["TRIAL"] == ["ok  2 [0, 1]"] * 2
+    assert said["LOSS"] == ["True"] * 2
+
+
+def test_every_rank_reports_its_memory_and_the_slowest_counts(said):
+    assert said["MEMORY"] == said["SLOWEST"] == ["True"] * 2
+
+
+def test_the_first_failing_rank_ends_those_of_other_hosts_within_two_seconds(said):
+    assert said["FAILED"] == ["crash rank 1: ValueError: rank one fails (during start)"]
+    assert float(said["SECONDS"][0]) < 2
+    assert said["GONE"] == ["True"]
+
+
+def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(said):
+    assert said["HANG"][0].startswith("timeout no result within 4 s")
+    assert "on rank 0" in said["HANG"][0] and "on rank 1" in said["HANG"][0]
+    assert said["STACKS"] == ["True True"]
+
+
+def test_the_next_trial_runs(said):
+    assert said["AGAIN"] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "capacities", "expected"),
+    [
+        (4, [8], (1, 4, 2)),
+        (8, [8, 8], (1, 8, 2)),
+        (16, [8, 8], (2, 8, 1)),
+        (16, [8, 8, 8, 8], (2, 8, 2)),
+        (8, [4, 2, 4], (2, 4, 1)),
+        (6, [4, 4, 4], (2, 3, 1)),
+        (4, [1, 1, 1, 1], (4, 1, 1)),
+        (9, [8, 8], None),
+    ],
+)
+def test_a_trial_takes_as_few_hosts_as_will_do(devices, capacities, expected):
+    layout = lay_out(devices, True, capacities)
+    assert (layout and (layout.hosts, layout.per_host, layout.at_once)) == expected
+
+
+def test_cpu_ranks_share_a_host_where_the_cluster_has_too_few_cores():
+    assert lay_out(4, False, [2.0]) == Layout(hosts=1, per_host=4, bundle={"CPU": 1.0}, at_once=1)
+
+
+def test_the_cause_is_told_from_its_echoes_on_other_hosts():
+    echo = Outcome(status=Status.CRASH, reason="rank 0: Connection reset by peer", secondary=True)
+    oom = Outcome(
+        status=Status.OOM,
+        reason="rank 9: CUDA out of memory",
+        ranks=(RankOutcome(rank=9, status=Status.OOM), RankOutcome(rank=8, status=Status.OK)),
+    )
+    merged = merge([echo, oom])
+    assert (merged.status, merged.reason) == (Status.OOM, "rank 9: CUDA out of memory")
+    assert [each.rank for each in merged.ranks] == [8, 9]
