@@ -33,6 +33,9 @@ def count_flops(workload: Workload) -> Flops:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
+    from transformers.initialization import no_init_weights
+
+    from ..schedule.partition import by_shapes_alone
 
     config: Mapping[str, Any] = workload.probe
     if isinstance(workload.model, Architecture):
@@ -42,7 +45,8 @@ def count_flops(workload: Workload) -> Flops:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with torch.random.fork_rng(devices=[]), quiet(), fake:
-            model = workload.build_model(config).train()
+            with no_init_weights():  # some look at the values that they draw
+                model = by_shapes_alone(workload.build_model(config).train())
             with FlopCounterMode(display=False) as counter:
                 Step(workload, model)(each_tensor(batch, fake.from_tensor)).backward()
     except WorkloadError:

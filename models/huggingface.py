@@ -202,10 +202,19 @@ def hugging_face_workload(
             data=data,
             folder=folder,
         )
+    refuse_text(name, seq_len, data)
+    return image_classifier(architecture, name=name, spec=spec, global_batch=global_batch)
+
+
+def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:
+    """Refuses what images do not have.
+
+    Raises:
+        WorkloadError: a sequence length or a text is given.
+    """
     for what, value in (("seq_len", seq_len), ("data", data)):
         if value is not None:
             raise WorkloadError(f"{name} takes images, so that {what} must not be given, but is {value!r}")
-    return image_classifier(architecture, name=name, spec=spec, global_batch=global_batch)
 
 
 def image_classifier(

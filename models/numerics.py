@@ -6,12 +6,11 @@ global batch. A combination that a family cannot follow has a reason instead.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from .workload import Workload
 
@@ -104,6 +103,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "image_size": 16, "patch_size": 4, "num_labels": 10, **_NO_DROPOUT,
         },
     ),
+    "wide_resnet": ("image", {"depth": 10, "width": 1, "classes": 10}),
 }  # fmt: skip
 """Every family of the table: its task and its configuration, tiny and without dropout."""
 
@@ -133,18 +133,26 @@ class Departure:
         )
 
 
-def tiny(family: str, layers: int | None = None) -> "Workload":
+def tiny(family: str) -> "Workload":
     """The workload of a family of the table."""
     from .huggingface import Architecture, hugging_face_workload
+    from .wide_resnet import wide_resnet
 
     task, arguments = FAMILIES[family]
-    if layers is not None:
-        names = ("num_hidden_layers", "num_layers", "n_layer")
-        arguments = {key: layers if key in names else value for key, value in arguments.items()}
+    if family == "wide_resnet":
+        made = wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
+        return replace(made, optimizer=_adamw)
     architecture = Architecture(model_type=family, arguments=arguments, task=task)
-    return hugging_face_workload(
+    made = hugging_face_workload(
         architecture, name=family, spec=family, seq_len=None if task == "image" else 16, global_batch=SAMPLES
     )
+    return replace(made, optimizer=_adamw)
+
+
+def ranks(combination: str) -> int:
+    """How many ranks a combination takes."""
+    config = COMBINATIONS[combination]
+    return config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
 
 
 def obstacle(family: str, combination: str) -> str:
@@ -199,67 +207,31 @@ class _Trained:
 def _train(workload: "Workload", config: Mapping[str, Any]) -> _Trained:
     """Three steps on the same batches, whatever the configuration."""
     import torch
-
-    from ..schedule import build, create_schedule
-    from ..schedule.sharding import owner, whole
-    from .batches import Step, make_batch, part
-
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
-    mesh = _mesh(config, device)
-    with torch.device("meta"):
-        module = workload.build_model({"attention": "eager"})
-    sch = create_schedule(module, mesh)
-    workload.schedule(sch, config)
-    accumulate = config.get("grad_accum", 1)
-    if config.get("pp", 1) > 1:
-        sch.pipeline(config.get("pipeline_schedule", "1f1b"), accumulate)
-    if config.get("dp", 1) > 1:
-        sch.shard_data(zero=config.get("zero", 0))
-    model, optimizer = build(
-        sch,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON),
-        device=device,
-    )
-    model.train()
-    step = Step(workload, model)
-    replicas = config.get("dp", 1)
-    share = SAMPLES // replicas
-    place = mesh.get_local_rank("dp") if replicas > 1 else 0
-    losses, gradients = [], {}
-    for number in range(STEPS):
-        whole_batch = make_batch(workload, SAMPLES, number)
-        batch = {k: v.to(device) for k, v in part(whole_batch, place * share, (place + 1) * share).items()}
-        if config.get("pp", 1) > 1:
-            loss = model.pipeline.step(**batch)
-        else:
-            loss = step(batch)
-            loss.backward()
-        losses.append(_mean(loss, mesh, replicas))
-        if number == 0:
-            for name, param in model.named_parameters(remove_duplicate=False):
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                gradients[name] = whole(*owner(model, name), grad.detach()).clone()
-        optimizer.step()
-        optimizer.zero_grad()
-    # Tied weights by all of their names: stages hold them under different ones.
-    named = model.named_parameters(remove_duplicate=False)
-    weights = {name: whole(*owner(model, name), p.detach()).clone() for name, p in named}
-    return _Trained(losses[0], gradients, weights)
-
-
-def _mesh(config: Mapping[str, Any], device: "torch.device") -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    axes = {name: config.get(name, 1) for name in ("pp", "dp", "tp") if config.get(name, 1) > 1}
-    if not axes:
-        return None
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _mean(loss: "torch.Tensor", mesh: Any, replicas: int) -> float:
     import torch.distributed as dist
 
-    total = loss.detach().clone()
-    if replicas > 1:
-        dist.all_reduce(total, group=mesh.get_group("dp"))
-    return float(total) / replicas
+    from ..schedule.sharding import owner, whole
+    from .training import Training
+
+    cuda = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if config else (0, 1)
+    training = Training(workload, {"attention": "eager", **config}, device, rank=rank, world_size=ranks)
+
+    def named(read: Any) -> dict[str, torch.Tensor]:
+        # Tied weights by all of their names: stages hold them under different ones.
+        found = training.model.named_parameters(remove_duplicate=False)
+        return {name: whole(*owner(training.model, name), read(param)).clone() for name, param in found}
+
+    loss = float(training.passes())
+    gradients = named(lambda p: torch.zeros_like(p) if p.grad is None else p.grad.detach())
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    for _ in range(STEPS - 1):
+        training.step()
+    return _Trained(loss, gradients, named(lambda p: p.detach()))
+
+
+def _adamw(params: Any) -> "torch.optim.Optimizer":
+    import torch
+
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON)

@@ -9,7 +9,7 @@ from .data import Task
 # A family's words for the four numbers that describe a transformer.
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
@@ -24,22 +24,30 @@ class Preset:
     model_type: str
     """The family, as transformers names it."""
     task: Task
-    """`causal` or `masked`."""
+    """`causal`, `masked`, `seq2seq` or `image`."""
     arguments: Mapping[str, Any]
     """Keyword arguments of the configuration, as published; the rest are the family's defaults."""
     parameters: int
     """Parameters, the language-model head included, tied ones counted once."""
-    seq_len: int
-    """Tokens of a sample: as in pre-training, or 64 for the tiny ones."""
+    seq_len: int | None
+    """Tokens of a sample: as in pre-training, or 64 for the tiny ones; None for images."""
     global_batch: int
     """Samples of one optimizer step: enough micro-batches to choose from, few enough to be quick."""
 
     def shape(self) -> dict[str, int]:
-        """`layers`, `hidden`, `heads` and `vocabulary`."""
-        return {
-            word: next(self.arguments[name] for name in names if name in self.arguments)
+        """`layers` (an encoder's and a decoder's together), `hidden`, `heads` and `vocabulary`; 0 where there
+        is no such thing."""
+        found = {
+            word: next((self.arguments[name] for name in names if name in self.arguments), 0)
             for word, names in _NAMES.items()
         }
+        if self.task == "seq2seq":
+            found["layers"] *= 2
+        if self.model_type == "wide_resnet":
+            # Residual blocks, and channels of the last of them.
+            found["layers"] = (self.arguments["depth"] - 4) // 2
+            found["hidden"] = 64 * self.arguments["width"]
+        return found
 
 
 def _gpt2(layers: int, hidden: int, heads: int, vocabulary: int = 50257, **more: Any) -> dict[str, Any]:
@@ -85,18 +93,52 @@ def _decoder(
     }
 
 
+def _t5(layers: int, hidden: int, heads: int, width: int, feed_forward: int, vocabulary: int = 32128) -> dict[str, Any]:
+    # Raffel et al. 2019: as many blocks in the encoder as in the decoder, embeddings tied. Dropout is 0.1.
+    return {
+        "num_layers": layers,
+        "d_model": hidden,
+        "num_heads": heads,
+        "d_kv": width,
+        "d_ff": feed_forward,
+        "vocab_size": vocabulary,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _vit(layers: int, hidden: int, heads: int, *, image: int, patch: int, classes: int) -> dict[str, Any]:
+    # Dosovitskiy et al. 2020. The configuration's default is no dropout.
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "image_size": image,
+        "patch_size": patch,
+        "num_labels": classes,
+    }
+
+
 _NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 # Name, family, task, parameters, sequence length, global batch, configuration. The tiny ones keep their
 # family's code path; widths are small and vocabularies large enough that a step of the global batch takes
 # about half a second on two cores, while the largest micro-batch at twice the length needs more than 1 GiB.
-_TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
+_TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] = (
     ("gpt2-tiny", "gpt2", "causal", 1_414_144, 64, 32, _gpt2(6, 64, 8, 16384, **_NO_SPECIAL_TOKENS)),
     ("bert-tiny", "bert", "masked", 1_102_784, 64, 32, _encoder(8, 64, 8, 10240)),
     (
         "llama-tiny", "llama", "causal", 2_786_368, 64, 32,
         _decoder(8, 64, 8, 16384, kv_heads=4, intermediate=384, positions=2048, **_NO_SPECIAL_TOKENS),
     ),
+    ("t5-tiny", "t5", "seq2seq", 869_952, 64, 32, _t5(3, 64, 8, 8, 256, vocabulary=8192)),
+    (
+        "mixtral-tiny", "mixtral", "causal", 1_492_544, 64, 32,
+        _decoder(4, 64, 8, 8192, kv_heads=4, intermediate=128, positions=2048, num_local_experts=4,
+                 num_experts_per_tok=2, **_NO_SPECIAL_TOKENS),
+    ),
+    ("vit-tiny", "vit", "image", 323_108, None, 32, _vit(6, 64, 4, image=64, patch=8, classes=100)),
+    ("wide-resnet-tiny", "wide_resnet", "image", 175_066, None, 32, {"depth": 16, "width": 1, "classes": 10}),
     ("gpt2", "gpt2", "causal", 124_439_808, 1024, 64, _gpt2(12, 768, 12)),
     ("gpt2-medium", "gpt2", "causal", 354_823_168, 1024, 64, _gpt2(24, 1024, 16)),
     ("gpt2-large", "gpt2", "causal", 774_030_080, 1024, 32, _gpt2(36, 1280, 20)),
@@ -107,6 +149,11 @@ _TABLE: tuple[tuple[str, str, Task, int, int, int, dict[str, Any]], ...] = (
         "roberta-large", "roberta", "masked", 355_412_057, 512, 64,
         _encoder(24, 1024, 16, 50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
     ),
+    ("t5-base", "t5", "seq2seq", 222_903_552, 512, 128, _t5(12, 768, 12, 64, 3072)),
+    ("t5-large", "t5", "seq2seq", 737_668_096, 512, 64, _t5(24, 1024, 16, 64, 4096)),
+    ("vit-base", "vit", "image", 86_567_656, None, 256, _vit(12, 768, 12, image=224, patch=16, classes=1000)),
+    ("vit-large", "vit", "image", 304_326_632, None, 128, _vit(24, 1024, 16, image=224, patch=16, classes=1000)),
+    ("wide-resnet-28-10", "wide_resnet", "image", 36_479_194, None, 128, {"depth": 28, "width": 10, "classes": 10}),
     (
         # Zhang et al. 2022; the only OPT with a projection of its embeddings and norms behind the blocks.
         "opt-350m", "opt", "causal", 331_196_416, 2048, 32,

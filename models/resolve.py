@@ -87,6 +87,17 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
     from .presets import PRESETS
 
     preset = PRESETS[name]
+    if preset.model_type == "wide_resnet":
+        from .huggingface import refuse_text
+        from .wide_resnet import wide_resnet
+
+        refuse_text(name, given["seq_len"], given["data"])
+        return wide_resnet(
+            preset.arguments,
+            name=name,
+            spec=name,
+            global_batch=given["global_batch"] if given["global_batch"] is not None else preset.global_batch,
+        )
     architecture = Architecture(
         model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task
     )

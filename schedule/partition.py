@@ -202,13 +202,19 @@ def meta_copy(module: nn.Module) -> nn.Module:
                 )
             elif tensor is not None:
                 memo[id(tensor)] = tensor.to("meta")
-    made = copy.deepcopy(module, memo)
-    for each in made.modules():
+    return by_shapes_alone(copy.deepcopy(module, memo))
+
+
+def by_shapes_alone(module: nn.Module) -> nn.Module:
+    """The module, set to compute such that the shapes of its results do not depend on values.
+
+    Of transformers' ways through a mixture of experts the others sort the tokens by expert.
+    """
+    for each in module.modules():
         config = each.__dict__.get("config")
         if getattr(config, "_experts_implementation", None):
-            # transformers' other ways through a mixture of experts have no shapes without values.
             config._experts_implementation = "batched_mm"
-    return made
+    return module
 
 
 def drop(module: nn.Module) -> None:

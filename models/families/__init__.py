@@ -16,6 +16,7 @@ _FILES = {
     "roberta": "roberta",
     "t5": "t5",
     "vit": "vit",
+    "wide_resnet": "wide_resnet",
     "xlm-roberta": "roberta",
 }
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import ScheduleError
 from .standard import StandardSchedule
-from .tensor_parallel import Regions, TransformerCuts, columns, rows
+from .tensor_parallel import Regions, Cuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -40,7 +40,7 @@ def no_stages(sch: "Schedule", stages: int) -> NoReturn:
 
 schedule = StandardSchedule(
     blocks,
-    TransformerCuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
+    Cuts(block=cut, embedding="albert.embeddings.word_embeddings", head="predictions.decoder"),
     stage_ends=no_stages,
     no_sequence_parallel="the attention module holds the residual too, and takes its sizes from the whole sequence",
 )

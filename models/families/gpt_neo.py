@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Regions, TransformerCuts, columns, rows
+from .tensor_parallel import Regions, Cuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -29,7 +29,7 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 schedule = StandardSchedule(
     blocks,
-    TransformerCuts(
+    Cuts(
         block=cut,
         embedding="transformer.wte",
         head="lm_head",

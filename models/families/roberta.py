@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from .bert import cut
 from .standard import StandardSchedule
-from .tensor_parallel import TransformerCuts
+from .tensor_parallel import Cuts
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -17,7 +17,7 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
 
 schedule = StandardSchedule(
     blocks,
-    TransformerCuts(
+    Cuts(
         block=cut,
         embedding="roberta.embeddings.word_embeddings",
         head="lm_head.decoder",

@@ -99,7 +99,7 @@ def sequence(sch: "Schedule", blocks: "Sequence[Schedule]", norms: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerCuts:
+class Cuts:
     """A model whose blocks, embedding and head are cut; called with the model's schedule."""
 
     block: "Callable[[Schedule, Regions], None]"

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Regions, TransformerCuts, columns, rows
+from .tensor_parallel import Regions, Cuts, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -28,6 +28,6 @@ def cut(block: "Schedule", regions: Regions) -> None:
 
 schedule = StandardSchedule(
     blocks,
-    TransformerCuts(block=cut),
+    Cuts(block=cut),
     no_sequence_parallel="patches and the class token are an odd number, which no ranks divide",
 )

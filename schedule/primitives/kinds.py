@@ -22,14 +22,15 @@ class Kind:
     side: str = ""
     """`output`: the output is cut; `input`: the input must be cut, the output is a partial sum;
     `vocabulary`: the output is a partial sum; empty: nothing is known."""
-    count: str = ""
-    """The attribute that counts along this dimension."""
+    count: str | tuple[str, ...] = ""
+    """The attributes that count along this dimension."""
     layer: Callable[[Axis, Shard], Layer] | None = None
     """How the module computes then."""
 
     def follow(self, module: nn.Module, ranks: int) -> list[Follow]:
-        """The module's own count, where it has one."""
-        return [(module, self.count, ranks)] if self.count else []
+        """The module's own counts, where it has any."""
+        names = (self.count,) if isinstance(self.count, str) else self.count
+        return [(module, name, ranks) for name in names if name]
 
 
 def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
@@ -44,6 +45,8 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
         return Kind(
             "vocabulary", "num_embeddings", lambda axis, shard: PartialEmbedding(axis, shard.shape[0])
         )
+    if isinstance(module, nn.GroupNorm) and name == "weight":
+        return Kind("", ("num_channels", "num_groups"))
     plain = isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1 and not module.transposed
     if plain and name == "weight" and dim < 2:
         return Kind("output", "out_channels") if dim == 0 else Kind("input", "in_channels", _bias_once)

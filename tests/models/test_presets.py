@@ -1,5 +1,6 @@
 import pytest
 import torch
+from redline.errors import WorkloadError
 from redline.models import list_presets, workload
 from redline.models.presets import PRESETS
 from redline.schedule import create_schedule
@@ -17,7 +18,14 @@ PUBLISHED_MILLIONS = {
     "llama2-7b": 6738.4,
     "llama3-8b": 8030.3,
     "qwen3-0.6b": 596.0,
+    "t5-base": 222.9,
+    "t5-large": 737.7,
+    "vit-base": 86.6,
+    "vit-large": 304.3,
+    "wide-resnet-28-10": 36.5,
 }
+TINY = {"gpt2-tiny", "bert-tiny", "llama-tiny", "t5-tiny", "mixtral-tiny", "vit-tiny", "wide-resnet-tiny"}
+IMAGES = [name for name, preset in PRESETS.items() if preset.task == "image"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -30,10 +38,14 @@ def test_a_preset_builds_on_meta_with_its_parameters_and_blocks(name):
     assert parameters == PRESETS[name].parameters
     shape = PRESETS[name].shape()
     assert len(made.schedule.blocks(create_schedule(model))) == shape["layers"]
-    assert model.get_input_embeddings().num_embeddings == shape["vocabulary"]
+    assert made.unit == ("samples/s" if name in IMAGES else "tokens/s")
+    if PRESETS[name].model_type == "wide_resnet":
+        assert model.classifier.in_features == shape["hidden"]
+        return
+    if name not in IMAGES:
+        assert model.get_input_embeddings().num_embeddings == shape["vocabulary"]
     assert model.config.hidden_size == shape["hidden"]
     assert model.config.num_attention_heads == shape["heads"]
-    assert made.unit == "tokens/s"
 
 
 @pytest.mark.parametrize("name", PUBLISHED_MILLIONS)
@@ -43,11 +55,21 @@ def test_parameter_counts_are_the_published_ones(name):
 
 def test_every_preset_is_listed_with_what_the_command_shows():
     rows = list_presets()
-    assert {row["name"] for row in rows} == {*PUBLISHED_MILLIONS, "gpt2-tiny", "bert-tiny", "llama-tiny"}
+    assert {row["name"] for row in rows} == {*PUBLISHED_MILLIONS, *TINY}
     for row in rows:
         shape = ["layers", "hidden", "heads", "vocabulary"]
         assert list(row) == ["name", "family", "parameters", *shape, "seq_len", "global_batch"]
-        assert row["seq_len"] == (64 if row["name"].endswith("-tiny") else PRESETS[row["name"]].seq_len)
+        tiny = row["name"].endswith("-tiny") and row["name"] not in IMAGES
+        assert row["seq_len"] == (64 if tiny else PRESETS[row["name"]].seq_len)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_have_no_sequence_length_and_no_text(name, tmp_path):
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(WorkloadError, match="takes images, so that seq_len must not be given, but is 64"):
+        workload(name, seq_len=64)
+    with pytest.raises(WorkloadError, match="takes images, so that data must not be given"):
+        workload(name, data=tmp_path / "text")
 
 
 def test_flops_are_those_of_the_formula():
@@ -64,9 +86,16 @@ def test_flops_are_those_of_the_formula():
 @pytest.mark.parametrize("name", PRESETS)
 def test_flops_of_every_preset_are_near_six_per_parameter_and_token(name):
     made = workload(name)
-    ratio = made.flops.per_sample / (6 * PRESETS[name].parameters * made.seq_len)
-    # Embeddings that are not tied cost nothing, attention adds: most for the longest sequences.
-    assert 0.6 < ratio < 1.9
+    if PRESETS[name].model_type == "wide_resnet":
+        # 5.25 G multiplications and additions an image forward, for 28-10 (Zagoruyko and Komodakis 2016).
+        assert name.endswith("tiny") or made.flops.per_sample == pytest.approx(6 * 5.25e9, rel=0.01)
+        return
+    model = made.model.configuration()
+    tokens = (model.image_size // model.patch_size) ** 2 + 1 if name in IMAGES else made.seq_len
+    ratio = made.flops.per_sample / (6 * PRESETS[name].parameters * tokens)
+    # Embeddings that are not tied and experts that a token does not see cost nothing, attention adds: most for
+    # the longest sequences.
+    assert (0.5 if PRESETS[name].model_type == "mixtral" else 0.6) < ratio < 1.9
 
 
 def test_ids_differ_with_what_a_workload_is_and_with_nothing_else():

@@ -1,0 +1,178 @@
+"""Whether every family computes in every combination of parallel knobs what one process computes.
+
+    python bench/numerics.py                                  # the whole table, some minutes on two cores
+    python bench/numerics.py --family t5 --combination tp2    # one cell
+    python bench/numerics.py --write docs/numerics.md
+
+Each cell trains a tiny model of the family for three steps on one process and spread over ranks (gloo), and
+compares the first step's loss, every gradient and every weight. Ends with status 1 where a cell departs.
+"""
+
+import argparse
+import multiprocessing
+import platform
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+
+from redline.models import numerics
+
+CELL_SECONDS = 300
+"""Longest wait for one cell: compilation of every block on every rank included."""
+
+
+def main() -> int:
+    """Runs the table, prints it, and where asked writes it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
+    parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
+    parser.add_argument("--write", type=Path, help="a Markdown file")
+    options = parser.parse_args()
+    families = options.family or list(numerics.FAMILIES)
+    combinations = options.combination or list(numerics.COMBINATIONS)
+    found: dict[tuple[str, str], str | float] = {}
+    excluded: set[tuple[str, str]] = set()
+    due: dict[int, list[tuple[str, str]]] = {}
+    for family in families:
+        for combination in combinations:
+            reason = numerics.obstacle(family, combination)
+            if reason:
+                found[family, combination] = reason
+                excluded.add((family, combination))
+            else:
+                due.setdefault(numerics.ranks(combination), []).append((family, combination))
+    for size, cells in due.items():
+        while cells:
+            for cell, outcome in run(list(cells), size):
+                cells.remove(cell)
+                found[cell] = outcome
+                shown = f"{outcome:.1e}" if isinstance(outcome, float) else f"FAILED\n{outcome}"
+                print(f"{cell[0]:12} {cell[1]:16} {shown}", flush=True)
+    failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
+    text = table(found, families, combinations, failed)
+    print("\n" + text)
+    if options.write:
+        options.write.write_text(page(text), encoding="utf-8")
+    return 1 if failed else 0
+
+
+def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, str], str | float]]":
+    """Outcomes of cells on `size` ranks with one process group, until all are done or one fails: the largest
+    departure of a gradient, or what went wrong."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = context.Queue()
+        processes = [
+            context.Process(target=serve, args=(rank, size, f"{folder}/store", cells, answers), daemon=True)
+            for rank in range(size)
+        ]
+        for each in processes:
+            each.start()
+        try:
+            for cell in cells:
+                values = []
+                for _ in range(size):
+                    try:
+                        values.append(answers.get(timeout=CELL_SECONDS))
+                    except Empty:
+                        values.append(f"no answer within {CELL_SECONDS} s")
+                    if isinstance(values[-1], str):
+                        # The others may wait for that rank for ever.
+                        yield cell, values[-1]
+                        return
+                worst = max(values, key=lambda value: value.gradient)
+                bad = next((value for value in values if not value.holds), None)
+                yield cell, str(bad) if bad else worst.gradient
+        finally:
+            for each in processes:
+                each.kill()
+                each.join()
+
+
+def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue") -> None:
+    """One rank: checks the cells in order."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    for family, combination in cells:
+        try:
+            answers.put(numerics.check(family, combination))
+        except Exception:
+            answers.put(f"rank {rank}: {traceback.format_exc()}")
+            return
+    # Until the parent ends them: the others may still exchange something.
+    threading.Event().wait()
+
+
+def table(
+    found: dict[tuple[str, str], str | float],
+    families: list[str],
+    combinations: list[str],
+    failed: list[tuple[str, str]],
+) -> str:
+    """A Markdown table with a note for each cell that cannot be."""
+    notes: list[str] = []
+    lines = ["| family | " + " | ".join(combinations) + " |", "|---" * (len(combinations) + 1) + "|"]
+    for family in families:
+        shown = []
+        for combination in combinations:
+            value = found[family, combination]
+            if isinstance(value, float):
+                shown.append(f"{value:.0e}")
+            elif (family, combination) in failed:
+                shown.append("**departs**")
+            else:
+                note = f"{family}: {value}."
+                if note not in notes:
+                    notes.append(note)
+                shown.append(f"({notes.index(note) + 1})")
+        lines.append(f"| {family} | " + " | ".join(shown) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
+
+
+def page(text: str) -> str:
+    """docs/numerics.md."""
+    import torch
+    import transformers
+
+    return PAGE.format(
+        table=text,
+        samples=numerics.SAMPLES,
+        steps=numerics.STEPS,
+        loss=numerics.LOSS_TOLERANCE,
+        gradient=numerics.GRADIENT_TOLERANCE,
+        weight=numerics.WEIGHT_TOLERANCE,
+        rate=numerics.LEARNING_RATE,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
+
+
+PAGE = """# Equal numerics
+
+A configuration may change how fast a model trains, never what it computes. For every family and combination of
+parallel knobs below, a tiny model of the family (two blocks, an odd vocabulary, dropout off, float32) trains for
+{steps} steps on one process and spread over ranks, from the same seed, on the same {samples} samples a step. The
+first step's loss must agree within {loss:.0e}, every gradient of it within {gradient:.0e} of the largest in its tensor,
+and every weight after the last step within {weight:.0e} (AdamW, learning rate {rate:.0e}).
+
+A number is the largest departure of a gradient; float32 itself rounds at 6e-08. A note says why a combination
+cannot be: the same sentence with which the default space leaves it out.
+
+{table}
+Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
+torch {torch}, transformers {transformers}. `redline/models/numerics.py` declares the table, `tests/models/test_numerics.py`
+holds it. Dropout is compared too: under tensor parallelism masks agree where ranks hold the same activations
+and differ where each has its own.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

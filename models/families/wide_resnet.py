@@ -1,0 +1,27 @@
+"""Wide ResNet: blocks of two convolutions, cut by channels."""
+
+from typing import TYPE_CHECKING
+
+from .standard import StandardSchedule
+from .tensor_parallel import Regions, Cuts, columns, rows
+
+if TYPE_CHECKING:
+    from ...schedule import Schedule
+
+
+def blocks(sch: "Schedule") -> "list[Schedule]":
+    """Residual blocks."""
+    return sch.select("blocks.*")
+
+
+def cut(block: "Schedule", regions: Regions) -> None:
+    """The first convolution by its output channels, with their norm, the second by its input channels."""
+    columns(block["conv1"])
+    block["norm2"].shard(["weight", "bias"], axis=0)
+    rows(block["conv2"])
+    regions.around(block["conv1"], block["conv2"])
+
+
+schedule = StandardSchedule(
+    blocks, Cuts(block=cut), no_sequence_parallel="images are no sequences of tokens"
+)
