@@ -1,4 +1,4 @@
-"""What is tuned: workloads, any Hugging Face language model, presets, and a schedule per family."""
+"""What is tuned: workloads, any Hugging Face language model or image classifier, presets, families' schedules."""
 
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,7 @@ _LAZY = {
     "default_space": ".spaces",
     "detect": ".device",
     "generic_schedule": ".families",
+    "hugging_face": ".huggingface",
     "list_presets": ".presets",
 }
 

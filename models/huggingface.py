@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +86,9 @@ class Architecture:
                 # Training needs no key-value cache; transformers.Trainer switches it off too.
                 made = kind.from_dict({**self.arguments, "model_type": self.model_type})
                 made.use_cache = False
+                if self.task == "seq2seq" and getattr(made, "decoder_start_token_id", None) is None:
+                    # Published configurations have it; T5's convention.
+                    made.decoder_start_token_id = made.pad_token_id
             except refusals() as error:
                 raise WorkloadError(
                     f"the configuration is no valid {self.model_type}: {_one_line(error)}"
@@ -204,6 +207,38 @@ def hugging_face_workload(
         )
     refuse_text(name, seq_len, data)
     return image_classifier(architecture, name=name, spec=spec, global_batch=global_batch)
+
+
+def hugging_face(
+    configuration: Any,
+    *,
+    name: str | None = None,
+    schedule: Any = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    data: str | Path | None = None,
+) -> Workload:
+    """The workload of training what a `transformers.PretrainedConfig` describes.
+
+    Args:
+        configuration: the configuration; weights are never read.
+        name: what people call it; None for its model type.
+        schedule: `schedule(sch, config)`; None for that of its family.
+        seq_len, global_batch, data: as `redline.workload` takes them.
+
+    Raises:
+        WorkloadError: transformers cannot build a language model or an image classifier of it.
+    """
+    name = name if name is not None else configuration.model_type
+    made = hugging_face_workload(
+        from_configuration(configuration, name),
+        name=name,
+        spec=name,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        data=data,
+    )
+    return made if schedule is None else replace(made, schedule=schedule)
 
 
 def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None:

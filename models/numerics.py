@@ -140,13 +140,11 @@ def tiny(family: str) -> "Workload":
 
     task, arguments = FAMILIES[family]
     if family == "wide_resnet":
-        made = wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
-        return replace(made, optimizer=_adamw)
+        return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
     architecture = Architecture(model_type=family, arguments=arguments, task=task)
-    made = hugging_face_workload(
+    return hugging_face_workload(
         architecture, name=family, spec=family, seq_len=None if task == "image" else 16, global_batch=SAMPLES
     )
-    return replace(made, optimizer=_adamw)
 
 
 def ranks(combination: str) -> int:
@@ -157,10 +155,14 @@ def ranks(combination: str) -> int:
 
 def obstacle(family: str, combination: str) -> str:
     """Why a family cannot follow a combination; empty where it can."""
+    return refusal(tiny(family), COMBINATIONS[combination])
+
+
+def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
+    """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
     from ..schedule import create_schedule
     from .skeleton import skeleton
 
-    workload, config = tiny(family), COMBINATIONS[combination]
     support = workload.schedule.support(create_schedule(skeleton(workload)))
     reasons = [support.tp(config.get("tp", 1)), support.pp(config.get("pp", 1))]
     if config.get("sequence_parallel"):
@@ -172,9 +174,17 @@ def obstacle(family: str, combination: str) -> str:
 
 def check(family: str, combination: str) -> Departure:
     """One cell, on every rank of an initialised process group of the right size; all call it alike."""
+    return departure(tiny(family), COMBINATIONS[combination])
+
+
+def departure(workload: "Workload", config: Mapping[str, Any]) -> Departure:
+    """By how much a workload in a configuration departs from one process, called on every rank alike.
+
+    Its model must draw no random numbers (dropout off).
+    """
     import torch
 
-    workload, config = tiny(family), COMBINATIONS[combination]
+    workload = replace(workload, optimizer=_adamw)
     expected = _train(workload, {})
     found = _train(workload, config)
     largest = max(float(each.abs().max()) for each in expected.gradients.values())

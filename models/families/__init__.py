@@ -4,6 +4,7 @@ from importlib import import_module
 
 from .generic import schedule as generic_schedule
 from .standard import StandardSchedule, Support, spread
+from .tensor_parallel import Cuts, Regions, columns, rows
 
 # Model types, as transformers names them, to the module with their schedule. What transformers itself has plans
 # for (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) needs none.
@@ -20,7 +21,17 @@ _FILES = {
     "xlm-roberta": "roberta",
 }
 
-__all__ = ["StandardSchedule", "Support", "generic_schedule", "schedule_of", "spread"]
+__all__ = [
+    "Cuts",
+    "Regions",
+    "StandardSchedule",
+    "Support",
+    "columns",
+    "generic_schedule",
+    "rows",
+    "schedule_of",
+    "spread",
+]
 
 
 def schedule_of(model_type: str) -> StandardSchedule:
