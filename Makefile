@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 # What decides whether the installation is current: the dependencies, not the sources (the install is editable).
 STAMP := $(VENV)/.installed
 
-.PHONY: tune test test-slow bench setup clean
+.PHONY: tune test test-slow bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
@@ -18,6 +18,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The site in build/site; a broken link ends it.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 setup: $(STAMP)
 

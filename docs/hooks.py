@@ -1,0 +1,47 @@
+"""What mkdocs does beside rendering: pages that `nav` does not name, the commands' help, links to sources."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MARK = "<!-- commands -->"
+
+
+def on_config(config):
+    """Puts pages that `nav` does not name under "More"."""
+    named = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
+    pages = sorted(
+        path.relative_to(config["docs_dir"]).as_posix() for path in Path(config["docs_dir"]).rglob("*.md")
+    )
+    more = [page for page in pages if page not in named]
+    if more:
+        config["nav"].insert(-1, {"More": more})
+    return config
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Writes the commands' help where it is asked for, and names sources that lie outside of the site."""
+    if MARK in markdown:
+        markdown = markdown.replace(MARK, commands())
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)(?:#[^)]*)?\)", _source, markdown)
+
+
+def _source(found):
+    text, path = found.groups()
+    if not (ROOT / path).exists():
+        return found.group()  # mkdocs complains of it
+    return text if path in text else f"{text} (`{path}`)"
+
+
+def commands():
+    """Each command's help, as `-h` prints it."""
+    import click
+    from redline.tuner.cli.main import redline
+
+    parent = click.Context(redline, info_name="redline", max_content_width=100)
+    parts = []
+    for name in redline.list_commands(parent):
+        command = redline.get_command(parent, name)
+        context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
+        parts.append(f"## redline {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)

@@ -1,0 +1,240 @@
+"""What the documentation shows works: its Python runs, its commands run, its links lead somewhere.
+
+Python blocks of a page run one after the other in a process of their own, as they stand. Commands (lines that
+start with `$ ` in `console` blocks) run in a shell, in order, with `SHIM` for redline: see `scaled` for the one
+rule by which a search is made small. A block that cannot run anywhere says so, with its reason, in
+`<!-- not run: REASON -->` on the line before.
+"""
+
+import configparser
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+import redline
+from redline.tuner.cli.main import redline as command_line
+
+ROOT = Path(redline.__file__).parent
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# tests/test_readme.py and tests/schedule/test_schedule_docs.py run these: alone, and on two ranks.
+ELSEWHERE = {"README.md", "schedule.md"}
+
+CONFIG = (
+    '{"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 512, "n_positions": 128,'
+    ' "bos_token_id": 0, "eos_token_id": 0, "architectures": ["GPT2LMHeadModel"]}'
+)
+
+SHIM = """#!{python}
+import sys
+sys.path.insert(0, {tests!r})
+from test_docs import scaled
+from redline.tuner.cli import main
+main(scaled(sys.argv[1:]))
+"""
+
+TINY = {"gpt2": "gpt2-tiny", "bert": "bert-tiny", "roberta": "bert-tiny"}
+
+
+def blocks(page, kind):
+    """The blocks of a kind on a page, without those that say why they are not run."""
+    return [text for skipped, found, text in BLOCK.findall(PAGES[page]) if found == kind and not skipped]
+
+
+def commands(page):
+    """The commands of a page, in order."""
+    return [
+        line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")
+    ]
+
+
+def scaled(arguments):
+    """A command as the tests run it: a search of one trial (two with --resume) of short measurements, without
+    Ray, on a small batch where the workload is not its own; the family's tiny model for a full-size one; two
+    devices at most. Everything else is as it stands."""
+    if arguments[:1] not in (["tune"], ["space"]):
+        return arguments
+    name, *given = arguments
+    small = []
+    for place, each in enumerate(given):
+        if given[place - 1 : place] == ["--devices"]:
+            each = str(min(2, int(each)))
+        elif place == 0 and find_model(each) and not each.endswith("-tiny"):
+            each = TINY.get(each.partition("-")[0], "llama-tiny")
+        small.append(each)
+    if name == "tune":
+        small += [
+            "--runner",
+            "local",
+            "--measure-time",
+            "50ms",
+            "--trials",
+            "2" if "--resume" in given else "1",
+        ]
+    if "--workload" not in given and (name == "tune"):
+        small += ["--seq-len", "16", "--global-batch", "8"]
+    return [name, *small]
+
+
+def find_model(name):
+    """Whether a preset has this name."""
+    from redline.models.presets import PRESETS
+
+    return name in PRESETS
+
+
+def redline_commands(line):
+    """The arguments of each call of redline in a line of shell."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = list(lexer)
+    found, current = [], None
+    for word in words:
+        if set(word) <= set("();<>|&"):
+            current = None
+        elif word == "redline" and current is None:
+            current = []
+            found.append(current)
+        elif current is not None:
+            current.append(word)
+    return found
+
+
+EVERY_CALL = [
+    (page, arguments) for page in PAGES for line in commands(page) for arguments in redline_commands(line)
+]
+
+
+def test_there_is_something_to_check():
+    assert len(EVERY_CALL) > 30
+    assert {page for page, _ in EVERY_CALL} >= {
+        "README.md",
+        "quickstart.md",
+        "exports.md",
+        "out-of-memory.md",
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    EVERY_CALL,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value)[:60],
+)
+def test_every_command_and_option_that_is_named_exists(page, arguments):
+    parent = click.Context(command_line, info_name="redline")
+    if arguments[0].startswith("-"):
+        return
+    command = command_line.get_command(parent, arguments[0])
+    assert command is not None, f"{page}: there is no command {arguments[0]}"
+    try:
+        command.make_context(arguments[0], list(arguments[1:]), parent=parent)
+    except click.exceptions.Exit:
+        return  # -h and --list say something and leave
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page, "python")])
+def test_the_python_of_a_page_runs(page, tmp_path):
+    (tmp_path / "page.py").write_text("\n\n".join(blocks(page, "python")))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=230, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_the_commands_of_a_page_run(page, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    write_tool(tools / "redline", SHIM.format(python=sys.executable, tests=str(Path(__file__).parent)))
+    write_tool(tools / "python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    # What these would do takes minutes and a network; that they could is checked below.
+    for name in ("make", "pip"):
+        write_tool(tools / name, "#!/bin/sh\nexit 0\n")
+    place = tmp_path / "work"
+    (place / "path" / "to").mkdir(parents=True)
+    (place / "path" / "to" / "config.json").write_text(CONFIG)
+    own = [text for text in blocks(page, "python") if re.search(r"^workload = ", text, re.MULTILINE)]
+    if own:
+        (place / "train.py").write_text(own[0])
+    script = "set -euo pipefail\n" + "\n".join(commands(page))
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-xc", script],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def write_tool(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "line", sorted({each for page in PAGES for each in commands(page) if re.match(r"(make|pip)\b", each)})
+)
+def test_targets_and_extras_that_are_named_exist(line):
+    text = line.partition("#")[0]
+    for target in re.findall(r"\bmake (\w+)", text):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    for extras in re.findall(r"(?:redline|\.)\[([\w,]+)\]", text):
+        for extra in extras.split(","):
+            assert extra in settings["options.extras_require"]
+
+
+def test_a_search_is_scaled_by_its_rule():
+    assert scaled(["show", "runs/a"]) == ["show", "runs/a"]
+    small = scaled(["tune", "llama2-7b", "--devices", "8", "--trials", "30", "--resume"])
+    assert small[:4] == ["tune", "llama-tiny", "--devices", "2"]
+    assert small[-6:] == ["--trials", "2", "--seq-len", "16", "--global-batch", "8"]
+    assert "--seq-len" not in scaled(["tune", "--workload", "train.py:workload"])
+
+
+def test_every_extra_of_the_pages_exists():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    for text in PAGES.values():
+        for extra in re.findall(r"redline\[(\w+)\]", text):
+            assert extra in settings["options.extras_require"]
+
+
+def test_the_site_builds_and_no_link_is_broken(tmp_path):
+    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs-material and mkdocstrings are not installed: pip install 'redline[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    built = tmp_path / "site"
+    for page in PAGES:
+        name = page.removesuffix(".md")
+        if page != "README.md":
+            assert (built / ("index.html" if name == "index" else f"{name}/index.html")).exists()
+    text = (built / "cli" / "index.html").read_text()
+    for command in command_line.list_commands(click.Context(command_line)):
+        assert f"redline {command}" in text
+    api = (built / "python-api" / "index.html").read_text()
+    assert "trial_timeout" in api and "steps_ms" not in api
