@@ -62,15 +62,23 @@ class Constants:
     hop_ms: float = 0.02
     """Cost of handing a micro-batch to the next stage beyond its bytes, ms."""
     ring_step_with_pipeline_us: float = 0.0
-    """Added to every ring step of tensor parallelism while stages talk across nodes, us."""
+    """The host's extra time to start a collective of tensor parallelism while stages talk across nodes, us a rank."""
     stall_ms: float = 0.0
     """Cost of a hop between stages when the network stalls, ms: see `stall_nodes`."""
     stall_least: float = 0.0
     """Chance of a stall between any two nodes."""
     stalls_without_zero: bool = False
-    """Whether pipelines also stall where ZeRO 0 replicas reduce gradients across nodes meanwhile."""
+    """Whether pipelines also stall where ZeRO 0 replicas reduce gradients meanwhile."""
+    stall_rings: float = 12.0
+    """Replicas times nodes at which half of those runs stall."""
     stall_nodes: float = 36.0
     """Nodes at which half of the runs with a pipeline stall."""
+
+    # A full device.
+    retry_share: float = 1.0
+    """Share of the limit at which the allocator must free and ask again, which stops the device."""
+    retry_factor: float = 1.5
+    """By what that multiplies the step."""
 
     # Uncertainty before any measurement, as standard deviations of natural logarithms.
     compute_std: float = 0.15
@@ -101,10 +109,11 @@ PROFILES: Mapping[str, Constants] = {
         overlap=0.1,
         straggler_ms=25.0,
         ring_step_with_pipeline_us=235.0,
-        stall_ms=300.0,
+        stall_ms=265.0,
         stall_nodes=34.0,
         stalls_without_zero=True,
-        stall_least=0.06,
+        stall_least=0.02,
+        retry_factor=3.0,
         time_noise=0.16,
     ),
 }

@@ -42,7 +42,8 @@ class Estimate:
     to `peak_memory_mib`.
     """
     binds: str
-    """What takes most of the step: `compute`, `memory bandwidth`, `links`, `bubble` or `launches`."""
+    """What takes most of the step: `compute`, `memory bandwidth`, `links`, `bubble`, `launches`,
+    or `memory`: the allocator's retries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("matmul", "attention", "memory-bound", "recomputation", "optimizer"),
     "launches": ("launches", "fixed"),
     "links": ("tensor parallel", "data parallel", "parameter gathers", "pipeline transfers", "offload"),
-    "stalls": ("stalls",),
+    "stalls": ("stalls", "allocator retries"),
 }
 """Terms of the step that calibration scales together; the bubble goes with what a slot consists of."""
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -100,12 +100,14 @@ class Estimator:
         """
         cols = columns(configs, self.training)
         time, memory, fullest, flops = self._raw(cols)
+        peak, memory_std = self._memory.apply(_memory_groups(memory))
+        full, full_std = self._memory.apply(_memory_groups(fullest))
+        pressed = self._add_retries(time, full, full_std)
         time_groups = _time_groups(time)
         step, time_std = self._time.apply(time_groups)
         corrected = _share_out(time, time_groups, self._time)
         time_std = np.hypot(time_std, self._stall_spread(cols, corrected["time.stalls"], step))
-        peak, memory_std = self._memory.apply(_memory_groups(memory))
-        full, full_std = self._memory.apply(_memory_groups(fullest))
+        time_std = np.hypot(time_std, pressed)
         for name, value in memory.items():
             corrected[f"memory.{name}"] = value * _factor(self._memory, MEMORY_GROUPS, name)
         samples = cols.micro_batch * cols.grad_accum * cols.dp
@@ -158,11 +160,6 @@ class Estimator:
         timed = [
             (trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0
         ]
-        prior, noise = self._time_prior(), self.constants.time_noise
-        made._time = Correction.none(prior, noise)
-        if timed:
-            time, _, _, _ = self._raw(columns([config for config, _ in timed], self.training))
-            made._time = fit(_time_groups(time), np.array([value for _, value in timed]), prior, noise)
         sized = [
             (trial.config, trial.measurement.peak_memory_mib, False)
             for trial in ok
@@ -184,6 +181,12 @@ class Estimator:
             bound = np.array([each for _, _, each in sized])
             groups = np.where(bound[:, None], _memory_groups(fullest), _memory_groups(memory))
             made._memory = fit(groups, np.array([value for _, value, _ in sized], float), prior, noise, bound)
+        prior, noise = self._time_prior(), self.constants.time_noise
+        made._time = Correction.none(prior, noise)
+        if timed:
+            time, _, fullest, _ = self._raw(columns([config for config, _ in timed], self.training))
+            made._add_retries(time, *made._memory.apply(_memory_groups(fullest)))
+            made._time = fit(_time_groups(time), np.array([value for _, value in timed]), prior, noise)
         return made
 
     @property
@@ -246,6 +249,15 @@ class Estimator:
                 memory[name][at] = value
             flops[at] = facts.model_flops(self.training.seq_len or 1)
         return time, memory, fullest, flops
+
+    def _add_retries(self, time: dict[str, np.ndarray], full: np.ndarray, std: np.ndarray) -> np.ndarray:
+        """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that."""
+        c = self.constants
+        share = np.log(np.where(np.isfinite(full), full, np.inf) / (c.retry_share * self.memory_limit_mib))
+        chance = _normal(share / std)
+        total = sum(time.values())
+        time["allocator retries"] = total * np.expm1(chance * np.log(c.retry_factor))
+        return np.sqrt(chance * (1 - chance)) * np.log(c.retry_factor)
 
     def _stall_spread(self, cols: Columns, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
         """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""

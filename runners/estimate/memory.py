@@ -200,15 +200,21 @@ def _stage_peak(
     loss = np.where(at_loss, loss, 0.0)
     recomputation = np.where(at_loss, 0.0, recomputation)
 
-    # With one micro-batch a step, gradients come into being as activations go: the peak is at the loss, without
-    # gradients, or at the end of backward, with all of them and one block's activations.
+    # With one micro-batch a step, gradients come into being as activations go: the peak is at the loss, with the
+    # head's gradient, or at the end of backward, with all of them and one block's activations.
     if not setup.gradient_copy:
         transient = (cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
         blocks = max(sum(count for _, count in stage.blocks), 1)
         at_end = gradients + recomputation + (activations + checkpoints) / blocks
         at_loss = activations + checkpoints + loss + recomputation
         late = transient & (at_end > at_loss)
-        gradients = np.where(transient & ~late, 0.0, gradients)
+        head = sum(
+            (item.k * item.n * item.count / (tp if item.split != "none" else 1.0)
+             for each in stage.ends for item in each.matmuls),
+            start=none,
+        )  # fmt: skip
+        gradients = np.where(transient & ~late, np.minimum(head, weights) * form.gradient, gradients)
+        buffers = np.where(transient & ~late & (zero >= 2), gathered, buffers)
         loss = np.where(late, 0.0, loss)
         activations = np.where(late, activations / blocks, activations)
         checkpoints = np.where(late, checkpoints / blocks, checkpoints)

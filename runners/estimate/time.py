@@ -19,14 +19,15 @@ from .stages import Stage, stages
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
-    "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls", "fixed",
+    "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls", "allocator retries",
+    "fixed",
 )  # fmt: skip
 """Names of the terms, in the order of the breakdown."""
 BINDS = {
     "matmul": "compute", "attention": "compute", "recomputation": "compute", "memory-bound": "memory bandwidth",
     "optimizer": "memory bandwidth", "launches": "launches", "fixed": "launches", "tensor parallel": "links",
     "data parallel": "links", "parameter gathers": "links", "pipeline transfers": "links", "offload": "links",
-    "stalls": "links", "bubble": "bubble",
+    "stalls": "links", "allocator retries": "memory", "bubble": "bubble",
 }  # fmt: skip
 """What a term means when it is the largest kind."""
 
@@ -207,15 +208,16 @@ def _stage_time(
     hidden = _hidden(facts)
     width = 4 if facts.precision == "fp32" else 2
     pair = 2 * tensor.gather(tokens * hidden * width, constants.collective_us * 1e-6)
+    # What the host takes to start a pair of collectives.
+    start = np.where(tp > 1, 2 * constants.launch_us * 1e-6, 0.0)
     if pp > 1:
         crossing = devices > hardware.devices_per_node
-        pair = pair + np.where(crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0)
+        start = start + np.where(crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0)
     anew = np.where(cols.sequence_parallel, 1.0, 0.0)
 
     # One micro-batch: device and links work one after the other, and at least as long as the host launches.
     matmul, attention, memory, again, launches, tensor_time = none, none, none, none, none, none
     forward, backward = none, none
-    launch = constants.launch_us * 1e-6
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         item = work[id(part)]
         block = part.role == "block"
@@ -229,9 +231,10 @@ def _stage_time(
         memory = memory + count * (item.memory + item.memory_back)
         again = again + count * rebuilt
         tensor_time = tensor_time + count * (ahead + back + ratio * ahead)
-        host = item.host + pairs * 2 * (tp > 1) * launch
+        host = item.host + pairs * start
+        host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
         slack = np.maximum(host - item.forward - ahead, 0.0)
-        slack_back = np.maximum((2 + ratio) * host - item.backward - rebuilt - back - ratio * ahead, 0.0)
+        slack_back = np.maximum(host_back - item.backward - rebuilt - back - ratio * ahead, 0.0)
         launches = launches + count * (slack + slack_back)
         forward = forward + count * (item.forward + ahead + slack)
         backward = backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
@@ -302,6 +305,7 @@ def _stage_time(
         "optimizer": update,
         "offload": offload,
         "stalls": none,
+        "allocator retries": none,
         "fixed": none + constants.step_ms * 1e-3,
     }
     # A run stalls or does not: the expected logarithm of its time.
@@ -317,7 +321,9 @@ def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.
     least = constants.stall_least
     chance = least + (1 - least) / (1 + (constants.stall_nodes / nodes) ** 6)
     if constants.stalls_without_zero:
-        chance = np.where((cols.zero == 0) & (cols.dp > 1), np.maximum(chance, 0.7), chance)
+        # The more gradient rings there are beside the pipeline, the likelier.
+        rings = 1 / (1 + (constants.stall_rings / (cols.dp * nodes)) ** 3)
+        chance = np.where((cols.zero == 0) & (cols.dp > 1), np.maximum(chance, rings), chance)
     possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)
     return np.where(possible, chance, 0.0)
 
