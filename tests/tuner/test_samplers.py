@@ -67,8 +67,8 @@ def fresh():
 
 class TestRegistry:
     def test_every_name_makes_a_sampler_of_that_name(self):
-        assert sampler_names() == ("random", "grid", "tpe", "gp", "hebo")
-        for name in ("random", "grid", "tpe", "gp"):
+        assert sampler_names() == ("bayes", "random", "grid", "tpe", "gp", "hebo")
+        for name in ("bayes", "random", "grid", "tpe", "gp"):
             assert make_sampler(name, small_space(), 1).name == name
 
     def test_an_unknown_name_is_answered_with_the_nearest(self):
