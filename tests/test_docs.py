@@ -23,8 +23,9 @@ from redline.tuner.cli.main import redline as command_line
 ROOT = Path(redline.__file__).parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n+)?^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# tests/test_readme.py and tests/schedule/test_schedule_docs.py run these: alone, and on two ranks.
-ELSEWHERE = {"README.md", "schedule.md"}
+# tests/test_readme.py runs the first alone; tests/schedule/test_schedule_docs.py and tests/models/test_numerics.py
+# the others, of which parts need two ranks.
+ELSEWHERE = {"README.md", "schedule.md", "add-a-model.md"}
 
 CONFIG = (
     '{"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 512, "n_positions": 128,'
