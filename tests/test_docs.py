@@ -128,7 +128,8 @@ def test_there_is_something_to_check():
     ids=lambda value: value if isinstance(value, str) else "-".join(value)[:60],
 )
 def test_every_command_and_option_that_is_named_exists(page, arguments):
-    parent = click.Context(command_line, info_name="redline")
+    # As the group makes it: click keeps a command's help option from its first context.
+    parent = click.Context(command_line, info_name="redline", **command_line.context_settings)
     if arguments[0].startswith("-"):
         return
     command = command_line.get_command(parent, arguments[0])
@@ -235,7 +236,7 @@ def test_the_site_builds_and_no_link_is_broken(tmp_path):
         if page != "README.md":
             assert (built / ("index.html" if name == "index" else f"{name}/index.html")).exists()
     text = (built / "cli" / "index.html").read_text()
-    for command in command_line.list_commands(click.Context(command_line)):
+    for command in command_line.list_commands(click.Context(command_line, **command_line.context_settings)):
         assert f"redline {command}" in text
     api = (built / "python-api" / "index.html").read_text()
     assert "trial_timeout" in api and "steps_ms" not in api
