@@ -180,9 +180,9 @@ def make_prior(surface: Surface, kind: str, seed: int) -> Any:
 
 def estimator_of(surface: Surface) -> Any:
     """redline's estimator for the model, training and hardware that the table's YAML states."""
-    from redline.runners.estimate.recorded import estimator_from_facts
+    from estimator import load  # bench/estimator.py reads the YAML
 
-    return estimator_from_facts(surface.facts)
+    return load(surface.path).estimator
 
 
 PEERS: dict[str, Callable[[Surface, int], Ask]] = {

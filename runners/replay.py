@@ -50,6 +50,8 @@ class Surface:
     """What each configuration gave."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The YAML beside the table; empty without one."""
+    path: Path | None = None
+    """The table's file."""
 
     @property
     def best(self) -> float | None:
@@ -121,7 +123,7 @@ def read_surface(path: str | Path) -> Surface:
         if config in rows:
             raise UsageError(f"'{path}', line {number}: {point} is there twice")
         rows[config] = _measurement(row, point, objective, limit, f"'{path}', line {number}")
-    return Surface(name=path.stem, space=space, rows=rows, facts=facts)
+    return Surface(name=path.stem, space=space, rows=rows, facts=facts, path=path)
 
 
 def _value(text: str) -> Any:

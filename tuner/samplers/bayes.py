@@ -25,6 +25,12 @@ LEADERS = 5
 CAUTION = 2.0
 """Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
 nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
+LEVEL = 2.0
+"""How far off the common factor of all throughputs may be: so far that no model is judged by it."""
+FAILURE_COST = 0.05
+"""What a failed trial is worth, in log throughput."""
+HOPELESS = 0.02
+"""Chance of working of what the estimate rules out without a number."""
 
 # Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
 # factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
@@ -72,7 +78,7 @@ class BayesSampler(Sampler):
         self._features = Features(self._encoding)
         self._prior = None if prior is None else Prior(prior, warn=warn)
         self._headroom = headroom
-        self._predicted: dict[Config, tuple[float, float, float]] = {}
+        self._predicted: dict[Config, tuple[float, ...]] = {}
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
@@ -87,10 +93,12 @@ class BayesSampler(Sampler):
         new = [config for config in dict.fromkeys(configs) if config not in self._predicted]
         if new:
             found = self._prior.predict(new)
-            rows = zip(found.log_throughput.tolist(), found.log_memory.tolist(), found.fits.tolist())
-            self._predicted.update(zip(new, rows))
-        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 3)
-        return Predictions(log_throughput=array[:, 0], log_memory=array[:, 1], fits=array[:, 2])
+            columns = (found.log_throughput, found.log_memory, found.log_need, found.fits)
+            self._predicted.update(zip(new, zip(*(column.tolist() for column in columns))))
+        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 4)
+        return Predictions(
+            log_throughput=array[:, 0], log_memory=array[:, 1], log_need=array[:, 2], fits=array[:, 3]
+        )
 
 
 class _Round:
@@ -170,7 +178,10 @@ class _Round:
             score += weight * expected_improvement(mean, variance, best)
         # As long as nothing worked, finding what does comes first, the more so the more has failed.
         caution = CAUTION if self.best is not None else CAUTION + len(self.known)
-        score = score * self.works**caution / self.cost
+        score = score * self.works**caution
+        if self.best is not None:
+            score = score - FAILURE_COST * (1.0 - self.works)
+            score = np.where(score > 0, score / self.cost, score * self.cost)
         return int(rows[np.argmax(score[rows])])
 
     # -- beliefs ---------------------------------------------------------------------------------------------
@@ -202,13 +213,16 @@ class _Round:
             order = np.concatenate([rows, len(self.known) + np.arange(count)])
             estimate = predictions.log_throughput[order]
             middle = np.nanmean(estimate)
-            estimate = np.where(np.isfinite(estimate), estimate - middle, 0.0)
-            offset = middle - centre if n else 0.0
+            # Of what it knows nothing it may be anything, which is no reason to try that first.
+            low = np.nanquantile(estimate, 0.25) - middle
+            estimate = np.where(np.isfinite(estimate), estimate - middle, low)
             # The weights: a common factor, and a power to which the estimate is raised.
-            basis = np.column_stack([0.5 * ones[:, 0], 0.3 * estimate])
-            beliefs.append(Belief(mean=estimate + offset, basis=basis, scales=WITH_ESTIMATE, weight=0.9))
+            basis = np.column_stack([LEVEL * ones[:, 0], 0.3 * estimate])
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, weight=0.9))
         beliefs.append(
-            Belief(mean=np.zeros(n + count), basis=ones, scales=WITHOUT, weight=0.1 if estimated else 1.0)
+            Belief(
+                mean=np.zeros(n + count), basis=LEVEL * ones, scales=WITHOUT, weight=0.1 if estimated else 1.0
+            )
         )
         if not n:
             beliefs = beliefs[:1]
@@ -262,16 +276,22 @@ class _Round:
             )
         )
         if estimated:
-            estimate = predictions.log_memory[rows_all]
+            # A measured peak is that of the device that reports; whether it fits, the fullest decides.
+            exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
+            estimate = np.where(exact, predictions.log_memory[rows_all], predictions.log_need[rows_all])
             middle = np.nanmean(estimate)
-            unknown = ~np.isfinite(estimate)
-            estimate = np.where(unknown, middle, estimate)
+            estimate = np.where(np.isfinite(estimate), estimate, middle)
             basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
             beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
         mixture = limit_model(
             beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
         )
-        return chance_below(mixture, bound + np.log(1.0 - self.sampler._headroom))
+        chance = chance_below(mixture, bound + np.log(1.0 - self.sampler._headroom))
+        if predictions is not None:
+            # No number but a plain no: more pipeline stages than blocks, say.
+            hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
+            chance = np.where(hopeless[-len(at) :], np.minimum(chance, HOPELESS), chance)
+        return chance
 
     def _limit(self, predictions: Predictions | None) -> float | None:
         """Memory of a device, MiB; None where nothing tells."""
@@ -281,10 +301,11 @@ class _Round:
         peaks = [t.measurement.peak_memory_mib for t in self.known if t.ok and t.measurement.peak_memory_mib]
         if predictions is not None and np.isfinite(predictions.log_memory).any():
             # Where the estimate passes from fitting to not fitting.
-            fits, needs = predictions.fits, predictions.log_memory
-            under, over = needs[fits >= 0.5], needs[fits < 0.5]
+            fits, needs = predictions.fits, predictions.log_need
+            known = np.isfinite(needs)
+            under, over = needs[known & (fits >= 0.5)], needs[known & (fits < 0.5)]
             if len(under) and len(over):
-                return float(np.exp(0.5 * (np.nanmax(under) + np.nanmin(over))))
+                return float(np.exp(0.5 * (under.max() + over.min())))
         return 1.1 * max(peaks) if peaks else None
 
     def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:

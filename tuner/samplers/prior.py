@@ -21,6 +21,8 @@ class Predictions:
     """Natural logarithm, NaN where unknown; shape (n,)."""
     log_memory: np.ndarray
     """Natural logarithm of the peak in MiB, NaN where unknown; shape (n,)."""
+    log_need: np.ndarray
+    """What decides whether it fits: the fullest device's peak, where that is not the one reported; (n,)."""
     fits: np.ndarray
     """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
 
@@ -55,7 +57,7 @@ class Prior:
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
-        rows: list[tuple[float, float, float]] | None = None
+        rows: list[tuple[float, float, float, float]] | None = None
         problem = ""
         if hasattr(self.source, "table"):
             try:
@@ -66,23 +68,24 @@ class Prior:
             rows = []
             for config in configs:
                 try:
-                    rows.append(_row_of(self.source(config)) if callable(self.source) else (math.nan,) * 3)
+                    rows.append(_row_of(self.source(config)) if callable(self.source) else (math.nan,) * 4)
                 except Exception as error:  # any configuration it cannot answer for is unknown to it
                     problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
-                    rows.append((math.nan,) * 3)
-        array = np.array(rows, dtype=float).reshape(len(configs), 3)
-        usable = np.isfinite(array[:, :2]) & (array[:, :2] > 0)
-        bad = int((~usable[:, 0]).sum())
+                    rows.append((math.nan,) * 4)
+        array = np.array(rows, dtype=float).reshape(len(configs), 4)
+        usable = np.isfinite(array[:, :3]) & (array[:, :3] > 0)
+        bad = int((~usable[:, 0] & (array[:, 3] != 0)).sum())  # what cannot fit needs no speed
         if bad and not problem:
             problem = "its throughput is not a positive finite number"
         if problem:
             self._say(
                 f"the prior says nothing of {bad} of {len(configs)} configurations ({problem}); they count as unknown"
             )
-        logs = np.full((len(configs), 2), np.nan)
-        logs[usable] = np.log(array[:, :2][usable])
-        chance = np.where((array[:, 2] >= 0) & (array[:, 2] <= 1), array[:, 2], np.nan)
-        return Predictions(log_throughput=logs[:, 0], log_memory=logs[:, 1], fits=chance)
+        logs = np.full((len(configs), 3), np.nan)
+        logs[usable] = np.log(array[:, :3][usable])
+        chance = np.where((array[:, 3] >= 0) & (array[:, 3] <= 1), array[:, 3], np.nan)
+        need = np.where(np.isfinite(logs[:, 2]), logs[:, 2], logs[:, 1])
+        return Predictions(log_throughput=logs[:, 0], log_memory=logs[:, 1], log_need=need, fits=chance)
 
     def _say(self, message: str) -> None:
         if not self._said:
@@ -90,24 +93,25 @@ class Prior:
             self._warn(message)
 
 
-def _row_of(answer: Any) -> tuple[float, float, float]:
-    """Throughput, memory in MiB and chance of fitting; NaN where not given."""
+def _row_of(answer: Any) -> tuple[float, float, float, float]:
+    """Throughput, memory in MiB as reported and at most, and chance of fitting; NaN where not given."""
     if answer is None:
-        return (math.nan,) * 3
+        return (math.nan,) * 4
     if isinstance(answer, (int, float, np.number)):
-        return float(answer), math.nan, math.nan
+        return float(answer), math.nan, math.nan, math.nan
     fits = getattr(answer, "fits", None)
     return (
         _number(getattr(answer, "throughput", None)),
         _number(getattr(answer, "peak_memory_mib", None)),
+        _number(getattr(answer, "fullest_memory_mib", None)),
         math.nan if fits is None else float(bool(fits)),
     )
 
 
-def _rows_of(table: Any, count: int) -> list[tuple[float, float, float]]:
+def _rows_of(table: Any, count: int) -> list[tuple[float, float, float, float]]:
     unknown = np.full(count, np.nan)
     columns = []
-    for name in ("throughput", "peak_memory_mib", "probability_fits"):
+    for name in ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits"):
         column = getattr(table, name, None)
         columns.append(unknown if column is None else np.asarray(column, dtype=float).reshape(count))
     return list(zip(*(column.tolist() for column in columns)))
