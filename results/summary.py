@@ -7,6 +7,11 @@ from statistics import median
 from .columns import number
 from .measurement import Status, Trial
 
+NOISE = 0.02
+"""Two throughputs farther apart than this share are no tie, however their measurements spread."""
+WORTH_HAVING = 0.02
+"""Share of memory by which a tie is decided."""
+
 
 def standing(trial: Trial) -> float | None:
     """What a trial is judged by: the median of its re-measurements, else its throughput; None unless `ok`."""
@@ -23,7 +28,28 @@ def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
     """
     successes = [trial for trial in trials if standing(trial)]
     successes.sort(key=lambda trial: (not trial.remeasured, -standing(trial), trial.number))
+    if successes and successes[0].remeasured:
+        tied = [trial for trial in successes if _ties(trial, successes[0])]
+        roomiest = max(tied, key=lambda trial: (_room(trial), -successes.index(trial)))
+        if _room(roomiest) > _room(successes[0]) + WORTH_HAVING:
+            successes.remove(roomiest)
+            successes.insert(0, roomiest)
     return successes[:count]
+
+
+def _ties(trial: Trial, first: Trial) -> bool:
+    """Whether the re-measurements of both overlap, and by no more than `NOISE` apart."""
+    if trial is first:
+        return True
+    if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
+        return False
+    return max(trial.remeasured) >= min(first.remeasured) and standing(trial) >= (1 - NOISE) * standing(first)
+
+
+def _room(trial: Trial) -> float:
+    """Share of memory that a trial left free; 0 where that is not known."""
+    peak, limit = trial.measurement.peak_memory_mib, trial.measurement.memory_limit_mib
+    return 1.0 - peak / limit if peak and limit else 0.0
 
 
 def best(trials: Sequence[Trial]) -> Trial | None:

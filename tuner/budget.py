@@ -3,10 +3,12 @@
 import math
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 from ..errors import UsageError
+from ..results import Trial
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES = {"": 1.0, "MIB": 1.0, "M": 1.0, "GIB": 1024.0, "G": 1024.0, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
@@ -25,6 +27,11 @@ class Budget:
     """Trials in all, a resumed run's earlier ones included; None for no limit."""
     seconds: float | None = None
     """Wall time of this process's search, s; None for no limit."""
+    device_hours: float | None = None
+    """Device time of all trials, hours: seconds of a trial times its devices; None for no limit."""
+    patience: int = 0
+    """Stop once that many of the most promising candidates together are unlikely to bring another 1 %; 0 never
+    stops early."""
 
     def __post_init__(self) -> None:
         if self.trials is not None and (isinstance(self.trials, bool) or int(self.trials) != self.trials):
@@ -33,6 +40,42 @@ class Budget:
             raise UsageError(f"trials must be at least 1, but got {self.trials}")
         if self.seconds is not None and not (self.seconds > 0 and math.isfinite(self.seconds)):
             raise UsageError(f"time must be more than 0, but got {self.seconds:g} s")
+        if self.device_hours is not None and not (self.device_hours > 0 and math.isfinite(self.device_hours)):
+            raise UsageError(f"device-hours must be more than 0, but got {self.device_hours!r}")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 0:
+            raise UsageError(
+                f"patience must be a whole number, 0 for no early stop, but got {self.patience!r}"
+            )
+
+    def check_against(self, timeout_s: float | None, at_once: int, devices: int) -> None:
+        """Raises UsageError where limits contradict each other.
+
+        Args:
+            timeout_s: deadline of a trial that was asked for, s; None for the default.
+            at_once: trials at the same time.
+            devices: devices of one trial.
+        """
+        if self.seconds is not None and timeout_s is not None and timeout_s > self.seconds:
+            raise UsageError(
+                f"one trial may take {timeout_s:g} s, which is more than the {self.seconds:g} s of the whole "
+                "search; lower the trial timeout or raise the time"
+            )
+        if self.seconds is not None and self.device_hours is not None:
+            most = self.seconds / 3600 * devices * at_once
+            if self.device_hours > most:
+                raise UsageError(
+                    f"{self.device_hours:g} device-hours cannot be spent in {self.seconds:g} s on "
+                    f"{devices * at_once} devices (at most {most:.3g}); leave one of the two out"
+                )
+
+
+def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
+    """Device-hours that trials took; `devices` for those that do not say on how many they ran."""
+    seconds = 0.0
+    for trial in trials:
+        if not trial.pending and trial.measurement.seconds_total:
+            seconds += trial.measurement.seconds_total * (trial.measurement.devices or devices)
+    return seconds / 3600
 
 
 class Stopwatch:

@@ -1,17 +1,24 @@
 """The search loop: propose, try, learn, until the budget is spent; then see which leader holds up."""
 
+import math
 import statistics
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
+from ..results.summary import best_so_far
 from ..runners import Reference, Runner, TrialRequest
 from ..space import Config
-from .budget import Budget, Stopwatch
+from .budget import Budget, Stopwatch, device_hours_of
+from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
 from .samplers import Sampler
+
+if TYPE_CHECKING:
+    from .samplers.bayes import BayesSampler
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""
@@ -21,6 +28,13 @@ LEADER_WITHIN = 0.85
 """Share of the best throughput from which a candidate counts as a leader."""
 ROUNDS = 2
 """How often each leader is measured again."""
+
+SMALL_CHANCE = 0.05
+"""Chance of a further 1 % below which a search with patience ends."""
+TRIALS_TO_JUDGE = 6
+"""Finished trials before that chance is believed."""
+MISSES_TO_JUDGE = 8
+"""Trials that ran out of memory, with no success, after which the space counts as not feasible."""
 
 
 @dataclass
@@ -43,10 +57,16 @@ class Search:
     """Deadline of one trial, s."""
     listener: SearchListener | None = None
     """Hears of progress."""
+    judge: "BayesSampler | None" = None
+    """Tells what is left to gain, for `budget.patience`; None never stops early."""
+    devices: int = 1
+    """Devices of a trial, for device-hours."""
 
     def __post_init__(self) -> None:
         self.listener = self.listener or SearchListener()
         self._watch = Stopwatch(self.budget.seconds)
+        self._knowledge = OutOfMemoryKnowledge(self.sampler.space)
+        self._judge_at = 0
         self.ended = ""
         """Why the search ended, in words."""
 
@@ -83,17 +103,78 @@ class Search:
 
     def _next(self) -> Trial | None:
         """The next trial, recorded as pending; None if there is to be none now."""
-        trials = self.run_folder.trials()
-        if self.budget.trials is not None and len(trials) >= self.budget.trials:
-            self.ended = f"all {self.budget.trials} trials are done"
-            return None
+        while True:
+            trials = self.run_folder.trials()
+            if (ended := self._spent(trials)) is not None:
+                self.ended = ended
+                return None
+            config, sampler = self._choose(trials)
+            if config is None:
+                return None
+            # What was asked for by name is run whatever is known of it.
+            blocked = None
+            if sampler == self.sampler.name:
+                blocked = self._knowledge.blocked_by(config, trials)
+            throughput, memory = self._prediction(config)
+            started = self.run_folder.start(
+                config, sampler=sampler, predicted_throughput=throughput, predicted_memory_mib=memory
+            )
+            if blocked is None:
+                return started
+            reason = self._knowledge.say(blocked, config)
+            skipped = Measurement(status=Status.SKIPPED, reason=reason)
+            self.listener.finished(self.run_folder.finish(started.number, skipped))
+
+    def _prediction(self, config: Config) -> tuple[float | None, float | None]:
+        predicted = getattr(self.sampler, "prediction", None)
+        return (None, None) if predicted is None else predicted(config)
+
+    def _spent(self, trials: list[Trial]) -> str | None:
+        """Why there are to be no further trials, in words; None if there are."""
+        tried = [trial for trial in trials if not _skipped(trial)]
+        if self.budget.trials is not None and len(tried) >= self.budget.trials:
+            return f"all {self.budget.trials} trials are done"
         if trials and self._watch.left < self._typical_seconds(trials):
-            self.ended = f"the time of {self.budget.seconds:g} s is used up"
+            return f"the time of {self.budget.seconds:g} s is used up"
+        limit = self.budget.device_hours
+        if limit is not None and device_hours_of(trials, self.devices) >= limit:
+            return f"the {limit:g} device-hours are used up"
+        return self._no_use(tried)
+
+    def _no_use(self, trials: list[Trial]) -> str | None:
+        """Why further trials are not worth their time, in words; None if they may be."""
+        finished = [trial for trial in trials if not trial.pending]
+        if not self.budget.patience or self.judge is None or len(finished) < self._judge_at:
             return None
-        config, sampler = self._choose(trials)
-        if config is None:
+        # Judging takes as long as proposing: as trials become many it is done less often.
+        self._judge_at = max(len(finished) + 1, math.ceil(1.05 * len(finished)))
+        successes = sum(trial.ok for trial in finished)
+        misses = [trial for trial in finished if trial.measurement.status is Status.OOM]
+        # A failure of another kind may be mended, and says nothing of what is feasible.
+        if not successes and (len(misses) < min(MISSES_TO_JUDGE, 3) or len(misses) < len(finished)):
             return None
-        return self.run_folder.start(config, sampler=sampler)
+        outlook = self.judge.outlook(trials, self.budget.patience)
+        if successes:
+            if len(finished) < TRIALS_TO_JUDGE or outlook.gain >= SMALL_CHANCE:
+                return None
+            so_far = [each or 0.0 for each in best_so_far(finished)]
+            recent = so_far[max(0, len(so_far) - 1 - self.budget.patience)]
+            if so_far[-1] > 1.01 * recent:
+                return None
+            return (
+                f"the chance that {self.budget.patience} further trials bring another 1 % is "
+                f"{100 * outlook.gain:.2g} % (see patience)"
+            )
+        if outlook.works >= SMALL_CHANCE and len(misses) < MISSES_TO_JUDGE:
+            return None
+        said = f"nothing feasible: {len(misses)} trials ran out of memory, and the best chance of another to fit is "
+        said += f"{100 * outlook.works:.2g} %"
+        limits = [
+            trial.measurement.memory_limit_mib for trial in misses if trial.measurement.memory_limit_mib
+        ]
+        if outlook.need_mib and limits and outlook.need_mib > limits[-1]:
+            said += f"; the smallest predicted shortfall is {outlook.need_mib - limits[-1]:,.0f} MiB"
+        return said
 
     def _choose(self, trials: list[Trial]) -> tuple[Config | None, str]:
         tried = {trial.config for trial in trials}
@@ -209,7 +290,9 @@ def reference(trials: list[Trial], number: int) -> Reference | None:
     return None
 
 
+def _skipped(trial: Trial) -> bool:
+    return not trial.pending and trial.measurement.status is Status.SKIPPED
+
+
 def _best_throughput(trials: list[Trial]) -> float | None:
     return max((trial.measurement.throughput for trial in trials if trial.ok), default=None)
-
-

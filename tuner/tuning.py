@@ -21,12 +21,16 @@ from .listener import SearchListener, SearchPlan
 from .loggers import logging_to
 from .result import Result, make_result
 from .samplers import make_sampler
+from .samplers.bayes import BayesSampler
 from .search import Search
+from .warm_start import WarmStart, read_runs
 
-DEFAULT_SAMPLER = "tpe"
+DEFAULT_SAMPLER = "bayes"
 DEFAULT_TRIALS = 16
 DEFAULT_TIMEOUT = "5m"
 DEFAULT_MEASURE_TIME = "3s"
+DEFAULT_PATIENCE = 5
+DEFAULT_HEADROOM = 0.05
 RUNNERS = ("ray", "local")
 _HOST_MEMORY_SHARE = 0.9
 CPU_RANKS_PER_CORE = 4
@@ -60,8 +64,13 @@ def tune(
     data: str | Path | None = None,
     trials: int | None = None,
     time: str | float | None = None,
+    device_hours: float | None = None,
+    patience: int = DEFAULT_PATIENCE,
     runner: str = "ray",
     sampler: str = DEFAULT_SAMPLER,
+    prior: Any = None,
+    warm_start: Sequence[str | Path] = (),
+    headroom: float = DEFAULT_HEADROOM,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -87,8 +96,14 @@ def tune(
             optimizer step, and text file.
         trials: trials in all (16 where neither trials nor time is given).
         time: wall time, s or as in `30m`.
+        device_hours: device time of all trials, h.
+        patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
         runner: `ray` or `local`; a callable runs in this process.
         sampler: see `redline.tuner.sampler_names()`.
+        prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`.
+            Where it is wrong the search finds out. Samplers other than `bayes` do without.
+        warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
+        headroom: share of a device's memory that is to stay free.
         seed: of weights, data and proposals.
         out: folder for the run's files; None keeps none.
         resume: go on with the run in `out`.
@@ -113,9 +128,11 @@ def tune(
         RunnerError: the machinery that runs trials failed.
     """
     listener = listener or SearchListener()
-    if trials is None and time is None:
+    if trials is None and time is None and device_hours is None:
         trials = DEFAULT_TRIALS
-    budget = Budget(trials=trials, seconds=parse_duration(time))
+    budget = Budget(
+        trials=trials, seconds=parse_duration(time), device_hours=device_hours, patience=patience
+    )
     limit_mib = parse_memory(memory_limit)
     timeout_s = parse_duration(trial_timeout, "trial timeout")
     plan = TimingPlan(seconds=parse_duration(measure_time, "measure time"))
@@ -134,13 +151,26 @@ def tune(
         raise UsageError(unknown("runner", runner, RUNNERS))
     if concurrency is not None and concurrency < 1:
         raise UsageError(f"concurrency must be at least 1, but got {concurrency}")
-    proposer = make_sampler(sampler, task.space, seed=seed)
+    asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
+    budget.check_against(asked_timeout, concurrency or 1, task.devices)
+    earlier, names = read_runs(warm_start)
     asked = _asked(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
     notes: list[str] = []
 
     def warn(message: str) -> None:
         notes.append(message)
         listener.said(message)
+
+    if earlier:
+        warmed = WarmStart(task.space, earlier, names, prior)
+        prior = warmed if warmed.trials else prior
+        for line in warmed.matched:
+            warn(line)
+    # Whoever proposes, the stopping rule asks this one what is left to gain.
+    judge = BayesSampler(task.space, seed=seed, prior=prior, warn=warn, headroom=headroom)
+    proposer = judge if sampler == BayesSampler.name else make_sampler(sampler, task.space, seed=seed)
+    if prior is not None and proposer is not judge:
+        warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
 
     with logging_to(log_to, out, listener) as listener, _folder(out) as path:
         folder = RunFolder.open(
@@ -172,6 +202,8 @@ def tune(
                         fallback=fallback,
                         trial_timeout_s=timeout_s,
                         listener=listener,
+                        judge=judge if patience else None,
+                        devices=task.devices,
                     )
                     listener.began(_plan(task, budget, folder, sampler, made))
                     search.run()

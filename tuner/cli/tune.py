@@ -28,7 +28,20 @@ Examples:
 @workload_options
 @click.option("--trials", type=int, metavar="N", help="Trials in all.  [default: 16, or no limit with --time]")
 @click.option("--time", "duration", metavar="TIME", help="Wall time, such as 90s, 30m or 1h30m.")
-@click.option("--sampler", default="tpe", show_default=True, help="Who proposes: random, grid, tpe, gp or hebo.")
+@click.option("--device-hours", type=float, metavar="H", help="Device time of all trials, hours.")
+@click.option(
+    "--patience",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.",
+)
+@click.option(
+    "--sampler", default="bayes", show_default=True, help="Who proposes: bayes, random, grid, tpe, gp or hebo."
+)
+@click.option("--warm-start", multiple=True, metavar="RUN", help="An earlier run to learn from; repeatable.")
+@click.option("--headroom", type=float, default=0.05, show_default=True, help="Share of memory that is to stay free.")
 @click.option("--runner", default="ray", show_default=True, help="Who runs the trials: ray, or local without Ray.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 8GiB.  [default: what it has]")
 @click.option("--trial-timeout", default="5m", show_default=True, metavar="TIME", help="Deadline of one trial.")
@@ -75,9 +88,7 @@ def tune(
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     signal.signal(signal.SIGTERM, _interrupt)
     with listener:
-        result = search(
-            target, space, time=duration, out=out, override=override, fix=fix, listener=listener, **options
-        )
+        result = search(target, space, time=duration, out=out, override=override, fix=fix, listener=listener, **options)
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:

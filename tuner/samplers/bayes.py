@@ -1,9 +1,11 @@
 """Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtr
 
 from ...errors import UsageError
 from ...results import Measurement, Status, Trial
@@ -29,6 +31,8 @@ LEVEL = 2.0
 """How far off the common factor of all throughputs may be: so far that no model is judged by it."""
 FAILURE_COST = 0.05
 """What a failed trial is worth, in log throughput."""
+WORTHWHILE = 0.01
+"""Gain in log throughput for which a search goes on."""
 HOPELESS = 0.02
 """Chance of working of what the estimate rules out without a number."""
 
@@ -39,6 +43,19 @@ WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What is left to gain."""
+
+    gain: float
+    """Chance that any of the most promising candidates is faster than the best by `WORTHWHILE`; 1 as long as
+    nothing worked."""
+    works: float
+    """Largest chance of working among the candidates; 0 if none is left."""
+    need_mib: float | None
+    """Smallest predicted peak memory of a candidate, MiB; None where memory is not known."""
 
 
 class BayesSampler(Sampler):
@@ -86,6 +103,19 @@ class BayesSampler(Sampler):
         finished = [trial for trial in trials if not trial.pending]
         round_ = _Round(self, trials, finished)
         return round_.choose(count)
+
+    def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
+        """What can still be expected after these trials of the `ahead` most promising candidates."""
+        finished = [trial for trial in trials if not trial.pending]
+        return _Round(self, trials, finished).outlook(ahead)
+
+    def prediction(self, config: Config) -> tuple[float | None, float | None]:
+        """Throughput and peak memory (MiB) that the prior states; None where it states none."""
+        if self._prior is None:
+            return None, None
+        found = self.predict([config])
+        logs = (found.log_throughput[0], found.log_memory[0])
+        return tuple(float(np.exp(each)) if np.isfinite(each) else None for each in logs)
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """The prior's answers for these configurations, each asked for once."""
@@ -151,6 +181,24 @@ class _Round:
                 self._observe(index)
         return chosen
 
+    def outlook(self, ahead: int) -> Outlook:
+        """See `BayesSampler.outlook`."""
+        if not self.open.any():
+            return Outlook(gain=0.0, works=0.0, need_mib=None)
+        self._believe()
+        works = float(self.works[self.open].max())
+        need = None if self.need is None else float(np.exp(self.need[self.open].min()))
+        if self.speed is None or self.best is None:
+            return Outlook(gain=1.0, works=works, need_mib=need)
+        # The scales were fitted to few trials, so the tails are those of a Student t with few degrees of freedom.
+        degrees = max(2.0, self.seen.ok.sum() / 2)
+        better = sum(
+            weight * stdtr(degrees, (mean - self.best - WORTHWHILE / self.scale) / np.sqrt(variance))
+            for weight, mean, variance in self.speed.parts()
+        )
+        chances = np.sort((better * self.works)[self.open])[-ahead:]
+        return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)
+
     def _observe(self, index: int) -> None:
         self.taken.append(index)
         if self.speed is not None:
@@ -188,6 +236,7 @@ class _Round:
 
     def _believe(self) -> None:
         self.taken: list[int] = []
+        self.need: np.ndarray | None = None
         at = self.features.of(self.candidates.codes)
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, at])
@@ -206,6 +255,7 @@ class _Round:
         scale = 1.0 if logs or not len(values) else max(float(values.std()), 1e-12)
         centre = float(values.mean()) if len(values) else 0.0
         values = (values - centre) / scale
+        self.scale = scale
         n, count = len(rows), len(at)
         ones = np.ones((n + count, 1))
         beliefs = []
@@ -286,6 +336,8 @@ class _Round:
         mixture = limit_model(
             beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
         )
+        if limit is not None:
+            self.need = mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.sampler._headroom))
         if predictions is not None:
             # No number but a plain no: more pipeline stages than blocks, say.
