@@ -4,6 +4,7 @@ import math
 import statistics
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,6 @@ class Search:
     def __post_init__(self) -> None:
         self.listener = self.listener or SearchListener()
         self._watch = Stopwatch(self.budget.seconds)
-        self._knowledge = OutOfMemoryKnowledge(self.sampler.space)
         self._judge_at = 0
         self.ended = ""
         """Why the search ended, in words."""
@@ -128,6 +128,10 @@ class Search:
     def _prediction(self, config: Config) -> tuple[float | None, float | None]:
         predicted = getattr(self.sampler, "prediction", None)
         return (None, None) if predicted is None else predicted(config)
+
+    @cached_property
+    def _knowledge(self) -> OutOfMemoryKnowledge:
+        return OutOfMemoryKnowledge(self.sampler.space)
 
     def _spent(self, trials: list[Trial]) -> str | None:
         """Why there are to be no further trials, in words; None if there are."""
