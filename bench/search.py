@@ -23,12 +23,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from redline.results import Measurement, Status, Trial
+from redline.results import Trial
 from redline.runners.replay import Surface, read_folder
 from redline.space import Config
 from redline.tuner.samplers import make_sampler, sampler_names

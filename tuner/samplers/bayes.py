@@ -14,11 +14,11 @@ from .candidates import Candidates, remaining
 from .encoding import Encoding
 from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
-from .model_based import SAMPLE, spread
-from .observations import Observations, observe
+from .model_based import SAMPLE
+from .observations import observe
 from .prior import Predictions, Prior
 from .sampler import Sampler, check_count
-from .surrogate import Belief, Mixture, chance_below, expected_improvement, limit_model, throughput_model
+from .surrogate import Belief, chance_below, expected_improvement, limit_model, throughput_model
 
 LIMIT = 8192
 """Candidates that are scored in a round, at most."""
