@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import yaml
 from redline.results import Measurement, Status, Trial
-from redline.runners.estimate import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
+from redline.runners.estimate import Estimator, EstimateTable, Hardware, Link, Shape, TrainingSetup, find_hardware
 from redline.runners.estimate.constants import PROFILES
 
 KNOBS = ("tp", "pp", "dp", "zero", "micro_batch", "grad_accum")
@@ -158,10 +158,13 @@ def evaluate(surface: Surface, estimator: Estimator, without: np.ndarray | None 
     if "peak_memory_gib" in surface.table:
         measured = surface.table["peak_memory_gib"].to_numpy(float) * 1024
         known = ok & np.isfinite(measured)
-        out |= _errors("memory", made.peak_memory_mib[known] / measured[known], made.log_memory_std[known])
+        # These runs lived, so they stayed below the limit.
+        peak = np.minimum(made.peak_memory_mib, made.memory_limit_mib)
+        out |= _errors("memory", peak[known] / measured[known], made.log_memory_std[known])
     failed = ~surface.ok & keep
     if failed.any() and ok.any():
         out["auc"] = auc(-made.probability_fits[ok], -made.probability_fits[failed])
+        out["auc_runs"] = auc(-made.probability_runs[ok], -made.probability_runs[failed])
     return out
 
 
@@ -206,7 +209,7 @@ def calibrated(surface: Surface, count: int, seed: int) -> dict[str, float]:
 
 
 COLUMNS = (
-    "rows", "memory_median", "memory_mean", "memory_bias", "memory_cover", "auc", "time_median", "time_mean",
+    "rows", "memory_median", "memory_mean", "memory_bias", "memory_cover", "auc", "auc_runs", "time_median", "time_mean",
     "time_bias", "time_cover", "spearman",
 )  # fmt: skip
 
@@ -222,7 +225,7 @@ def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
                 cells.append("-")
             elif column == "rows":
                 cells.append(f"{value:.0f}")
-            elif column in ("auc", "spearman"):
+            elif column in ("auc", "auc_runs", "spearman"):
                 cells.append(f"{value:.3f}")
             else:
                 cells.append(f"{100 * value:.1f} %")
@@ -239,22 +242,23 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return out
 
 
-def pooled_auc(surfaces: list[Surface]) -> dict[str, float]:
-    """The area under the curve over all tables of a model together."""
-    pools: dict[str, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+def pooled_auc(surfaces: list[Surface]) -> dict[str, dict[str, float]]:
+    """The areas under the curve over all tables of a model together, by memory alone and with stalls."""
+    pools: dict[str, list[tuple[EstimateTable, np.ndarray]]] = {}
     for surface in surfaces:
         if surface.ok.all():
             continue
-        score = -surface.estimator.table(surface.configs).probability_fits
         model = re.sub(r"-\d+gpu.*$", "", surface.name)
-        good, bad = pools.setdefault(model, ([], []))
-        good.append(score[surface.ok])
-        bad.append(score[~surface.ok])
-    return {
-        model: auc(np.concatenate(good), np.concatenate(bad))
-        for model, (good, bad) in pools.items()
-        if sum(map(len, good)) and sum(map(len, bad))
-    }
+        pools.setdefault(model, []).append((surface.estimator.table(surface.configs), surface.ok))
+    out: dict[str, dict[str, float]] = {}
+    for model, pool in pools.items():
+        ok = np.concatenate([each for _, each in pool])
+        if not ok.any():
+            continue
+        for name in ("probability_fits", "probability_runs"):
+            score = -np.concatenate([getattr(table, name) for table, _ in pool])
+            out.setdefault(model, {})[name] = auc(score[ok], score[~ok])
+    return out
 
 
 def main() -> None:
@@ -275,8 +279,11 @@ def main() -> None:
             print(f"{surface.name}: {'; '.join(surface.inferred)}")
     rows: dict[str, Any] = {surface.name: evaluate(surface, surface.estimator) for surface in surfaces}
     show("uncalibrated", {**rows, "mean": means(rows)})
-    for model, value in pooled_auc(surfaces).items():
-        print(f"AUC pooled over {model}: {value:.4f}")
+    for model, found in pooled_auc(surfaces).items():
+        print(
+            f"AUC pooled over {model}: {found['probability_fits']:.4f} by memory alone, "
+            f"{found['probability_runs']:.4f} with stalls"
+        )
     if options.calibrate:
         after: dict[str, Any] = {}
         for surface in surfaces:

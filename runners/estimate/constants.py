@@ -21,6 +21,8 @@ class Constants:
     """Copies of the logits that the framework makes, against those of the facts."""
     slack: float = 0.04
     """What the allocator reserves beyond live tensors by fragmentation, as a share of what comes and goes."""
+    slack_lasting: float = 0.0
+    """The same as a share of what stays, and of what is made once a step for the update."""
 
     # Compute.
     matmul_efficiency: float = 0.95
@@ -73,6 +75,8 @@ class Constants:
     """Replicas times nodes at which half of those runs stall."""
     stall_nodes: float = 36.0
     """Nodes at which half of the runs with a pipeline stall."""
+    stall_fatal: float = 0.0
+    """Chance that a run that stalls leaves no measurement: it hangs, or outlives its deadline."""
 
     # A full device.
     retry_share: float = 1.0
@@ -102,9 +106,10 @@ PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),
     "megatron": Constants(launch_us=30.0, overlap=0.1, straggler_ms=25.0),
     "nanotron": Constants(
-        slack=0.17,
-        loss_factor=3.3,
-        workspace_mib=450.0,
+        slack=0.12,
+        slack_lasting=0.1,
+        loss_factor=2.5,
+        workspace_mib=350.0,
         launch_us=32.0,
         overlap=0.1,
         straggler_ms=25.0,
@@ -113,6 +118,7 @@ PROFILES: Mapping[str, Constants] = {
         stall_nodes=34.0,
         stalls_without_zero=True,
         stall_least=0.02,
+        stall_fatal=0.3,
         retry_factor=3.0,
         time_noise=0.16,
     ),

@@ -31,6 +31,8 @@ class Estimate:
     """Upper end of it, MiB."""
     probability_fits: float = float("nan")
     """Chance that the peak stays within the limit, 0 to 1."""
+    probability_runs: float = float("nan")
+    """Chance that a run leaves a measurement: it fits, and no stall of the network ends it."""
     memory_limit_mib: float = float("nan")
     """The limit, MiB; NaN where there is none."""
     mfu: float = float("nan")
@@ -64,6 +66,8 @@ class EstimateTable:
     """Standard deviation of the natural logarithm of the peak memory."""
     probability_fits: np.ndarray
     """Chance that the peak stays within the limit, 0 to 1; 1 where there is no limit."""
+    probability_runs: np.ndarray
+    """Chance that a run leaves a measurement: it fits, and no stall of the network ends it."""
     fits: np.ndarray
     """Booleans: the predicted peak is within the limit."""
     mfu: np.ndarray
@@ -101,6 +105,7 @@ class EstimateTable:
             memory_low=memory / memory_factor,
             memory_high=memory * memory_factor,
             probability_fits=float(self.probability_fits[index]),
+            probability_runs=float(self.probability_runs[index]),
             memory_limit_mib=float(self.memory_limit_mib),
             mfu=float(self.mfu[index]),
             breakdown=values,

@@ -106,7 +106,8 @@ class Estimator:
         time_groups = _time_groups(time)
         step, time_std = self._time.apply(time_groups)
         corrected = _share_out(time, time_groups, self._time)
-        time_std = np.hypot(time_std, self._stall_spread(cols, corrected["time.stalls"], step))
+        stalls = stall_chance(cols, self.hardware, self.constants)
+        time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
         time_std = np.hypot(time_std, pressed)
         for name, value in memory.items():
             corrected[f"memory.{name}"] = value * _factor(self._memory, MEMORY_GROUPS, name)
@@ -136,6 +137,7 @@ class Estimator:
             log_throughput_std=time_std,
             log_memory_std=memory_std,
             probability_fits=chance,
+            probability_runs=chance * (1 - self.constants.stall_fatal * stalls),
             fits=full <= limit,
             mfu=mfu,
             breakdown=corrected,
@@ -259,13 +261,6 @@ class Estimator:
         time["allocator retries"] = total * np.expm1(chance * np.log(c.retry_factor))
         return np.sqrt(chance * (1 - chance)) * np.log(c.retry_factor)
 
-    def _stall_spread(self, cols: Columns, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
-        """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""
-        chance = stall_chance(cols, self.hardware, self.constants)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
-        return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
-
     def _time_prior(self) -> np.ndarray:
         c = self.constants
         return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std])
@@ -324,6 +319,13 @@ def _share_out(
         rest = total - others
     out["time.bubble"] = np.where(np.isfinite(rest), np.maximum(rest, 0.0), 0.0)
     return out
+
+
+def _stall_spread(chance: np.ndarray, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
+    return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
 
 
 def _normal(z: np.ndarray) -> np.ndarray:

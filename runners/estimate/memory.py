@@ -228,7 +228,9 @@ def _stage_peak(
     more = updating + whole_gradients - comes_and_goes
     buffers = buffers + np.maximum(more, 0.0)
 
-    slack = constants.slack * (activations + checkpoints + loss + recomputation) if setup.reserved_memory else none
+    lasting = parameters + gradients + optimizer + master + weight_copies + gradient_copies + buffers
+    slack = constants.slack * (activations + checkpoints + loss + recomputation) + constants.slack_lasting * lasting
+    slack = slack if setup.reserved_memory else none
     context = none + constants.workspace_mib * MIB
     values = (
         parameters, gradients, optimizer, master, weight_copies, gradient_copies, activations, checkpoints,
