@@ -10,7 +10,7 @@ import yaml
 from ...errors import StudyError
 from .. import request
 from ..measurement import Trial
-from ..names import BEST, RUN, TABLE, holds_run
+from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..table import parse, trials_of
 from . import state
 from .inside import read_inside
@@ -166,7 +166,7 @@ def _sidecar(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | N
     try:
         found = yaml.load(read_inside(folder.resolve(), name, at_most=LARGEST_SIDECAR), Loader=_loader())
     except FileNotFoundError:
-        if name == RUN:
+        if name == RUN and (folder / LEDGER).exists():
             problems.append(f"{RUN} is missing: what was asked, the space and the environment are not known")
         return None
     except OSError as error:

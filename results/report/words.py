@@ -32,10 +32,10 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
             value = f"{value:g} s" if isinstance(value, (int, float)) else value
         out.append([name, _text(value)])
     if (request or {}).get("created"):
-        out.append(["Started", _text(request["created"])])
+        out.append(["Started", _text(request["created"]).replace("T", " ")])
     for each in (request or {}).get("resumed") or []:
         if isinstance(each, Mapping):
-            out.append(["Resumed", _text(each.get("at", ""))])
+            out.append(["Resumed", _text(each.get("at", "")).replace("T", " ")])
     return out
 
 

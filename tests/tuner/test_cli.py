@@ -17,7 +17,7 @@ def run(capsys, *arguments):
     return ended.value.code, out, err
 
 
-@pytest.mark.parametrize("command", ["tune", "models", "space", "show", "compare", "export", "doctor"])
+@pytest.mark.parametrize("command", ["tune", "models", "space", "show", "compare", "export", "report", "dashboard", "doctor"])
 def test_every_command_has_help_with_examples(capsys, command):
     code, out, _ = run(capsys, command, "-h")
     assert code == 0

@@ -24,6 +24,7 @@ _COMMANDS = {
     "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",
     "report": "Make one HTML page of a run.",
+    "dashboard": "Serve a page over all runs in a folder.",
     "doctor": "Check versions, devices and memory, and what is missing.",
 }
 

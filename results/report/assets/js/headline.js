@@ -12,8 +12,14 @@ function bar(parts, label) {
   return svg("svg", { class: "bar-chart", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, shapes);
 }
 
+// The number large, its unit small.
+function figureOf(value) {
+  const [digits, ...unit] = String(value).split(NBSP);
+  return [digits, unit.length ? el("span", { class: "unit" }, ` ${unit.join(NBSP)}`) : null];
+}
+
 function tile(title, value, under, chart = null) {
-  return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "value" }, value), chart, el("p", { class: "under" }, under));
+  return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "value" }, figureOf(value)), chart, el("p", { class: "under" }, under));
 }
 
 function verdict(run) {

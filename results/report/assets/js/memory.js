@@ -16,10 +16,10 @@ function throughputOverMemory(run) {
   const plot = figure("", (width) => {
     // An OOM that asked for ten times the limit must not squeeze all others into a corner.
     const needs = run.rows.map(memoryNeed).filter(given).sort((a, b) => a - b);
-    const usual = Math.max(limit || 0, ...done.map((row) => row.peak_memory_mib));
-    const most = Math.min(needs.at(-1), Math.max(usual, needs[Math.floor(needs.length * 0.5)]) * 2);
-    const nearLimit = !limit || usual > limit * 0.999 || needs.at(-1) > limit * 0.2;
-    const high = Math.max(Math.min(most, needs.at(-1)), nearLimit && limit ? limit * 1.03 : 0);
+    const usual = Math.max(0, ...done.map((row) => row.peak_memory_mib));
+    const nearLimit = limit && needs.at(-1) > limit * 0.2;
+    const most = Math.min(needs.at(-1), Math.max(usual, nearLimit ? limit : 0, needs[needs.length >> 1]) * 1.5);
+    const high = Math.max(most, nearLimit ? limit * 1.03 : 0);
     const unit = memoryUnit(high);
     const strip = kinds.length * 20 + (kinds.length ? 8 : 0);
     const speeds = extent(done.map((row) => row.throughput)) || [0, 1];
@@ -35,7 +35,7 @@ function throughputOverMemory(run) {
       frame.layer.append(svg("rect", { class: "strip", x: frame.left, y: y - 9, width: frame.right - frame.left, height: 18 }));
       frame.layer.append(svg("text", { class: "ticks strip-label", x: frame.left - 7, y: y + 4, "text-anchor": "end" }, status));
     });
-    if (limit && nearLimit) {
+    if (nearLimit) {
       const at = x(limit);
       frame.layer.append(svg("line", { class: "limit", x1: at, x2: at, y1: frame.top - 6, y2: frame.base + strip }));
       frame.layer.append(svg("text", { class: "note limit-note", x: at - 5, y: frame.top + 4, "text-anchor": "end" }, `limit ${memory(limit)}`));
@@ -59,7 +59,7 @@ function throughputOverMemory(run) {
     return frame.root;
   });
   const aside = [
-    limit && !done.some((row) => row.peak_memory_mib > limit * 0.2) && !failed.length ? `The limit, ${memory(limit)}, lies far to the right and is not drawn.` : "",
+    limit && !run.rows.some((row) => memoryNeed(row) > limit * 0.2) ? `The limit, ${memory(limit)}, lies far to the right and is not drawn.` : "",
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",
   ].filter(Boolean).join(" ");
   return section("memory", "Throughput over peak memory",

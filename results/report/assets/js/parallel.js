@@ -31,7 +31,8 @@ function parallel(run) {
   names.sort((a, b) => (effect.get(b) ?? -1) - (effect.get(a) ?? -1));
   const good = run.rows.filter((row) => row.status === "ok");
   const speeds = extent(good.map((row) => row.throughput));
-  const chosen = new Map();
+  // Kept with the run, so that a redraw while it grows does not let go of it.
+  const chosen = (run.ui.chosen ||= new Map());
   let plot = null;
   const draw = (width) => {
     const axesList = names.map((name) => knobAxis(run, name));

@@ -26,6 +26,7 @@ function makeRun(data) {
     base: data.headline.default,
     varying: knobNames.filter((name) => new Set(rows.map((row) => row.knobs[name])).size > 1),
     pick: null,
+    ui: data.ui || {},
   };
 }
 

@@ -19,7 +19,7 @@ const STATE_WORDS = {
   running: "A process is working on this run; new trials appear as they end.",
   finished: "The search came to its end.",
   stopped: "Nobody works on this run, and it did not come to its end; `redline tune --resume` continues it.",
-  table: "There is only the table: nothing tells whether more is to come.",
+  table: "There is no run.yaml beside the table, so what was asked, the space and the environment are not known, nor whether more is to come.",
 };
 
 // Outlines of the marks around 0, 0, about as large as a circle of radius r.

@@ -62,7 +62,12 @@ function trialTable(first, open) {
     const height = pane.clientHeight || 480;
     const begin = Math.max(0, Math.min(Math.floor(pane.scrollTop / ROW) - 8, shown.length));
     const end = Math.min(shown.length, begin + Math.ceil(height / ROW) + 18);
-    const spacer = (rows) => (rows ? [el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: columns.length, height: rows * ROW }))] : []);
+    const spacer = (rows) => {
+      if (!rows) return [];
+      const cell = el("td", { colspan: columns.length });
+      cell.style.height = `${rows * ROW}px`;
+      return [el("tr", { class: "spacer", "aria-hidden": "true" }, cell)];
+    };
     clear(body).append(...spacer(begin), ...shown.slice(begin, end).map(line), ...spacer(shown.length - end));
   }
 

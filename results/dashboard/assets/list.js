@@ -1,0 +1,85 @@
+// All runs: what each is, how it stands, and which to lay over one another.
+
+const chosenRuns = new Set();
+
+function sparkline(values) {
+  const known = values.filter(given);
+  const root = svg("svg", { class: "spark", viewBox: "0 0 120 28", width: 120, height: 28, role: "img", "aria-label": "best throughput so far" });
+  if (!known.length) return root;
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const pairs = values.map((each, at) => [each, at]).filter(([each]) => given(each))
+    .map(([each, at]) => [values.length > 1 ? 3 + (at / (values.length - 1)) * 110 : 60, high > low ? 24 - ((each - low) / (high - low)) * 20 : 14]);
+  root.append(svg("path", { class: "best", d: steps(pairs, 113) }), svg("circle", { class: "spark-end", cx: 113, cy: pairs.at(-1)[1], r: 3 }));
+  return root;
+}
+
+function ago(unix) {
+  const seconds = Math.max(0, Date.now() / 1000 - unix);
+  if (seconds < 60) return "just now";
+  for (const [size, name] of [[86400, "day"], [3600, "hour"], [60, "minute"]]) {
+    if (seconds >= size) return `${plural(Math.floor(seconds / size), name)} ago`;
+  }
+  return "";
+}
+
+const LIST_ORDERS = {
+  "last changed": (a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed,
+  name: (a, b) => compareCells(a.name, b.name) || compareCells(a.run, b.run),
+  throughput: (a, b) => compareCells(b.best ?? -1, a.best ?? -1),
+  "ratio to default": (a, b) => compareCells(b.gain ?? -1, a.gain ?? -1),
+  trials: (a, b) => b.trials - a.trials,
+};
+
+function runLine(each, chose) {
+  const box = el("input", { type: "checkbox", "aria-label": `Overlay ${each.run}`, "data-choose": each.run });
+  box.checked = chosenRuns.has(each.run);
+  box.addEventListener("change", () => { if (box.checked) chosenRuns.add(each.run); else chosenRuns.delete(each.run); chose(); });
+  return el("li", { class: "run-line", "data-run": each.run },
+    box,
+    el("a", { class: "run-name", href: runLink(each.run) }, el("strong", {}, each.name), el("span", { class: "under" }, each.run)),
+    el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: STATE_WORDS[each.state] }, STATES[each.state]),
+      each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
+    sparkline(each.spark),
+    el("span", { class: "run-best" }, el("strong", {}, rate(each.best, each.unit)), el("span", { class: "under" }, given(each.gain) ? `${each.gain.toFixed(2)}× the default` : each.trials ? "no ratio" : "no trials yet")),
+    el("span", { class: "run-trials" }, plural(each.trials, "trial"), bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: each.counts[status] })), "trials by status")),
+    el("span", { class: "under run-when" }, ago(each.changed)));
+}
+
+function listPage(page) {
+  let known = "";
+  let answer = null;
+  const search = el("input", { type: "search", placeholder: "Filter runs by name, path or state", "aria-label": "Filter runs", spellcheck: "false" });
+  const order = el("select", { "aria-label": "Order" }, Object.keys(LIST_ORDERS).map((each) => el("option", { value: each }, `by ${each}`)));
+  const overlay = el("button", { type: "button", class: "primary", id: "overlay" }, "Overlay");
+  const told = el("p", { class: "under", role: "status" });
+  const list = el("ul", { class: "runs" });
+  overlay.addEventListener("click", () => { location.hash = `#/overlay/${[...chosenRuns].map(encodeURIComponent).join("/")}`; });
+  const chose = () => {
+    overlay.disabled = chosenRuns.size < 2;
+    overlay.textContent = chosenRuns.size < 2 ? "Tick two or more to overlay" : `Overlay ${chosenRuns.size} runs`;
+  };
+  const draw = () => {
+    if (!answer) return;
+    const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = answer.runs.filter((each) => wanted.every((word) => `${each.name} ${each.run} ${each.state}`.toLowerCase().includes(word)));
+    shown.sort(LIST_ORDERS[order.value]);
+    for (const each of [...chosenRuns]) if (!answer.runs.some((run) => run.run === each)) chosenRuns.delete(each);
+    const running = answer.runs.filter((each) => each.state === "running").length;
+    told.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""}`;
+    clear(list).append(...shown.map((each) => runLine(each, chose)));
+    chose();
+  };
+  search.addEventListener("input", draw);
+  order.addEventListener("change", draw);
+  page.append(el("header", { class: "title" }, el("h1", {}, "Runs"), told), el("div", { class: "row filters" }, search, order, overlay), list);
+  chose();
+  document.title = "redline dashboard";
+  return poll(async () => {
+    const found = await ask("api/runs");
+    const text = JSON.stringify(found);
+    if (text === known) return;
+    known = text;
+    answer = found;
+    draw();
+  });
+}

@@ -1,0 +1,94 @@
+// One run, redrawn where it changed as rows arrive.
+
+// Holds a run as the server's answers add up. `take` returns whether anything is new.
+function makeHolder(id) {
+  let version = "";
+  let rows = {};
+  const ui = {};
+  const holder = {
+    run: null,
+    async refresh() {
+      const news = await ask("api/run", { run: id, have: version });
+      if (!news) return false;
+      if (news.added && holder.run) {
+        const place = new Map((rows.trial || []).map((trial, at) => [trial, at]));
+        (news.rows.trial || []).forEach((trial, from) => {
+          const at = place.has(trial) ? place.get(trial) : rows.trial.length;
+          for (const name of Object.keys(rows)) rows[name][at] = news.rows[name][from];
+        });
+      } else {
+        rows = news.rows;
+      }
+      version = news.version;
+      holder.run = makeRun({ ...news.document, rows, ui });
+      return true;
+    },
+  };
+  return holder;
+}
+
+// A place on the page that is redrawn when its key changes, without the page jumping.
+function slot(make, key) {
+  const place = el("div", { class: "slot" });
+  let last = null;
+  return {
+    place,
+    update(run) {
+      const now = key(run);
+      if (now === last) return;
+      last = now;
+      place.style.minHeight = `${place.offsetHeight}px`;
+      clear(place).append(...[make(run)].flat().filter(Boolean));
+      requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
+    },
+  };
+}
+
+function logAndExports(id) {
+  return async (row, box) => {
+    const formats = el("div", {});
+    const log = el("pre", { class: "code log", tabindex: 0 }, "…");
+    const told = el("p", { class: "under" });
+    box.append(el("h4", {}, "For the trainer you use"), formats, el("h4", {}, "Log"), told, log);
+    const [list, text] = await Promise.all([ask("api/exports", { run: id, trial: row.trial }), ask("api/log", { run: id, trial: row.trial })]);
+    formats.append(exportPanel(list) || "");
+    if (text.why) {
+      told.textContent = text.why;
+      log.remove();
+      return;
+    }
+    told.append(text.cut ? `The last part of ${number(text.size / 1024, 4)} KiB. ` : "", el("a", { href: `log?${new URLSearchParams({ run: id, trial: row.trial })}`, download: "" }, "Download the whole log"));
+    log.textContent = text.text || "It printed nothing.";
+    log.scrollTop = log.scrollHeight;
+  };
+}
+
+function watchPage(page, id) {
+  const holder = makeHolder(id);
+  const more = logAndExports(id);
+  const pick = (row) => showDetails(holder.run, row, more);
+  const all = (run) => `${run.rows.length} ${run.made} ${run.state}`;
+  const text = (...names) => (run) => JSON.stringify(names.map((name) => run[name]));
+  const slots = [
+    slot((run) => title(run, el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs"), el("a", { href: `table?${new URLSearchParams({ run: id })}`, download: "" }, "Download the table (CSV)"))), text("name", "state", "made")),
+    slot((run) => problemList(run.problems), text("problems")),
+    slot((run) => headline(run), text("headline", "exports", "reproduce")),
+    ...[progress, throughputOverMemory, parallel, effects, predicted, timeline].map((draw) => slot(draw, all)),
+    slot(failureList, text("failures")),
+  ];
+  const tablePlace = el("div", {});
+  const after = [slot(spaceWords, text("space")), slot(environment, text("environment", "asked"))];
+  page.append(...slots.map((each) => each.place), tablePlace, ...after.map((each) => each.place));
+  let table = null;
+  return poll(async () => {
+    if (!await holder.refresh()) return;
+    const run = holder.run;
+    run.pick = pick;
+    document.title = `${run.name}: redline`;
+    for (const each of [...slots, ...after]) each.update(run);
+    if (!table && run.rows.length) {
+      table = trialTable(run, pick);
+      tablePlace.append(table.element);
+    } else if (table) table.update(run);
+  });
+}

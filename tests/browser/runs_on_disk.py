@@ -1,0 +1,43 @@
+"""Runs made up for the browser tests, written through redline.results' own table."""
+
+import random
+
+from redline.results import Measurement, Status, Trial
+from redline.results.table import Table
+
+KNOBS = {
+    "micro_batch": (1, 2, 4, 8, 16), "checkpoint_ratio": (0.0, 0.25, 0.5, 0.75, 1.0),
+    "precision": ("fp32", "bf16"), "attention": ("sdpa", "eager"), "fusion": (False, True),
+}  # fmt: skip
+FAILURES = (Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED)
+
+
+def trial(number, rng, status=None):
+    """A trial of a made-up machine with 1000 MiB; every status turns up."""
+    config = {name: rng.choice(values) for name, values in KNOBS.items()}
+    memory = 100 + 80 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
+    speed = 1000 * config["micro_batch"] ** 0.5 * (1.5 if config["fusion"] else 1) * (1 - 0.2 * config["checkpoint_ratio"])
+    if status is None:
+        status = Status.OOM if memory > 1000 else rng.choice(FAILURES) if rng.random() < 0.08 and number else Status.OK
+    told = {} if status is Status.SKIPPED else {"started": 1.7e9 + 10 * number, "seconds_total": 9.0, "devices": 1, "memory_limit_mib": 1000.0, "log": f"logs/{number}.log"}
+    if status is Status.OK:
+        told |= {"throughput": speed, "unit": "tokens/s", "step_ms": 1e6 / speed, "step_ms_spread": 1e4 / speed, "peak_memory_mib": memory, "loss": 9.5}
+    elif status is Status.OOM:
+        told |= {"peak_memory_mib": memory}
+    reason = "" if status is Status.OK else f"{status}: made up, of {memory:.0f} MiB"
+    return Trial(
+        number=number, config=config, sampler="default" if number == 0 else "tpe", predicted_throughput=speed * 1.1,
+        predicted_memory_mib=memory * 0.9, measurement=Measurement(status=status, reason=reason, **told),
+    )  # fmt: skip
+
+
+def write_run(folder, count, seed=0, trials=None):
+    """A folder with a table of that many trials; returns them."""
+    rng = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = trials if trials is not None else [trial(number, rng) for number in range(count)]
+    table = Table(folder / "trials.csv", KNOBS)
+    for each in made:
+        table.put(each)
+    table.write()
+    return made

@@ -1,0 +1,209 @@
+"""The dashboard in a real browser: it lists, follows a run live, filters, overlays, copies, and executes nothing it reads."""
+
+import csv
+import threading
+import time
+
+import pytest
+from redline.results import Measurement, RunFolder, Status, summary
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+ASKED = {"model": "made-up", "workload": {"id": "x"}, "space": {"knobs": [{"name": "micro_batch", "values": [1, 2, 4, 8]}]}, "seed": 0}
+
+
+class Point(dict):
+    """As much of a configuration as a run's folder needs."""
+
+    id = property(lambda self: f"{self['micro_batch']}-{self['at']}")
+    to_dict = dict.copy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, disk):
+    """Three runs: two of the same space and one that is damaged."""
+    root = tmp_path_factory.mktemp("dashboard") / "runs"
+    for seed, name in enumerate(("first", "second")):
+        for each in disk.write_run(root / name, 60, seed=seed):
+            if each.measurement.log:
+                (root / name / "logs").mkdir(exist_ok=True)
+                (root / name / each.measurement.log).write_text(f"step 1\nwords of trial {each.number}\n")
+    disk.write_run(root / "deep" / "torn", 30)
+    path = root / "deep" / "torn" / "trials.csv"
+    path.write_bytes(path.read_bytes()[:-400])
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(folder, serving_factory):
+    with serving_factory() as start:
+        yield start(folder)
+
+
+def test_the_list_shows_every_run_with_sparkline_state_and_what_is_damaged(tab, address, folder):
+    tab.goto(address)
+    lines = tab.locator(".run-line")
+    lines.nth(2).wait_for()
+    assert {each.get_attribute("data-run") for each in lines.all()} == {"first", "second", "deep/torn"}
+    assert tab.locator(".run-line svg.spark path.best").count() == 3
+    assert tab.locator("[data-run=first] .state").inner_text() == "table only"
+    assert "not all could be read" in tab.locator("[data-run='deep/torn']").inner_text()
+    assert "could be read" not in tab.locator("[data-run=first]").inner_text()
+    tab.locator("input[type=search]").fill("torn table")
+    assert lines.count() == 1
+    tab.locator("input[type=search]").fill("")
+    tab.locator("select").select_option("by name")
+    assert [each.get_attribute("data-run") for each in lines.all()] == ["first", "second", "deep/torn"]
+    tab.locator("[data-run='deep/torn'] a").click()
+    assert "cut off" in tab.locator(".problems").inner_text()
+
+
+def test_pages_fit_phone_and_desktop_in_both_schemes(tab, address, phone, desktop, overflow):
+    for size, scheme in ((desktop, "dark"), (phone, "light")):
+        tab.set_viewport_size(size)
+        tab.emulate_media(color_scheme=scheme)
+        for place, ready in (("", ".run-line"), ("#/run/first", "#timeline .plot svg"), ("#/overlay/first/second", "#overlay-winners td")):
+            tab.goto(address + place)
+            tab.locator(ready).first.wait_for()
+            assert overflow(tab) == 0, (size, place)
+
+
+def test_a_run_filters_sorts_and_gives_table_log_and_formats(tab, address, folder, expect, disk):
+    trials = disk.write_run(folder / "first", 60, seed=0)
+    tab.goto(f"{address}#/run/first")
+    rows = tab.locator("#trials tbody tr[data-trial]")
+    leader = summary.leaders(trials)[0]
+    expect(rows.first).to_have_attribute("data-trial", str(leader.number))
+    tab.locator("#trials input[type=search]").fill("fusion=true status=ok")
+    wanted = sum(each.ok and each.config["fusion"] for each in trials)
+    expect(tab.locator("#trials [role=status]")).to_have_text(f"{wanted} of 60 trials")
+    tab.locator("[data-sort=step_ms]").click()
+    expect(rows.first).to_have_attribute("data-trial", str(min((t for t in trials if t.ok and t.config["fusion"]), key=lambda t: (t.measurement.step_ms, t.number)).number))
+    with tab.expect_download() as got:
+        tab.locator("text=Download the table (CSV)").click()
+    assert got.value.path().read_bytes() == (folder / "first" / "trials.csv").read_bytes()
+    assert got.value.suggested_filename == "first.csv"
+    tab.locator(f"tr[data-trial='{leader.number}']").click()
+    expect(tab.locator("dialog .log")).to_have_text(f"step 1\nwords of trial {leader.number}\n", use_inner_text=True)
+    with tab.expect_download() as got:
+        tab.locator("text=Download the whole log").click()
+    assert got.value.path().read_text() == f"step 1\nwords of trial {leader.number}\n"
+    tab.locator("dialog [data-target=json]").click()
+    tab.locator("dialog [data-copy=json]").click()
+    tab.locator("dialog [data-copy].done").wait_for()
+    assert f'"micro_batch": {leader.config["micro_batch"]}' in tab.evaluate("navigator.clipboard.readText()")
+
+
+def test_two_runs_are_overlaid_and_their_winners_set_side_by_side(tab, address, folder, expect):
+    tab.goto(address)
+    tab.locator("[data-choose=first]").check()
+    assert tab.locator("#overlay").is_disabled()
+    tab.locator("[data-choose=second]").check()
+    tab.locator("#overlay").click()
+    expect(tab.locator("#overlay-progress figure svg path.overlay")).to_have_count(4)
+    expect(tab.locator("#overlay-memory figure svg path.overlay-dots")).to_have_count(2)
+    assert tab.locator("#overlay-winners thead th").all_inner_texts()[1:] == [" first", " second"]
+    assert {"micro_batch", "attention", "Throughput"} <= set(tab.locator("#overlay-winners tbody th").all_inner_texts())
+
+
+def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab, tmp_path, serving, expect):
+    stop, ended = threading.Event(), {}
+
+    def search():
+        with RunFolder.open(tmp_path / "live", ASKED, knobs={"micro_batch": (1, 2, 4, 8), "at": None}, make_config=Point) as run:
+            number = 0
+            while not stop.is_set() and number < 60:
+                run.start(Point(micro_batch=2 ** (number % 4), at=number), sampler="random")
+                run.finish(number, Measurement(status=Status.OK, throughput=100.0 + number, unit="tokens/s", peak_memory_mib=50.0 + number, seconds_total=0.4))
+                ended[number] = time.monotonic()
+                number += 1
+                stop.wait(0.4)
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    try:
+        while 0 not in ended:
+            time.sleep(0.02)
+        tab.goto(f"{serving(tmp_path)}#/run/live")
+        expect(tab.locator(".state")).to_have_text("running")
+        tab.locator("#trials input[type=search]").fill("throughput>=100")
+        tab.locator("#parallel text.choice", has_text="8").first.click()
+        delays = []
+        for _ in range(4):
+            number = max(ended) + 1
+            tab.locator(f"tr[data-trial='{number}']").wait_for()
+            delays.append(time.monotonic() - ended[number])
+        assert max(delays) < 2.0, delays
+        assert tab.locator("#trials input[type=search]").input_value() == "throughput>=100"
+        assert tab.locator("#parallel text.choice[aria-pressed=true]").count() == 1
+    finally:
+        stop.set()
+        thread.join()
+    expect(tab.locator(".state")).to_have_text("stopped", timeout=4000)
+    last = max(ended)
+    expect(tab.locator("#trials [role=status]")).to_have_text(f"{last + 1} trials")
+
+
+def test_new_runs_appear_in_the_list_and_a_server_that_is_gone_is_said(tab, tmp_path, disk, expect, serving_factory):
+    disk.write_run(tmp_path / "a", 3)
+    with serving_factory() as start:
+        tab.goto(start(tmp_path))
+        expect(tab.locator(".run-line")).to_have_count(1)
+        disk.write_run(tmp_path / "b", 3)
+        expect(tab.locator(".run-line")).to_have_count(2, timeout=3000)
+    expect(tab.locator("#connection")).to_contain_text("does not answer", timeout=5000)
+    expect(tab.locator(".run-line")).to_have_count(2)
+    tab.errors.clear()  # the browser's own of connections refused
+
+
+def test_nothing_a_run_says_is_executed(tab, tmp_path, serving, expect):
+    folder = tmp_path / "runs" / "<img src=x onerror=alert(1)>"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "0.log").write_text(HOSTILE)
+    (folder / "run.yaml").write_text(f"format: 1\nstudy: x\nasked:\n  model: {HOSTILE!r}\n  space: {{knobs: [{{name: {HOSTILE!r}, values: [1], help: {HOSTILE!r}}}]}}\nenvironment: {{versions: {{x: {HOSTILE!r}}}}}\n")
+    rows = [{"trial": n, "status": "ok" if n < 3 else "crash", "throughput": n + 1 if n < 3 else "", "unit": HOSTILE, "reason": HOSTILE, "sampler": HOSTILE, "log": "logs/0.log",
+             "peak_memory_mib": 5 + n, "knob.a": HOSTILE if n % 2 else "plain", f"knob.{HOSTILE}": n} for n in range(5)]  # fmt: skip
+    with open(folder / "trials.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    tab.goto(serving(tmp_path / "runs"))
+    tab.locator(".run-line a").wait_for()
+    assert HOSTILE in tab.locator(".run-line").inner_text()
+    tab.locator(".run-line a").click()
+    tab.locator("tr[data-trial='4']").click()
+    expect(tab.locator("dialog .log")).to_have_text(HOSTILE)
+    tab.keyboard.press("Escape")
+    tab.locator("#trials input[type=search]").fill(HOSTILE)
+    assert "owned" not in tab.title()
+    assert tab.locator("img").count() == 0
+    run = tab.evaluate("location.hash").removeprefix("#/run/")
+    tab.evaluate(f"location.hash = '#/overlay/{run}/{run}'")
+    tab.locator("#overlay-winners td").first.wait_for()
+    assert tab.locator("img, main script").count() == 0
+    tab.evaluate("location.hash = '#/run/' + encodeURIComponent('<img src=x>')")
+    expect(tab.locator(".problems")).to_contain_text("unknown run '<img src=x>'")
+    tab.errors.clear()  # the browser's own of the 404
+
+
+def test_a_token_opens_the_page_and_leaves_the_address(tab, tmp_path, disk, serving, expect):
+    disk.write_run(tmp_path / "a", 3)
+    address = serving(tmp_path, host="127.0.0.1", token="a-token-of-the-test")
+    tab.goto(address)
+    expect(tab.locator(".run-line")).to_have_count(1)
+    assert "token" not in tab.url
+    tab.context.clear_cookies()
+    answer = tab.request.get(address.partition("?")[0] + "api/runs")
+    assert answer.status == 401
+
+
+def test_two_hundred_runs_and_five_thousand_trials_stay_small_pages(tab, tmp_path, disk, serving, expect):
+    for number in range(200):
+        disk.write_run(tmp_path / f"run-{number}", 6, seed=number)
+    disk.write_run(tmp_path / "many", 5000)
+    address = serving(tmp_path)
+    tab.goto(address)
+    expect(tab.locator(".run-line")).to_have_count(201)
+    tab.goto(f"{address}#/run/many")
+    tab.locator("#timeline .plot svg").wait_for()
+    expect(tab.locator("#trials [role=status]")).to_have_text("5,000 trials")
+    assert tab.evaluate("document.querySelectorAll('*').length") < 6000

@@ -1,0 +1,370 @@
+"""The dashboard's server: what it finds and tells of runs, whom it lets in, and what it never gives out."""
+
+import http.client
+import json
+import os
+import socket
+import urllib.parse
+
+import pytest
+
+from redline.errors import StudyError, UsageError
+from redline.results import RunFolder, Status, summary
+from redline.results.dashboard import Library, serve
+from redline.results.dashboard.discover import runs_under
+from redline.results.dashboard.guard import COOKIE, HEADERS
+from redline.results.dashboard.serve import is_local, listen
+from redline.tuner.cli import main
+
+
+def get(address, target, method="GET", **headers):
+    """Status, headers and body of one request; the target is sent as it stands."""
+    where = urllib.parse.urlsplit(address)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=20)
+    try:
+        connection.putrequest(method, target, skip_host="host" in headers, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+def ask(address, target, **headers):
+    """The JSON of an answer; None for 204."""
+    status, _, body = get(address, target, **headers)
+    assert status in (200, 204), body
+    return json.loads(body) if status == 200 else None
+
+
+def query(**values):
+    return urllib.parse.urlencode(values)
+
+
+# -- what is found ---------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_at_any_depth_but_not_through_links_hidden_folders_or_logs(tmp_path, disk):
+    root = tmp_path / "root"
+    for name in ("a", "b/c/d", "b/c/e", ".hidden", "a/logs", "node_modules/x"):
+        disk.write_run(root / name, 1)
+    disk.write_run(tmp_path / "elsewhere", 1)
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    (root / "f").mkdir()
+    (root / "f" / "trials.csv").symlink_to(tmp_path / "elsewhere" / "trials.csv")
+    (root / "g" / "trials.csv").mkdir(parents=True)
+    assert runs_under(root) == ["a", "b/c/d", "b/c/e"]
+    assert runs_under(root / "a") == ["."]
+
+
+def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, disk):
+    trials = disk.write_run(tmp_path / "x", 200)
+    (line,) = Library(tmp_path).lines()
+    assert (line["run"], line["name"], line["state"], line["trials"]) == ("x", "x", "table", 200)
+    assert line["best"] == summary.best(trials).measurement.throughput
+    assert line["gain"] == pytest.approx(summary.gain(trials))
+    assert sum(line["counts"].values()) == 200
+    assert len(line["spark"]) == 48 and line["spark"][-1] == line["best"]
+    assert line["spark"] == sorted(line["spark"])
+
+
+def test_a_run_whose_lock_is_held_stands_first_as_running(tmp_path, disk, open_folder):
+    disk.write_run(tmp_path / "new", 3)
+    with open_folder(tmp_path / "run"):
+        os.utime(tmp_path / "run" / "run.yaml", (1, 1))
+        lines = Library(tmp_path).lines()
+    assert [(line["run"], line["state"]) for line in lines] == [("run", "running"), ("new", "table")]
+    assert {line["run"]: line["state"] for line in Library(tmp_path).lines()}["run"] == "stopped"
+
+
+@pytest.fixture
+def open_folder():
+    def open_(path):
+        asked = {"model": "made-up", "workload": {"id": "x"}, "space": {"knobs": [{"name": "micro_batch", "values": [1, 2]}]}, "seed": 0}
+        return RunFolder.open(path, asked, knobs={"micro_batch": (1, 2)}, make_config=dict)
+
+    return open_
+
+
+# -- live --------------------------------------------------------------------------------------------------------
+
+
+def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk):
+    trials = disk.write_run(tmp_path / "x", 30)
+    library = Library(tmp_path)
+    first = library.changes("x")
+    assert not first["added"] and first["rows"]["trial"] == list(range(30))
+    assert library.changes("x", first["version"]) is None
+    more = disk.write_run(tmp_path / "x", 33, seed=0)
+    second = library.changes("x", first["version"])
+    assert more[:30] == trials
+    assert second["added"] and second["rows"]["trial"] == [30, 31, 32]
+    assert second["document"]["headline"]["trials"] == 33
+    # One that holds an older version gets all since, one of another process everything.
+    assert library.changes("x", first["version"])["rows"]["trial"] == [30, 31, 32]
+    assert Library(tmp_path).changes("x", second["version"])["added"] is False
+
+
+def test_a_row_that_changed_travels_and_a_table_that_was_replaced_is_sent_whole(tmp_path, disk):
+    trials = disk.write_run(tmp_path / "x", 10)
+    library = Library(tmp_path)
+    version = library.changes("x")["version"]
+    rng = disk.random.Random(5)
+    changed = [*trials[:4], disk.trial(4, rng, Status.CRASH), *trials[5:]]
+    disk.write_run(tmp_path / "x", 0, trials=changed)
+    news = library.changes("x", version)
+    assert news["added"] and news["rows"]["trial"] == [4]
+    assert news["rows"]["status"] == ["crash"]
+    disk.write_run(tmp_path / "x", 0, trials=trials[:3])
+    assert library.changes("x", news["version"])["added"] is False
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.97])
+def test_a_half_written_table_is_shown_as_far_as_it_goes_and_said(tmp_path, disk, keep):
+    disk.write_run(tmp_path / "x", 40)
+    path = tmp_path / "x" / "trials.csv"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    changes = Library(tmp_path).changes("x")
+    count = len(changes["rows"]["trial"])
+    assert changes["rows"]["trial"] == list(range(count))
+    assert keep * 40 - 3 < count < 40
+    assert any("trials.csv" in each for each in changes["document"]["problems"])
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00\xff" * 500, b"a,b\n1,2\n", b"trial,status\n0,ok\n"])
+def test_a_table_that_is_none_is_an_empty_run_that_says_why(tmp_path, disk, data):
+    disk.write_run(tmp_path / "good", 2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "trials.csv").write_bytes(data)
+    library = Library(tmp_path)
+    assert library.changes("bad")["rows"]["trial"] == []
+    assert library.changes("bad")["document"]["problems"]
+    assert {line["run"]: line["problems"] > 0 for line in library.lines()} == {"good": False, "bad": True}
+
+
+# -- over the wire -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, serving_module, disk):
+    """A folder with one run among secrets, and its address."""
+    top = tmp_path_factory.mktemp("served")
+    (top / "secret.txt").write_text("SECRET")
+    root = top / "runs"
+    trials = disk.write_run(root / "a", 40)
+    (root / "secret.txt").write_text("SECRET")
+    (root / "a" / "logs").mkdir()
+    for each in trials:
+        name = each.measurement.log
+        if name:
+            (root / "a" / name).write_text(f"<b>trial {each.number}</b>\n" * 3)
+    (root / "a" / "logs" / "link.log").symlink_to(top / "secret.txt")
+    return root, trials, serving_module(root)
+
+
+@pytest.fixture(scope="module")
+def serving_module(serving_factory):
+    with serving_factory() as start:
+        yield start
+
+
+def test_list_run_table_log_and_exports_are_served(served):
+    root, trials, address = served
+    listed = ask(address, "/api/runs")
+    assert [line["run"] for line in listed["runs"]] == ["a"]
+    run = ask(address, "/api/run?run=a")
+    assert len(run["rows"]["trial"]) == 40
+    assert ask(address, f"/api/run?{query(run='a', have=run['version'])}") is None
+    status, headers, body = get(address, "/table?run=a")
+    assert (status, body) == (200, (root / "a" / "trials.csv").read_bytes())
+    assert headers["content-disposition"] == 'attachment; filename="a.csv"'
+    ran = next(each for each in trials if each.measurement.log)
+    log = ask(address, f"/api/log?run=a&trial={ran.number}")
+    assert log["text"] == f"<b>trial {ran.number}</b>\n" * 3 and not log["cut"]
+    status, headers, body = get(address, f"/log?run=a&trial={ran.number}")
+    assert body.decode() == log["text"] and headers["content-type"].startswith("text/plain")
+    names = {each["target"] for each in ask(address, f"/api/exports?run=a&trial={ran.number}")}
+    assert {"yaml", "json", "accelerate", "deepspeed"} <= names
+
+
+def test_every_answer_forbids_scripts_that_are_not_the_dashboards(served):
+    for target in ("/", "/redline.js", "/redline.css", "/icon.svg", "/api/runs", "/table?run=a", "/nowhere", "/api/run?run=no"):
+        _, headers, _ = get(served[2], target)
+        for name, value in HEADERS.items():
+            assert headers.get_all(name) == [value], (target, name)
+    assert "unsafe" not in HEADERS["content-security-policy"]
+
+
+HOSTILE_PATHS = [
+    "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//etc/passwd", "/secret.txt", "/a/trials.csv", "/a/logs/link.log",
+    *(f"/{page}?{query(run=run)}" for page in ("table", "api/run") for run in ("..", "../runs/a", "a/", "a/.", "./a", "/", "", "a\0", "a/logs", "/etc", "a/../../")),
+    *(f"/{page}?{query(run=run, trial=1)}" for page in ("log", "api/log", "api/exports") for run in ("..", "../runs/a", "a/logs")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", HOSTILE_PATHS)
+def test_no_path_leads_anywhere_but_to_the_runs(served, target):
+    status, _, body = get(served[2], target)
+    assert status in (404, 422), body
+    assert b"SECRET" not in body and b"root:" not in body
+
+
+@pytest.mark.parametrize("log", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "logs/link.log", "logs", "logs/pipe"])
+def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_path, disk, serving, log):
+    (tmp_path / "secret.txt").write_text("SECRET")
+    disk.write_run(tmp_path / "runs" / "a", 2)
+    folder = tmp_path / "runs" / "a"
+    (folder / "logs").mkdir()
+    (folder / "logs" / "link.log").symlink_to(tmp_path / "secret.txt")
+    os.mkfifo(folder / "logs" / "pipe")
+    (folder / "trials.csv").write_text(f"trial,status,throughput,log\n0,ok,5,{log}\n")
+    address = serving(tmp_path / "runs")
+    told = ask(address, "/api/log?run=a&trial=0")
+    assert "text" not in told and told["why"]
+    status, _, body = get(address, "/log?run=a&trial=0")
+    assert status == 404 and b"SECRET" not in body and b"root:" not in body
+
+
+def test_unknown_runs_and_trials_are_named(served):
+    status, _, body = get(served[2], "/api/run?run=b")
+    assert status == 404 and b"unknown run 'b'" in body and b"Known: a" in body
+    status, _, body = get(served[2], "/api/log?run=a&trial=77")
+    assert status == 404 and b"no trial 77" in body
+
+
+# -- whom it lets in -----------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_another_site_cannot_reach_it_by_a_name_of_its_own(served):
+    address = served[2]
+    port = urllib.parse.urlsplit(address).port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "localhost.evil"):
+        status, _, body = get(address, "/api/runs", host=host)
+        assert status == 400 and b'"runs"' not in body
+    for host in (f"localhost:{port}", f"127.0.0.1:{port}", "LOCALHOST"):
+        assert get(address, "/api/runs", host=host)[0] == 200
+
+
+def test_with_a_token_nothing_is_served_without_it(tmp_path, disk, serving):
+    disk.write_run(tmp_path / "a", 2)
+    address = serving(tmp_path, host="0.0.0.0")
+    token = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)["token"][0]
+    assert len(token) >= 32
+    here = f"http://127.0.0.1:{urllib.parse.urlsplit(address).port}/"
+    for target in ("/", "/redline.js", "/api/runs", "/table?run=a", "/?token=", "/?token=wrong", f"/?token={token}x", "/?token=%ff"):
+        status, headers, body = get(here, target)
+        assert status == 401 and b"token" in body and "set-cookie" not in headers
+    status, headers, _ = get(here, f"/?token={token}")
+    assert (status, headers["location"]) == (303, "/")
+    assert "HttpOnly" in headers["set-cookie"] and "SameSite=Strict" in headers["set-cookie"]
+    cookie = headers["set-cookie"].split(";")[0]
+    assert cookie == f"{COOKIE}={token}"
+    assert len(ask(here, "/api/runs", cookie=cookie)["runs"]) == 1
+    assert len(ask(here, "/api/runs", authorization=f"Bearer {token}")["runs"]) == 1
+    assert get(here, "/api/runs", cookie=f"{COOKIE}=wrong")[0] == 401
+    assert get(here, f"//evil.example/?token={token}")[1]["location"] == "/"
+
+
+def test_the_same_address_with_another_token_each_time(tmp_path, disk, serving):
+    disk.write_run(tmp_path / "a", 1)
+    tokens = {serving(tmp_path, host="0.0.0.0").partition("token=")[2] for _ in range(2)}
+    assert len(tokens) == 2
+
+
+def test_only_loopback_counts_as_this_machine():
+    assert all(map(is_local, ("127.0.0.1", "127.3.2.1", "::1", "localhost", "LocalHost")))
+    assert not any(map(is_local, ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.evil.org", "")))
+
+
+# -- where -----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_gives_way_to_the_next_free_one_and_says_so(tmp_path, disk, serving):
+    disk.write_run(tmp_path / "a", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = []
+        address = serving(tmp_path, port=port, said=said)
+        other = urllib.parse.urlsplit(address).port
+        assert port < other <= port + 100
+        assert said[0] == f"port {port} is in use; serving on {other} instead"
+        assert get(address, "/")[0] == 200
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused():
+    with pytest.raises(UsageError, match=r"--host no\.such\.host\.invalid"):
+        listen("no.such.host.invalid", 0)
+    with pytest.raises(UsageError, match="cannot listen on 192.0.2.1"):
+        listen("192.0.2.1", 0)
+
+
+def run_command(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out + err
+
+
+def test_the_command_refuses_what_it_cannot_serve_with_exit_2(tmp_path, disk, capsys):
+    (tmp_path / "empty").mkdir()
+    disk.write_run(tmp_path / "runs" / "a", 1)
+    for arguments, words in (
+        ([tmp_path / "empty"], "holds no run"),
+        ([tmp_path / "nowhere"], "there is no folder"),
+        ([tmp_path / "runs" / "a" / "trials.csv"], "there is no folder"),
+        ([tmp_path / "runs", "--token", "short"], "at least 12 characters"),
+        ([tmp_path / "runs", "--token", "twelve; chars="], "letters, digits"),
+        ([tmp_path / "runs", "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
+        ([tmp_path / "runs", "--port", "70000"], "70000"),
+    ):
+        code, told = run_command(capsys, "dashboard", *arguments)
+        assert (code, words in told) == (2, True), told
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"trials.csv": "trial,step_ms\n0,1\n"}, "status"),
+        ({"trials.csv": "trial,status,throughput\n0,ok,1\n", "run.yaml": "format: 0\nasked: {}\nstudy: x\n"}, "format"),
+    ],
+    ids=["columns", "format"],
+)
+def test_a_folder_in_which_nothing_can_be_read_is_refused_and_says_what_is_missing(tmp_path, capsys, files, words):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    code, told = run_command(capsys, "dashboard", tmp_path)
+    assert code == 2 and words in told
+
+
+def test_it_ends_when_interrupted(tmp_path, disk):
+    import signal
+    import subprocess
+    import sys
+
+    disk.write_run(tmp_path / "a", 1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redline.tuner.cli", "dashboard", str(tmp_path), "--port", "0"],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        said = process.stdout.readline()
+        assert "1 run" in said
+        address = said.split()[-1]
+        assert len(ask(address, "/api/runs")["runs"]) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_is_needed(tmp_path):
+    with pytest.raises(StudyError, match="there is no folder"):
+        Library(tmp_path / "x")
+    with pytest.raises(StudyError, match="holds no run"):
+        serve(tmp_path)
