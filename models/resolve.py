@@ -21,6 +21,7 @@ def workload(
     seq_len: int | None = None,
     global_batch: int | None = None,
     data: str | Path | None = None,
+    lora: str | None = None,
 ) -> Workload:
     """The workload of a preset's name, a Hugging Face folder or `config.json`, a hub id, or `file.py:name`.
 
@@ -32,10 +33,16 @@ def workload(
         seq_len: tokens of a sample; None for the model's usual length.
         global_batch: samples of one optimizer step; None for the default.
         data: a text file to train on; None for seeded random tokens.
+        lora: train adapters only, such as `r=16` or `r=16,alpha=32,target=q_proj+v_proj`.
 
     Raises:
         WorkloadError: nothing of that name (the nearest is named), or it cannot be turned into a workload.
     """
+    if lora is not None:
+        from .lora import Lora, with_lora
+
+        whole = workload(spec, seq_len=seq_len, global_batch=global_batch, data=data)
+        return with_lora(whole, Lora.parse(lora))
     if isinstance(spec, Workload):
         return _own(spec, seq_len, global_batch, data)
     text = str(spec)

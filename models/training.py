@@ -212,6 +212,7 @@ class Training:
             loss=self._passes.loss if own_loss else None,
             device=self.device,
             seed=self._seed,
+            init=getattr(self.workload.model, "initialise", None),
         )
 
     def _distribute(self, sch: "Schedule") -> None:

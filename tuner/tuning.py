@@ -62,6 +62,7 @@ def tune(
     seq_len: int | None = None,
     global_batch: int | None = None,
     data: str | Path | None = None,
+    lora: str | None = None,
     trials: int | None = None,
     time: str | float | None = None,
     device_hours: float | None = None,
@@ -94,6 +95,8 @@ def tune(
         devices: devices of one trial; by default all that are present.
         seq_len, global_batch, data: override the workload's sequence length (tokens), samples per
             optimizer step, and text file.
+        lora: train adapters of a Hugging Face model only, such as `r=16` or
+            `r=16,alpha=32,target=q_proj+v_proj`; the other weights are frozen.
         trials: trials in all (16 where neither trials nor time is given).
         time: wall time, s or as in `30m`.
         device_hours: device time of all trials, h.
@@ -143,6 +146,7 @@ def tune(
         seq_len=seq_len,
         global_batch=global_batch,
         data=data,
+        lora=lora,
         override=override,
         fix=fix,
         cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
@@ -234,6 +238,7 @@ def resolve_task(
     seq_len: int | None = None,
     global_batch: int | None = None,
     data: str | Path | None = None,
+    lora: str | None = None,
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
     cluster: bool = False,
@@ -254,7 +259,7 @@ def resolve_task(
     if isinstance(target, (str, Path, Workload)):
         from ..models import workload as resolve_workload
 
-        workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data)
+        workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
         accumulation = _free_accumulation(workload, space, global_batch, override, fix)
         made = (
             space.copy()
@@ -265,8 +270,8 @@ def resolve_task(
     elif callable(target):
         if space is None:
             raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
-        if seq_len is not None or global_batch is not None or data is not None:
-            raise UsageError("seq_len, global_batch and data belong to a workload, not to a callable")
+        if any(each is not None for each in (seq_len, global_batch, data, lora)):
+            raise UsageError("seq_len, global_batch, data and lora belong to a workload, not to a callable")
         workload, function, made, accumulation = None, target, space.copy(), None
         name = getattr(target, "__name__", type(target).__name__)
     else:
@@ -446,6 +451,9 @@ def _command(task: Task, target: Any, limit_mib: float | None, seed: int, made_o
         command += ["--seq-len", str(task.workload.seq_len)]
     if not task.free_batch:
         command += ["--global-batch", str(task.workload.global_batch)]
+    lora = getattr(task.workload.model, "lora", None)
+    if lora is not None:
+        command += ["--lora", str(lora)]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)

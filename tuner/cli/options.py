@@ -17,6 +17,7 @@ def workload_options(command: Callable) -> Callable:
         click.option("--seq-len", type=int, metavar="S", help="Sequence length, tokens.  [default: the model's]"),
         click.option("--global-batch", type=int, metavar="B", help="Samples per optimizer step."),
         click.option("--data", metavar="FILE", help="Text to train on, instead of random tokens."),
+        click.option("--lora", metavar="r=16[,...]", help="Train adapters only: r, alpha, target=a+b, dropout."),
         click.option("--space", "space_file", metavar="FILE", help="A space in YAML, instead of the model's own."),
         click.option("--set", "overrides", multiple=True, metavar="KNOB=A,B,C", help="The values of a knob."),
         click.option("--fix", "fixed", multiple=True, metavar="KNOB=V", help="A knob that does not vary."),

@@ -30,6 +30,7 @@ def space(
     seq_len: int | None,
     global_batch: int | None,
     data: str | None,
+    lora: str | None,
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
     from ...space import Space
@@ -42,6 +43,7 @@ def space(
         seq_len=seq_len,
         global_batch=global_batch,
         data=data,
+        lora=lora,
         override=values_of(overrides, "--set"),
         fix=fixes_of(fixed),
     )

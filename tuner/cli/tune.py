@@ -17,6 +17,8 @@ Examples:
   redline tune gpt2-tiny
   redline tune gpt2 --seq-len 1024 --global-batch 64 --trials 30 --out runs/gpt2
   redline tune gpt2-tiny --memory-limit 1GiB --set micro_batch=4,8,16 --fix precision=fp32
+  redline tune llama-tiny --devices 2 --global-batch 16
+  redline tune llama2-7b --lora r=16 --seq-len 2048
   redline tune path/to/config.json --time 30m --sampler hebo
   redline tune --workload train.py:workload --runner local
   redline tune gpt2 --out runs/gpt2 --resume

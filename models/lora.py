@@ -1,0 +1,176 @@
+"""Fine-tuning by low-rank adapters (LoRA, arXiv:2106.09685): other work than training all weights."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingDependency, ScheduleError, WorkloadError, unknown
+from .families import StandardSchedule, generic_schedule
+from .huggingface import Architecture, quiet
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..schedule import Schedule
+
+EXAMPLE = "r=16, or r=16,alpha=32,target=q_proj+v_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    """Which adapters a model gets."""
+
+    r: int
+    """Rank."""
+    alpha: float | None = None
+    """Scale of what an adapter adds, times the rank; None for the rank, a scale of 1."""
+    target: tuple[str, ...] = ()
+    """Names of the linear layers that get one, or `all-linear`; empty for peft's choice for the family."""
+    dropout: float = 0.0
+    """Dropout before an adapter."""
+
+    @staticmethod
+    def parse(text: str) -> "Lora":
+        """The adapters of `r=16[,alpha=32][,target=q_proj+v_proj][,dropout=0.05]`.
+
+        Raises:
+            WorkloadError: it does not look so, or a number is out of range.
+        """
+        given: dict[str, str] = {}
+        known = [each.name for each in fields(Lora)]
+        for pair in text.split(","):
+            name, equals, value = (each.strip() for each in pair.partition("="))
+            if not equals or not value:
+                raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'")
+            if name not in known:
+                raise WorkloadError(unknown("part of lora", name, known))
+            if name in given:
+                raise WorkloadError(f"lora names {name} twice: '{text}'")
+            given[name] = value
+        try:
+            made = Lora(
+                r=int(given.get("r", "")),
+                alpha=float(given["alpha"]) if "alpha" in given else None,
+                target=tuple(given["target"].split("+")) if "target" in given else (),
+                dropout=float(given.get("dropout", 0)),
+            )
+        except ValueError:
+            raise WorkloadError(f"lora must look like {EXAMPLE}, but got '{text}'") from None
+        if made.r < 1 or (made.alpha is not None and not made.alpha > 0) or not 0 <= made.dropout < 1:
+            raise WorkloadError(
+                f"lora needs r of at least 1, alpha above 0 and dropout from 0 to below 1, but got '{text}'"
+            )
+        return made
+
+    def __str__(self) -> str:
+        parts = [f"r={self.r}"]
+        parts += [f"alpha={self.alpha:g}"] if self.alpha is not None else []
+        parts += [f"target={'+'.join(self.target)}"] if self.target else []
+        parts += [f"dropout={self.dropout:g}"] if self.dropout else []
+        return ",".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedArchitecture(Architecture):
+    """A Hugging Face architecture with adapters; all other weights are frozen."""
+
+    lora: Lora
+
+    def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
+        """As `Architecture`, names of modules included: an adapted layer holds the original as `base_layer`.
+
+        Raises:
+            WorkloadError: no layer is what `target` names, or peft has no choice for the family.
+        """
+        peft = _peft()
+        model = super().__call__(config)
+        lora = self.lora
+        target: Any = list(lora.target) or None
+        if lora.target == ("all-linear",):
+            target = "all-linear"
+        settings = peft.LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha if lora.alpha is not None else lora.r,
+            target_modules=target,
+            lora_dropout=lora.dropout,
+        )
+        try:
+            with quiet(), warnings.catch_warnings():
+                # It says that GPT-2's layers are transposed, and sets what that needs by itself.
+                warnings.simplefilter("ignore", UserWarning)
+                model = peft.inject_adapter_in_model(settings, model)
+        except ValueError as error:
+            names = sorted({path.rpartition(".")[2] for path, each in model.named_modules() if _linear(each)})
+            raise WorkloadError(
+                f"lora cannot adapt this {self.model_type}: {' '.join(str(error).split())[:300]}; its linear "
+                f"layers are called {', '.join(names)}: give target=..."
+            ) from error
+        for path, module in model.named_modules():
+            if ".lora_B." in path:
+                # Adapters start as nothing, though the family's own rule would draw any linear layer.
+                module.starts_as_zero = True
+        return model
+
+    @staticmethod
+    def initialise(module: "nn.Module") -> bool:
+        """Sets a module that starts as zero; whether it was one."""
+        if not getattr(module, "starts_as_zero", False):
+            return False
+        for each in module.parameters(recurse=False):
+            each.zero_()
+        return True
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        return (*super().imports, "peft")
+
+
+def with_lora(workload: Workload, lora: Lora) -> Workload:
+    """The workload of training adapters of a Hugging Face model only. Its space is the same; it has another id.
+
+    Raises:
+        MissingDependency: peft is not installed.
+        WorkloadError: it is no Hugging Face model, or no layer is what `target` names.
+    """
+    model = workload.model
+    if not isinstance(model, Architecture):
+        raise WorkloadError(
+            f"lora adapts Hugging Face models; '{workload.name}' is built by code of its own, which can add "
+            "adapters itself"
+        )
+    own = {each.name: getattr(model, each.name) for each in fields(model)}
+    adapted = AdaptedArchitecture(**own, lora=lora)
+    schedule = workload.schedule or generic_schedule
+    if isinstance(schedule, StandardSchedule):
+        schedule = replace(schedule, tensor_parallel=_not_cut)
+    made = replace(
+        workload,
+        model=adapted,
+        schedule=schedule,
+        identity={**(workload.identity or {}), "lora": str(lora)},
+    )
+    import torch
+
+    with torch.device("meta"):
+        made.build_model({})
+    return made
+
+
+def _not_cut(sch: "Schedule", blocks: Any, sequence_parallel: bool) -> None:
+    raise ScheduleError("tp: the layers of an adapter are not cut")
+
+
+def _linear(module: "nn.Module") -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingDependency("--lora needs peft: `pip install peft`") from error
+    return peft
