@@ -84,6 +84,8 @@ class AdaptedArchitecture(Architecture):
         Raises:
             WorkloadError: no layer is what `target` names, or peft has no choice for the family.
         """
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
         peft = _peft()
         model = super().__call__(config)
         lora = self.lora
@@ -97,20 +99,17 @@ class AdaptedArchitecture(Architecture):
             lora_dropout=lora.dropout,
         )
         try:
-            with quiet(), warnings.catch_warnings():
+            with quiet(), warnings.catch_warnings(), unset_fake_temporarily():
                 # It says that GPT-2's layers are transposed, and sets what that needs by itself.
                 warnings.simplefilter("ignore", UserWarning)
-                model = peft.inject_adapter_in_model(settings, model)
+                model = peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
         except ValueError as error:
             names = sorted({path.rpartition(".")[2] for path, each in model.named_modules() if _linear(each)})
             raise WorkloadError(
                 f"lora cannot adapt this {self.model_type}: {' '.join(str(error).split())[:300]}; its linear "
                 f"layers are called {', '.join(names)}: give target=..."
             ) from error
-        for path, module in model.named_modules():
-            if ".lora_B." in path:
-                # Adapters start as nothing, though the family's own rule would draw any linear layer.
-                module.starts_as_zero = True
+        _materialise(model)
         return model
 
     @staticmethod
@@ -156,6 +155,33 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
     with torch.device("meta"):
         made.build_model({})
     return made
+
+
+def _materialise(model: "nn.Module") -> None:
+    """Puts adapters, which are made on the meta device, where the layers are, initialised.
+
+    peft's own way of moving them fails where a model is traced with fake tensors.
+    """
+    import torch
+    from torch import nn
+
+    for path, layer in list(model.named_modules()):
+        if not hasattr(layer, "base_layer"):
+            continue
+        if not _linear(layer.base_layer):
+            raise WorkloadError(
+                f"lora adapts linear layers, but target {path.rpartition('.')[2]} is of type "
+                f"{type(layer.base_layer).__name__}"
+            )
+        weight = layer.base_layer.weight
+        for name in ("lora_A", "lora_B"):
+            for each in getattr(layer, name).values():
+                each.weight = nn.Parameter(torch.empty_like(each.weight, device=weight.device, dtype=weight.dtype))
+                each.reset_parameters()
+                if name == "lora_B":
+                    # Adapters start as nothing, though the family's own rule would draw any linear layer.
+                    each.starts_as_zero = True
+                    nn.init.zeros_(each.weight)
 
 
 def _not_cut(sch: "Schedule", blocks: Any, sequence_parallel: bool) -> None:

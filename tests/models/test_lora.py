@@ -1,9 +1,11 @@
 """Adapters: what is trained, what it costs, and that the space stays."""
 
+import sys
+
 import pytest
 import torch
-from redline.errors import WorkloadError
-from redline.models import Training, workload
+from redline.errors import MissingDependency, WorkloadError
+from redline.models import Training, Workload, workload
 from redline.models.lora import Lora, with_lora
 from redline.models.spaces import default_space
 
@@ -102,5 +104,23 @@ def test_what_is_no_adapter_is_refused(text, said):
 
 
 def test_layers_that_are_not_there_are_refused_with_those_that_are(small):
+    with pytest.raises(WorkloadError, match="target embed_tokens is of type Embedding"):
+        with_lora(small("llama"), Lora(r=4, target=("embed_tokens",)))
     with pytest.raises(WorkloadError, match=r"qq_proj.*layers are called .*q_proj.*give target"):
         with_lora(small("llama"), Lora(r=4, target=("qq_proj",)))
+
+
+def test_without_peft_it_says_what_to_install(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingDependency, match=r"--lora needs peft: `pip install peft`"):
+        with_lora(small("llama"), Lora(r=4))
+
+
+def test_a_model_of_ones_own_code_brings_its_own_adapters():
+    made = Workload(
+        model=lambda: torch.nn.Linear(4, 4),
+        batch=lambda size, seed: torch.ones(size, 4),
+        loss=lambda output, batch: output.mean(),
+    )
+    with pytest.raises(WorkloadError, match="lora adapts Hugging Face models"):
+        with_lora(made, Lora(r=4))

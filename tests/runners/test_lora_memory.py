@@ -11,6 +11,7 @@ from redline.space import Config
 pytest.importorskip("peft")
 
 
+@pytest.mark.slow
 def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen():
     config = Config(micro_batch=1, grad_accum=1, precision="fp32")
     plan = TimingPlan(warmup_min_steps=2, warmup_max_steps=2, min_steps=1, max_steps=1)
@@ -24,7 +25,6 @@ def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen()
         with LocalRunner(made, TrialTerms(device=detect(), threads=1, plan=plan)) as runner:
             done = runner.run(TrialRequest(config=config, number=0))
         assert done.status == "ok", done.reason
-        print(lora, done.peak_memory_mib)
         peak[lora] = done.peak_memory_mib
     weights = sum(each.numel() for each in skeleton(made).parameters()) * 4 / 2**20
     # All of them: weights, gradients and two values each for AdamW. Adapters: weights, and some MiB of the rest.
