@@ -7,32 +7,39 @@ VENV   ?= .venv
 BIN   := $(VENV)/bin
 # What decides whether the installation is current: the dependencies, not the sources (the install is editable).
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-for-tests
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: tune test test-slow bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
 
-test: $(STAMP)
+test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(STAMP)
+test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # The site in build/site; a broken link ends it.
-docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+docs: $(TEST_STAMP)
 	$(BIN)/python -m mkdocs build --strict
 
-setup: $(STAMP)
+setup: $(TEST_STAMP)
 
 $(STAMP): setup.cfg pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redline needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,dashboard,hebo]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps HEBO==0.3.6
+	$(PIP) "torch>=2.11,<2.14"
+	$(PIP) --editable ".[dashboard,hebo]"
+	$(PIP) --no-deps HEBO==0.3.6
 	touch $(STAMP)
+
+# What the tests need besides: frameworks that exports are held against, loggers, a browser's driver, the site's builder.
+$(TEST_STAMP): $(STAMP)
+	@# DeepSpeed is wanted for its configuration only.
+	DS_BUILD_OPS=0 $(PIP) --editable ".[test,docs,loggers,frameworks]"
+	touch $(TEST_STAMP)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
