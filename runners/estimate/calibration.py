@@ -15,6 +15,8 @@ DEGREES = 4.0
 """Degrees of freedom of the noise: outliers (a disturbed node, a lucky run) lose their weight."""
 PRIOR_WEIGHT = 8.0
 """Trials that the prior noise counts as."""
+LEAST_SCALE = 0.2
+"""However well a few trials agree, noise is not believed to be less than this share of what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +27,36 @@ class Correction:
     """Natural logarithms of the factors, shape (k,)."""
     covariance: np.ndarray
     """Of theta, shape (k, k)."""
-    noise: float
-    """Standard deviation of a single measurement's logarithm about the corrected prediction."""
+    scale: float = 1.0
+    """By what single measurements scatter more about the corrected prediction than was expected."""
     trials: int = 0
     """Measurements it rests on."""
 
     @classmethod
-    def none(cls, prior: np.ndarray, noise: float) -> "Correction":
+    def none(cls, prior: np.ndarray) -> "Correction":
         """No correction, with the prior's uncertainty."""
-        return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2), noise)
+        return cls(np.zeros(len(prior)), np.diag(np.asarray(prior, float) ** 2))
 
-    def apply(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Corrected sums and the standard deviations of their logarithms, of groups of shape (n, k)."""
+    def apply(self, groups: np.ndarray, noise: "np.ndarray | float") -> tuple[np.ndarray, np.ndarray]:
+        """Corrected sums and the standard deviations of their logarithms.
+
+        Args:
+            groups: predicted parts, shape (n, k).
+            noise: standard deviation of a measurement's logarithm, as expected beforehand; shape (n,) or one.
+        """
         scaled = groups * np.exp(self.theta)
         total = scaled.sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
             share = np.where(np.isfinite(total)[:, None], scaled / total[:, None], 0.0)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        return total, np.sqrt(np.maximum(variance, 0.0) + self.noise**2)
+        return total, np.sqrt(np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2)
 
 
 def fit(
     groups: np.ndarray,
     measured: np.ndarray,
     prior: np.ndarray,
-    noise: float,
+    noise: "np.ndarray | float",
     at_least: np.ndarray | None = None,
 ) -> Correction:
     """The correction that measurements suggest.
@@ -58,19 +65,20 @@ def fit(
         groups: predicted parts, shape (n, k).
         measured: what was measured, shape (n,), in the same unit.
         prior: standard deviations of theta before any measurement, shape (k,).
-        noise: standard deviation of a measurement's logarithm, as expected beforehand.
+        noise: standard deviation of a measurement's logarithm, as expected beforehand; shape (n,) or one.
         at_least: booleans, shape (n,): the measured value is only a lower bound (out of memory at a limit).
     """
     groups, measured = np.asarray(groups, float), np.asarray(measured, float)
     bound = np.zeros(len(measured), bool) if at_least is None else np.asarray(at_least, bool)
     usable = np.isfinite(groups).all(1) & np.isfinite(measured) & (measured > 0) & (groups.sum(1) > 0)
+    noise = np.broadcast_to(np.asarray(noise, float), measured.shape)[usable]
     groups, measured, bound = groups[usable], measured[usable], bound[usable]
     if not len(measured):
-        return Correction.none(prior, noise)
+        return Correction.none(prior)
     target = np.log(measured)
     precision = np.diag(1 / np.asarray(prior, float) ** 2)
     theta = np.zeros(groups.shape[1])
-    spread = noise
+    scale = 1.0
     for _ in range(60):
         scaled = groups * np.exp(theta)
         total = scaled.sum(1)
@@ -78,6 +86,7 @@ def fit(
         residual = target - np.log(total)
         # A bound that is kept says nothing.
         active = ~bound | (residual > 0)
+        spread = scale * noise
         weight = np.where(active, (DEGREES + 1) / (DEGREES + (residual / spread) ** 2), 0.0) / spread**2
         hessian = jacobian.T @ (weight[:, None] * jacobian) + precision
         step = np.linalg.solve(hessian, jacobian.T @ (weight * residual) - precision @ theta)
@@ -88,11 +97,10 @@ def fit(
             # Scale of the residuals, robustly (Student's t), shrunk to what was expected; a fitted theta takes
             # some of them away.
             used = np.trace(np.linalg.solve(hessian, jacobian.T @ (weight[:, None] * jacobian)))
-            robust = (np.where(exact, weight, 0.0) * spread**2 * residual**2)[exact].sum()
+            robust = (weight * spread**2 * (residual / noise) ** 2)[exact].sum()
             freedom = max(exact.sum() - used, 0.0)
-            spread = float(np.sqrt((PRIOR_WEIGHT * noise**2 + robust) / (PRIOR_WEIGHT + freedom)))
-            spread = max(spread, noise / 5)
+            scale = max(float(np.sqrt((PRIOR_WEIGHT + robust) / (PRIOR_WEIGHT + freedom))), LEAST_SCALE)
         if size < 1e-6:
             break
     covariance = np.linalg.inv(hessian)
-    return Correction(theta, covariance, spread, int((~bound).sum()))
+    return Correction(theta, covariance, scale, int((~bound).sum()))

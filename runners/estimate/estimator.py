@@ -12,6 +12,15 @@ from .calibration import Correction, fit
 from .columns import Columns, columns
 from .constants import PROFILES, Constants
 from .estimate import Estimate, EstimateTable
+from .groups import (
+    MEMORY_GROUPS,
+    corrected_memory,
+    corrected_time,
+    leaves_node,
+    memory_groups,
+    time_groups,
+    time_names,
+)
 from .hardware import Hardware, find_hardware
 from .memory import MEMORY_TERMS, peak_memory
 from .model_facts import FactsSource, ModelFacts, Shape
@@ -21,23 +30,6 @@ from .time import BINDS, TIME_TERMS, stall_chance, step_time
 if TYPE_CHECKING:
     from ...models.workload import Workload
     from ...results import Trial
-
-TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "compute": ("matmul", "attention", "memory-bound", "recomputation", "optimizer"),
-    "launches": ("launches", "fixed"),
-    "links": ("tensor parallel", "data parallel", "parameter gathers", "pipeline transfers", "offload"),
-    "stalls": ("stalls", "allocator retries"),
-}
-"""Terms of the step that calibration scales together; the bubble goes with what a slot consists of."""
-MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "static": ("parameters", "gradients", "optimizer", "master", "weight copies"),
-    "activations": (
-        "gradient copies", "activations", "checkpoints", "recomputation", "logits and loss", "buffers", "slack",
-    ),
-    "overhead": ("context",),
-}  # fmt: skip
-"""Terms of the peak that calibration scales together."""
-_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
 
 
 class Estimator:
@@ -72,8 +64,8 @@ class Estimator:
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[tuple[str, str, bool, bool], ModelFacts] = {}
-        self._time = Correction.none(self._time_prior(), self.constants.time_noise)
-        self._memory = Correction.none(self._memory_prior(), self.constants.memory_noise)
+        self._time = Correction.none(self._time_prior())
+        self._memory = Correction.none(self._memory_prior())
 
     def __call__(self, config: Mapping[str, Any]) -> Estimate:
         """The estimate of one configuration: a mapping of knobs, those it lacks as the setup says.
@@ -100,17 +92,16 @@ class Estimator:
         """
         cols = columns(configs, self.training)
         time, memory, fullest, flops = self._raw(cols)
-        peak, memory_std = self._memory.apply(_memory_groups(memory))
-        full, full_std = self._memory.apply(_memory_groups(fullest))
+        noise = self.constants.memory_noise
+        peak, memory_std = self._memory.apply(memory_groups(memory), noise)
+        full, full_std = self._memory.apply(memory_groups(fullest), noise)
         pressed = self._add_retries(time, full, full_std)
-        time_groups = _time_groups(time)
-        step, time_std = self._time.apply(time_groups)
-        corrected = _share_out(time, time_groups, self._time)
+        far = leaves_node(cols, self.hardware.devices_per_node)
+        step, time_std = self._time.apply(time_groups(time, far), self._time_noise(cols))
+        corrected = corrected_time(time, far, step, self._time) | corrected_memory(memory, self._memory)
         stalls = stall_chance(cols, self.hardware, self.constants)
         time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
         time_std = np.hypot(time_std, pressed)
-        for name, value in memory.items():
-            corrected[f"memory.{name}"] = value * _factor(self._memory, MEMORY_GROUPS, name)
         samples = cols.micro_batch * cols.grad_accum * cols.dp
         units = samples * (self.training.seq_len or 1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -176,19 +167,21 @@ class Estimator:
                 )  # fmt: skip
                 sized.append((trial.config, least, True))
         prior, noise = self._memory_prior(), self.constants.memory_noise
-        made._memory = Correction.none(prior, noise)
+        made._memory = Correction.none(prior)
         if sized:
             cols = columns([config for config, _, _ in sized], self.training)
             _, memory, fullest, _ = self._raw(cols)
             bound = np.array([each for _, _, each in sized])
-            groups = np.where(bound[:, None], _memory_groups(fullest), _memory_groups(memory))
+            groups = np.where(bound[:, None], memory_groups(fullest), memory_groups(memory))
             made._memory = fit(groups, np.array([value for _, value, _ in sized], float), prior, noise, bound)
-        prior, noise = self._time_prior(), self.constants.time_noise
-        made._time = Correction.none(prior, noise)
+        prior = self._time_prior()
+        made._time = Correction.none(prior)
         if timed:
-            time, _, fullest, _ = self._raw(columns([config for config, _ in timed], self.training))
-            made._add_retries(time, *made._memory.apply(_memory_groups(fullest)))
-            made._time = fit(_time_groups(time), np.array([value for _, value in timed]), prior, noise)
+            cols = columns([config for config, _ in timed], self.training)
+            time, _, fullest, _ = self._raw(cols)
+            made._add_retries(time, *made._memory.apply(memory_groups(fullest), self.constants.memory_noise))
+            groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
+            made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
         return made
 
     @property
@@ -207,7 +200,7 @@ class Estimator:
     def factors(self) -> Mapping[str, float]:
         """What calibration multiplies each group of terms by, for time and memory."""
         return {
-            **{f"time.{name}": float(np.exp(value)) for name, value in zip(TIME_GROUPS, self._time.theta)},
+            **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
             **{f"memory.{name}": float(np.exp(value)) for name, value in zip(MEMORY_GROUPS, self._memory.theta)},
         }
 
@@ -263,7 +256,12 @@ class Estimator:
 
     def _time_prior(self) -> np.ndarray:
         c = self.constants
-        return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std])
+        return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std, c.network_std])
+
+    def _time_noise(self, cols: Columns) -> np.ndarray:
+        """Standard deviation of the logarithm of a single step time; runs over several nodes scatter more."""
+        several = cols.tp * cols.pp * cols.dp > self.hardware.devices_per_node
+        return np.where(several, self.constants.network_noise, self.constants.time_noise)
 
     def _memory_prior(self) -> np.ndarray:
         c = self.constants
@@ -281,44 +279,6 @@ class Estimator:
         cols = columns([trial.config], self.training)
         samples = float(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
         return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
-
-
-def _time_groups(time: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Terms summed by group, shape (n, groups), the bubble shared out as a slot is made up."""
-    slots = sum(time[name] for name in _IN_SLOTS)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        more = np.where(slots > 0, 1 + time["bubble"] / slots, 1.0)
-    return np.stack(
-        [
-            sum(time[name] * (more if name in _IN_SLOTS else 1.0) for name in names)
-            for names in TIME_GROUPS.values()
-        ],
-        axis=1,
-    )
-
-
-def _memory_groups(memory: Mapping[str, np.ndarray]) -> np.ndarray:
-    return np.stack([sum(memory[name] for name in names) for names in MEMORY_GROUPS.values()], axis=1)
-
-
-def _factor(correction: Correction, groups: Mapping[str, tuple[str, ...]], name: str) -> float:
-    for value, names in zip(correction.theta, groups.values(), strict=True):
-        if name in names:
-            return float(np.exp(value))
-    return 1.0
-
-
-def _share_out(
-    time: Mapping[str, np.ndarray], groups: np.ndarray, correction: Correction
-) -> dict[str, np.ndarray]:
-    """The corrected terms of the step; what is left of the sum is the bubble."""
-    out = {f"time.{name}": time[name] * _factor(correction, TIME_GROUPS, name) for name in TIME_TERMS}
-    total = (groups * np.exp(correction.theta)).sum(1)
-    others = sum(value for name, value in out.items() if name != "time.bubble")
-    with np.errstate(invalid="ignore"):
-        rest = total - others
-    out["time.bubble"] = np.where(np.isfinite(rest), np.maximum(rest, 0.0), 0.0)
-    return out
 
 
 def _stall_spread(chance: np.ndarray, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:

@@ -69,6 +69,9 @@ class TrainingSetup:
     """`1f1b`, `gpipe` or `interleaved`."""
     virtual_stages: int = 1
     """Model chunks a rank holds under `interleaved`."""
+    scatter_transfers: bool = False
+    """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do (arXiv:2104.04473,
+    section 4.1), rather than all of them the same."""
     balance: str = "layers"
     """How layers are cut into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
     overlap_gradients: bool = True

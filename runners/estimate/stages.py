@@ -69,5 +69,16 @@ def stages(facts: ModelFacts, pp: int, balance: str) -> list[Stage]:
     return made
 
 
+def alike(facts: ModelFacts, pp: int, balance: str) -> list[int]:
+    """How many stages of a pipeline each of `stages` stands for."""
+    kinds = [part for part in facts.parts if part.role == "block"]
+    blocks = sum(part.count for part in kinds)
+    back = sum(_cost(part) for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
+    block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
+    counts = cut(blocks, pp, balance, back / block_cost if block_cost else 0.0)
+    keys = [(count, index == 0, index == pp - 1) for index, count in enumerate(counts)]
+    return [keys.count(key) for key in dict.fromkeys(keys)]
+
+
 def _cost(part: Part) -> float:
     return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)

@@ -15,7 +15,7 @@ from .hardware import Hardware
 from .memory import BYTES, formats, local_parameters, per_token
 from .model_facts import Matmul, ModelFacts, Part
 from .setup import TrainingSetup
-from .stages import Stage, stages
+from .stages import Stage, alike, stages
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
@@ -40,7 +40,7 @@ class Group:
     bandwidth: np.ndarray
     """Bytes/s of one rank in a ring."""
     latency: np.ndarray
-    """Seconds of one ring step."""
+    """Seconds that an empty message takes once around the ring."""
     crosses: np.ndarray
     """Whether the ring leaves the node."""
 
@@ -48,7 +48,7 @@ class Group:
         """Seconds of an all-gather to `total` bytes on each rank, or of a reduce-scatter of them."""
         steps = self.size - 1
         return np.where(
-            self.size > 1, fixed + steps * self.latency + total * steps / self.size / self.bandwidth, 0.0
+            self.size > 1, fixed + self.latency + total * steps / self.size / self.bandwidth, 0.0
         )
 
 
@@ -57,20 +57,22 @@ def group(
 ) -> Group:
     """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
 
-    A ring that leaves its node uses the network share of each of its members there.
+    A ring that leaves its node uses the network share of each of its members there, and pays the network's latency
+    once a node, as NCCL's own model has it (src/graph/tuning.cc).
     """
     per_node = hardware.devices_per_node
     crosses = size * stride > per_node
     local = np.clip(per_node // np.maximum(stride, 1), 1, size)
     nodes = np.maximum(devices / per_node, 1.0)
     inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
+    hops = np.where(crosses, np.ceil(size / local) - 1, 0)
     share = np.minimum(local, constants.network_rails)
     outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
     outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
     return Group(
         size=size.astype(float),
         bandwidth=np.where(crosses, outside, inside),
-        latency=np.where(crosses, hardware.inter_node.latency_us, hardware.intra_node.latency_us / 4) * 1e-6,
+        latency=(hops * hardware.inter_node.latency_us + (size - 1 - hops) * hardware.intra_node.latency_us / 4) * 1e-6,
         crosses=crosses,
     )
 
@@ -141,7 +143,7 @@ def _part_work(
         share = constants.eager_attention_efficiency if eager else constants.attention_efficiency
         rate = hardware.rate(facts.precision) * share
         attention = flops / rate
-    bandwidth = _bandwidth(hardware, constants)
+    bandwidth = _bandwidth(hardware, constants) / (constants.loss_traffic if part.role == "loss" else 1.0)
     memory = per_token(part.traffic, part, tp, sequence, seq) * tokens / bandwidth
     if part.traffic_backward is None:
         memory_back = 2 * memory
@@ -174,9 +176,16 @@ def step_time(
             key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__})
             for key, value in work.items()
         }
+        found = [_stage_time(stage, pp, facts, sub, mine, setup, hardware, constants) for stage in cut]
+        if pp > 1:
+            # A stage idles while its first micro-batch passes through the others and the last one comes back.
+            idle = [terms["bubble"] / (pp - 1) for terms in found]
+            whole = sum(count * each for count, each in zip(alike(facts, pp, setup.balance), idle, strict=True))
+            for terms, own in zip(found, idle, strict=True):
+                terms["bubble"] = whole - own
+                terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
         best: dict[str, np.ndarray] | None = None
-        for stage in cut:
-            terms = _stage_time(stage, pp, facts, sub, mine, setup, hardware, constants)
+        for terms in found:
             if best is None:
                 best = terms
             else:
@@ -241,7 +250,7 @@ def _stage_time(
     slot = matmul + attention + memory + again + launches + tensor_time
 
     # Pipeline.
-    transfer, bubble, stalled = none, none, none
+    transfer, bubble = none, none
     if pp > 1:
         far = tp * dp >= hardware.devices_per_node
         rate = np.where(
@@ -249,11 +258,9 @@ def _stage_time(
             hardware.inter_node.gb_per_s * constants.network_efficiency,
             hardware.intra_node.gb_per_s * constants.link_efficiency,
         )
-        sequence = np.where(cols.sequence_parallel, tp, 1.0)
+        sequence = np.where(cols.sequence_parallel | setup.scatter_transfers, tp, 1.0)
         hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3
-        hops = 2.0 * min(pp - 1, 2)
-        transfer = accum * hops * hop
-        stalled = (accum + pp - 1) * hops * constants.stall_ms * 1e-3
+        transfer = accum * 2.0 * min(pp - 1, 2) * hop
         idle = (pp - 1) / (setup.virtual_stages if setup.pipeline == "interleaved" else 1)
         bubble = idle * (slot + 2 * hop)
 
@@ -308,11 +315,18 @@ def _stage_time(
         "allocator retries": none,
         "fixed": none + constants.step_ms * 1e-3,
     }
-    # A run stalls or does not: the expected logarithm of its time.
-    total = sum(terms.values())
-    chance = stall_chance(cols, hardware, constants)
-    terms["stalls"] = total * np.expm1(chance * np.log1p(stalled / total))
+    terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
     return terms
+
+
+def _stalls(
+    terms: Mapping[str, np.ndarray], pp: int, cols: Columns, hardware: Hardware, constants: Constants
+) -> np.ndarray:
+    """A run stalls or does not: what brings the step to the expected logarithm of its time, seconds."""
+    total = sum(value for name, value in terms.items() if name != "stalls")
+    hops = (cols.grad_accum + pp - 1) * 2.0 * min(pp - 1, 2)
+    chance = stall_chance(cols, hardware, constants)
+    return total * np.expm1(chance * np.log1p(hops * constants.stall_ms * 1e-3 / total))
 
 
 def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.ndarray:
