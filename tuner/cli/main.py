@@ -20,6 +20,7 @@ _COMMANDS = {
     "tune": "Find the fastest configuration of a model on the devices at hand.",
     "models": "List the models that have a name.",
     "space": "Show what may vary for a model on the devices at hand.",
+    "estimate": "Predict the best configurations of a model on any hardware.",
     "show": "Show a run: its winner and its trials.",
     "compare": "Compare the winners of runs of one space.",
     "export": "Write a run's winner for the framework you train with.",

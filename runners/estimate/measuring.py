@@ -1,0 +1,312 @@
+"""Measures the machine at hand: what the hardware table says of devices that are in it."""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import RunnerError
+from ...models.device import Device, detect
+from . import facts_cache
+from .hardware import DEVICES, Hardware, Link
+
+SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+"""Sides of the square products that are timed."""
+SHORT_SIZES = {"cpu": (768,), "cuda": (8192,)}
+"""Those of the short measurement."""
+COPY_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
+"""Bytes of the copied tensor: more than caches hold."""
+MESSAGE_BYTES = {"cpu": (4096, 8 * 1024**2), "cuda": (4096, 64 * 1024**2)}
+"""A small message, for the latency, and a large one, for the bandwidth."""
+SECONDS = 0.15
+"""Time for each number of the short measurement."""
+MAX_AGE_S = 30 * 24 * 3600
+"""After this a cached measurement is made anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured on this machine."""
+
+    device: Device
+    """On what."""
+    tflops: Mapping[str, Mapping[int, float]]
+    """Rate of square products by dtype and side, 1e12 FLOP/s."""
+    memory_gb_per_s: float
+    """Bytes read and written in a copy, 1e9 bytes/s."""
+    host_gb_per_s: float | None = None
+    """Between host and device, 1e9 bytes/s; None on a CPU."""
+    links: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """`all-reduce` and `point-to-point` among ranks: `gb_per_s` and `latency_us`."""
+    ranks: int = 1
+    """Ranks they were measured with."""
+
+    def to_hardware(self) -> Hardware:
+        """As the estimator takes it. A link that was not measured is the table's for the device, or memory's."""
+        peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
+        known = table_entry(self.device)
+        link = self._link(known)
+        sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
+        sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
+        return Hardware(
+            name="this-cpu" if self.device.type == "cpu" else "this-machine",
+            memory_gib=round(self.device.memory_mib / 1024, 2),
+            tflops={name: round(rate, 5) for name, rate in peak.items()},
+            memory_gb_per_s=round(self.memory_gb_per_s, 2),
+            intra_node=link,
+            inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+            devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
+            host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
+            kind="cpu" if self.device.type == "cpu" else "cuda",
+            sources=sources,
+        )
+
+    def _link(self, known: Hardware | None) -> Link:
+        if self.links:
+            reduce = self.links["all-reduce"]
+            return Link(
+                name="measured", gb_per_s=round(reduce["gb_per_s"], 4), latency_us=round(reduce["latency_us"], 2)
+            )
+        if known is not None:
+            return known.intra_node
+        # Ranks of one machine talk through memory: a copy out, a sum and a copy in.
+        return Link(name="shared memory", gb_per_s=round(self.memory_gb_per_s / 8, 3), latency_us=100.0)
+
+
+def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
+    """Measures this machine: a second or two where `short`, else some.
+
+    Args:
+        ranks: ranks for all-reduce and point-to-point; None for one a GPU, and none on a CPU.
+        short: the largest product and a copy only.
+
+    Raises:
+        RunnerError: a rank failed.
+    """
+    import torch
+
+    device = detect()
+    kind = device.type
+    seconds = SECONDS if short else 3 * SECONDS
+    where = torch.device(kind)
+    tflops: dict[str, dict[int, float]] = {}
+    for name, dtype in _dtypes(device, short).items():
+        tflops[name] = {
+            size: _matmul(size, dtype, where, seconds, tf32=name == "tf32")
+            for size in (SHORT_SIZES if short else SIZES)[kind]
+        }
+    count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
+    return Measured(
+        device=device,
+        tflops=tflops,
+        memory_gb_per_s=_copy(COPY_BYTES[kind], where, where, seconds),
+        host_gb_per_s=_copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where, seconds) if kind == "cuda" else None,
+        links=_links(kind, count) if count > 1 else {},
+        ranks=count,
+    )
+
+
+def this_machine(folder: Path | None = None) -> Hardware:
+    """The hardware of this machine: the table's, where its GPUs are in it, else a short measurement, cached.
+
+    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days, and where
+    the cores or the memory have changed.
+    """
+    device = detect()
+    known = table_entry(device)
+    if known is not None:
+        return known.but(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
+    from ...models.device import usable_cores
+    from ...models.fingerprint import digest
+
+    what = {"device": device.to_dict(), "cores": usable_cores(), "version": facts_cache.VERSION}
+    name = Path("hardware", f"{digest(what)}.json")
+    found = facts_cache.load_json(name, folder)
+    if isinstance(found, dict) and time.time() - found.get("measured", 0) < MAX_AGE_S:
+        return Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
+    made = measure(short=True).to_hardware()
+    facts_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
+    return made
+
+
+def table_entry(device: Device) -> Hardware | None:
+    """The table's entry for a detected GPU, by its marketing name and memory; None where it has none."""
+    if device.type != "cuda":
+        return None
+    text = device.name.lower().replace(" ", "-")
+    fitting = [
+        each
+        for each in DEVICES.values()
+        if each.name.removesuffix("-" + each.name.rpartition("-")[2] if each.name.endswith("gb") else "") in text
+        and abs(each.memory_gib * 1024 - device.memory_mib) < 0.1 * device.memory_mib
+    ]
+    return max(fitting, key=lambda each: len(each.name), default=None)
+
+
+def _dtypes(device: Device, short: bool) -> dict[str, Any]:
+    import torch
+
+    if device.type == "cpu":
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return {"fp32": torch.float32, **{name: half[name] for name in sorted(device.features & set(half))}}
+    out = {"fp32": torch.float32, "fp16": torch.float16}
+    if (device.capability or (0, 0)) >= (8, 0):
+        out |= {"tf32": torch.float32, "bf16": torch.bfloat16}
+    return out
+
+
+def _matmul(size: int, dtype: Any, where: Any, seconds: float, *, tf32: bool = False) -> float:
+    """1e12 FLOP/s of a square product."""
+    import torch
+
+    first = torch.randn(size, size, device=where).to(dtype)
+    second = torch.randn(size, size, device=where).to(dtype)
+    out = torch.empty(size, size, device=where, dtype=dtype)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        taken = _best(lambda: torch.mm(first, second, out=out), where, seconds)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return 2 * size**3 / taken / 1e12
+
+
+def _copy(size: int, source: Any, target: Any, seconds: float) -> float:
+    """1e9 bytes/s of a copy: read and written where it stays on a device, moved where it does not."""
+    import torch
+
+    first = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source != target)
+    second = torch.empty(size, dtype=torch.uint8, device=target)
+    taken = _best(lambda: second.copy_(first, non_blocking=True), target, seconds)
+    return size * (2 if source == target else 1) / taken / 1e9
+
+
+def _best(work: Callable[[], Any], where: Any, seconds: float) -> float:
+    """Seconds of one call: the median of those within the time, the first left out."""
+    import torch
+
+    def once() -> float:
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        begin = time.perf_counter()
+        work()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return time.perf_counter() - begin
+
+    once()
+    taken, end = [once()], time.perf_counter() + seconds
+    while time.perf_counter() < end and len(taken) < 200:
+        taken.append(once())
+    # Other load makes a call longer, never shorter: a low quantile is what the machine can do.
+    return statistics.quantiles(taken, n=4)[0] if len(taken) > 3 else min(taken)
+
+
+def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
+    """All-reduce and point-to-point among ranks, each a process here.
+
+    Raises:
+        RunnerError: a rank failed.
+    """
+    import subprocess
+    import sys
+    import tempfile
+
+    package = Path(__file__).parents[2]
+    with tempfile.TemporaryDirectory(prefix="redline-measure-") as folder:
+        meeting = Path(folder, "rendezvous")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
+        command = [sys.executable, "-c", f"from {__name__} import link_rank; link_rank()"]
+        started = [
+            subprocess.Popen(
+                [*command, kind, str(rank), str(ranks), str(meeting), str(Path(folder, "result"))],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for rank, each in enumerate(started):
+                _, errors = each.communicate(timeout=120)
+                if each.returncode:
+                    last = (errors.strip().splitlines() or ["no message"])[-1]
+                    raise RunnerError(f"measuring links: rank {rank} of {ranks} failed: {last}")
+        except subprocess.TimeoutExpired:
+            raise RunnerError(f"measuring links among {ranks} ranks took more than 120 s") from None
+        finally:
+            for each in started:
+                if each.poll() is None:
+                    each.kill()
+                    each.wait()
+        return json.loads(Path(folder, "result").read_text())
+
+
+def link_rank() -> None:
+    """One rank of the measurement of links; what it is to do is in `sys.argv`."""
+    import sys
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    kind, rank, ranks, meeting, result = sys.argv[-5], int(sys.argv[-4]), int(sys.argv[-3]), *sys.argv[-2:]
+    where = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    small, large = MESSAGE_BYTES[kind]
+    out: dict[str, dict[str, float]] = {}
+    for name in ("all-reduce", "point-to-point"):
+        times = {size: _collective(name, size, rank, ranks, where) for size in (small, large)}
+        # A ring sends each byte 2 (n - 1) / n times, in as many steps; one message goes once.
+        share, steps = (2 * (ranks - 1) / ranks, 2 * (ranks - 1)) if name == "all-reduce" else (1.0, 1)
+        out[name] = {
+            "gb_per_s": (large - small) * share / max(times[large] - times[small], 1e-9) / 1e9,
+            "latency_us": times[small] / steps * 1e6,
+        }
+    dist.barrier()
+    if rank == 0:
+        Path(result).write_text(json.dumps(out))
+    dist.destroy_process_group()
+
+
+def _collective(name: str, size: int, rank: int, ranks: int, where: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    data = torch.zeros(size // 4, device=where)
+
+    def work() -> None:
+        if name == "all-reduce":
+            dist.all_reduce(data)
+        elif rank == 0:
+            dist.send(data, 1)
+            dist.recv(data, 1)
+        elif rank == 1:
+            dist.recv(data, 0)
+            dist.send(data, 0)
+
+    def once() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return (time.perf_counter() - begin) / (1 if name == "all-reduce" else 2)
+
+    once()
+    # All ranks do as many, or the last would wait for ever.
+    return statistics.median(once() for _ in range(10 if size > 1024**2 else 30))
