@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
-from .families import StandardSchedule, generic_schedule
+from .families import StandardSchedule, generic_schedule, indices_of
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .workload import Workload
@@ -230,7 +230,16 @@ class Training:
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            sch.shard_data(zero=int(self.config.get("zero", 0)))
+            sch.shard_data(zero=int(self.config.get("zero", 0)), gathered=self._gathered(sch))
+
+    def _gathered(self, sch: "Schedule") -> list[str]:
+        """Paths of the blocks that `gathered_blocks` names."""
+        if "gathered_blocks" not in self.config:
+            return []
+        followed = self.workload.schedule
+        schedule = followed if isinstance(followed, StandardSchedule) else generic_schedule
+        blocks = schedule.blocks(sch)
+        return [blocks[index].path for index in indices_of(self.config["gathered_blocks"], len(blocks))]
 
     def _pipeline_schedule(self) -> str:
         # 1F1B keeps fewer activations, and needs as many micro-batches as stages.

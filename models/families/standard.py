@@ -47,6 +47,7 @@ class StandardSchedule:
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
     | `pp` | as many stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
+    | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
 
     Raises (when called):
@@ -73,7 +74,10 @@ class StandardSchedule:
         ends = self._stage_ends(sch, blocks, config.get("pp", 1))
         for each in ends:
             each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
-        for stage in _between(blocks, ends):
+        chosen = config.get("checkpoint_blocks")
+        for index in indices_of(chosen, len(blocks)) if chosen is not None else ():
+            blocks[index].checkpoint()
+        for stage in _between(blocks, ends) if chosen is None else ():
             for index in spread(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
         if config.get("fusion", False):
@@ -155,6 +159,28 @@ def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[
         if block.path in last:
             stages.append([])
     return stages
+
+
+def indices_of(text: str, count: int) -> list[int]:
+    """Indices of blocks from text, ranges with both ends; empty for `none`.
+
+    >>> indices_of("0-2,5", 6)
+    [0, 1, 2, 5]
+
+    Raises:
+        ScheduleError: it is no such text, or there are not as many blocks.
+    """
+    if text == "none":
+        return []
+    out: set[int] = set()
+    for piece in str(text).split(","):
+        low, _, high = piece.strip().partition("-")
+        if not low.isdigit() or (high and not high.isdigit()):
+            raise ScheduleError(f"blocks must be indices such as 0-3,7 or none, but got {text!r}")
+        out |= set(range(int(low), int(high or low) + 1))
+    if max(out, default=0) >= count:
+        raise ScheduleError(f"blocks {text!r}: the model has {count} blocks, so the last is {count - 1}")
+    return sorted(out)
 
 
 def spread(count: int, ratio: float) -> list[int]:

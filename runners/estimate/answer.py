@@ -1,11 +1,15 @@
 """The answer of `redline estimate`: configurations with their predictions, as data."""
 
 import math
+from contextlib import suppress
+from itertools import product
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .estimate import Estimate
+from ...errors import SpaceError, UsageError
+from ...space import Config, Space
+from .columns import columns
 from .layerwise import Layerwise, refine
 from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
@@ -122,8 +126,10 @@ def answer(
         ranked = whole.best
         reference = whole.smallest if not ranked else None
     first = ranked[0] if ranked else reference
-    facts = estimator.facts_for(first.config) if first is not None else estimator.facts("fp32", "sdpa", False)
-    refined = refine(estimator, first, facts) if layerwise and ranked else None
+    if first is None:
+        raise UsageError("the space holds no configuration that can be predicted")
+    facts = estimator.facts_of(columns([first.config], estimator.training), 0)
+    refined = refine(estimator, first, facts, _relatives(question.space, first.config)) if layerwise and ranked else None
     return Answer(
         question=question,
         ranked=ranked,
@@ -135,6 +141,14 @@ def answer(
     )
 
 
-def unit_of(estimate: Estimate) -> str:
-    """The unit of its throughput."""
-    return estimate.unit
+def _relatives(space: Space, config: Config) -> list[Config]:
+    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and ZeRO's stage."""
+    found = []
+    varied = [name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}]
+    values = {name: space[name].values for name in varied}
+    fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
+    for combination in product(*values.values()):
+        changed = {**fixed, **dict(zip(values, combination))}
+        with suppress(SpaceError):  # not valid with the others
+            found.append(space.config(changed))
+    return found

@@ -61,6 +61,7 @@ class Measured:
             inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
             devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
+            achievable=1.0,  # what was measured was achieved
             kind="cpu" if self.device.type == "cpu" else "cuda",
             sources=sources,
         )

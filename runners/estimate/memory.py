@@ -112,7 +112,7 @@ def peak_memory(
         part = cols.take(at)
         worst: dict[str, np.ndarray] | None = None
         for stage in stages(facts, pp, setup.balance)[: 1 if rank == "first" else None]:
-            terms = _stage_peak(stage, pp, facts, part, setup, constants)
+            terms = stage_peak(stage, pp, facts, part, setup, constants)
             if worst is None:
                 worst = terms
                 continue
@@ -124,9 +124,10 @@ def peak_memory(
     return best
 
 
-def _stage_peak(
+def stage_peak(
     stage: Stage, pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, constants: Constants
 ) -> dict[str, np.ndarray]:
+    """Terms of the peak of a rank of one stage, MiB, by their names in `MEMORY_TERMS`."""
     tp, dp, zero = cols.tp.astype(float), cols.dp.astype(float), cols.zero
     seq = setup.seq_len or 1
     tokens = cols.micro_batch * float(seq)

@@ -43,8 +43,8 @@ def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def stages(facts: ModelFacts, pp: int, balance: str) -> list[Stage]:
-    """The distinct stages of a pipeline of `pp`.
+def stages(facts: ModelFacts, pp: int, balance: str, distinct: bool = True) -> list[Stage]:
+    """The stages of a pipeline of `pp`: the distinct ones, or all.
 
     An empty list where there are fewer blocks than stages.
     """
@@ -60,7 +60,7 @@ def stages(facts: ModelFacts, pp: int, balance: str) -> list[Stage]:
     seen: set[tuple[int, bool, bool]] = set()
     for index, count in enumerate(cut(blocks, pp, balance, head)):
         first, last = index == 0, index == pp - 1
-        if (count, first, last) in seen:
+        if distinct and (count, first, last) in seen:
             continue
         seen.add((count, first, last))
         share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()

@@ -197,6 +197,15 @@ def step_time(
     return out
 
 
+def stage_times(
+    cut: list[Stage], pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware,
+    constants: Constants,
+) -> list[dict[str, np.ndarray]]:  # fmt: skip
+    """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp` stages."""
+    work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
+    return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
+
+
 def _stage_time(
     stage: Stage, pp: int, facts: ModelFacts, cols: Columns, work: Mapping[int, _Work], setup: TrainingSetup,
     hardware: Hardware, constants: Constants,

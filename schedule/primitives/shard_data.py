@@ -1,5 +1,6 @@
 """shard_data: data parallelism, with what each ZeRO stage cuts over the data-parallel ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from ..schedule import Schedule
 
 
 @register_primitive
-def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None) -> None:
+def shard_data(
+    sch: Schedule, zero: int = 0, blocks: str | None = None, gathered: Sequence[str] = ()
+) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
     | zero | cut over the ranks | by |
@@ -27,6 +30,7 @@ def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None) -> None:
         zero: the ZeRO stage, 0 to 3.
         blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the
             elements of the outermost module lists, and what remains together with the root.
+        gathered: at stage 3, paths of those that stay whole from forward to backward, as at stage 2.
 
     Raises:
         ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks.
@@ -46,10 +50,14 @@ def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None) -> None:
         raise ScheduleError(f"{label}: a model is replicated once, and it already is")
     if blocks is not None:
         sch.select(blocks)
-    sch.defer("data", _apply, zero=zero, blocks=blocks)
+    for path in gathered:
+        sch[path]
+    sch.defer("data", _apply, zero=zero, blocks=blocks, gathered=tuple(gathered))
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: str | None) -> None:
+def _apply(
+    sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: str | None, gathered: tuple[str, ...] = ()
+) -> None:
     axis = axis_of(sch.mesh, "dp")
     if context.pipeline is not None:
         _replicate_stages(sch, module, context, axis, zero)
@@ -66,8 +74,9 @@ def _apply(sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: st
 
     mesh = sch.mesh["dp"]
     chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
+    whole = {id(sch[path].module) for path in gathered}
     for each in [*chosen, module]:
-        fully_shard(each, mesh=mesh, reshard_after_forward=zero == 3)
+        fully_shard(each, mesh=mesh, reshard_after_forward=zero == 3 and id(each) not in whole)
 
 
 def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis, zero: int) -> None:
