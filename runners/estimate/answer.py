@@ -1,10 +1,10 @@
 """The answer of `redline estimate`: configurations with their predictions, as data."""
 
 import math
-from contextlib import suppress
-from itertools import product
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpaceError, UsageError
@@ -129,7 +129,11 @@ def answer(
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
     facts = estimator.facts_of(columns([first.config], estimator.training), 0)
-    refined = refine(estimator, first, facts, _relatives(question.space, first.config)) if layerwise and ranked else None
+    refined = (
+        refine(estimator, first, facts, _relatives(question.space, first.config))
+        if layerwise and ranked
+        else None
+    )
     return Answer(
         question=question,
         ranked=ranked,
@@ -144,7 +148,9 @@ def answer(
 def _relatives(space: Space, config: Config) -> list[Config]:
     """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and ZeRO's stage."""
     found = []
-    varied = [name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}]
+    varied = [
+        name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}
+    ]
     values = {name: space[name].values for name in varied}
     fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
     for combination in product(*values.values()):

@@ -44,6 +44,7 @@ class TracedFacts:
     folder: Path | None = None
     """Where facts are cached; None for the user's cache folder."""
     _known: dict[tuple[Any, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False)
+    _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(default_factory=dict, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -56,7 +57,7 @@ class TracedFacts:
         if variant not in self._known:
             self._known[variant] = trace_facts(
                 self.workload, precision=precision, attention=attention, fusion=fusion, kernels=kernels,
-                device_type=self.device_type, folder=self.folder,
+                device_type=self.device_type, folder=self.folder, steps=self._steps,
             )  # fmt: skip
         return self._known[variant]
 
@@ -71,6 +72,7 @@ def trace_facts(
     device_type: str = "cuda",
     folder: Path | None = None,
     cached: bool = True,
+    steps: "dict[tuple[str, str], tuple[Layout, Trace]] | None" = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
 
@@ -83,6 +85,7 @@ def trace_facts(
         device_type: where it would run.
         folder: of the cache; None for the user's.
         cached: whether to read and write it.
+        steps: steps that were traced, by precision and attention; a variant with fusion starts from that without.
 
     Raises:
         TracingError: the model cannot be traced; says at which operator, and carries what is known without it.
@@ -98,24 +101,27 @@ def trace_facts(
     found = facts_cache.load(key, folder) if cached else None
     if found is not None:
         return found
-    made = _trace(workload, precision, attention, fusion, kernels, device_type)
+    made = _trace(workload, precision, attention, fusion, kernels, device_type, {} if steps is None else steps)
     if cached:
         facts_cache.store(key, made, folder)
     return made
 
 
 def _trace(
-    workload: Workload, precision: str, attention: str, fusion: bool, kernels: bool, device_type: str
+    workload: Workload,
+    precision: str,
+    attention: str,
+    fusion: bool,
+    kernels: bool,
+    device_type: str,
+    steps: "dict[tuple[str, str], tuple[Layout, Trace]]",
 ) -> ModelFacts:
-    layout = Layout.of(workload)
-    seen = trace(
-        workload,
-        layout.blocks,
-        layout.split,
-        precision=precision,
-        attention=attention,
-        device_type=device_type,
-    )
+    if (precision, attention) not in steps:
+        layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
+        steps[precision, attention] = layout, trace(
+            workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type
+        )
+    layout, seen = steps[precision, attention]
     facts = ModelFacts(
         name=workload.name,
         parts=tuple(_parts(workload, seen, layout)),

@@ -135,7 +135,10 @@ class Hardware:
             if key not in known:
                 raise UsageError(f"{where}: {unknown('field', key, known | {'base'})}")
         if base is not None:
-            start = find_hardware(str(base))
+            try:
+                start = find_hardware(str(base))
+            except UsageError as error:
+                raise UsageError(f"{where}: base: {error}") from None
             values = {
                 **{each: getattr(start, each) for each in known},
                 "sources": {"base": start.name},
@@ -196,7 +199,7 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
         return DEVICES[ALIASES[name]]
     if text.endswith((".yaml", ".yml")) or Path(text).is_file():
         return Hardware.from_yaml(text)
-    raise UsageError(f"{unknown('hardware', text, DEVICES)} A YAML file works too.")
+    raise UsageError(f"{unknown('hardware', text, [*DEVICES, *ALIASES])} A YAML file works too.")
 
 
 # Latencies are what nccl-tests report for the smallest messages on such machines.

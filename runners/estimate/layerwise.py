@@ -80,7 +80,9 @@ class Layerwise:
         ]
 
 
-def refine(estimator: Estimator, winner: Ranked, facts: ModelFacts, others: Iterable[Config] = ()) -> Layerwise:
+def refine(
+    estimator: Estimator, winner: Ranked, facts: ModelFacts, others: Iterable[Config] = ()
+) -> Layerwise:
     """Refines a uniform winner, and others like it, and returns the fastest.
 
     Args:
@@ -142,14 +144,19 @@ def _refined(estimator: Estimator, winner: Ranked, config: Config, facts: ModelF
     limit = estimator.memory_limit_mib * MARGIN
     if not np.isfinite(table.step_ms).all() or not np.isfinite(limit):
         return None
-    times = [_corrected(each, TIME_GROUPS, estimator, "time.") for each in _stage_times(estimator, facts, cols)]
+    times = [
+        _corrected(each, TIME_GROUPS, estimator, "time.") for each in _stage_times(estimator, facts, cols)
+    ]
     checkpointed: list[int] = []
     gathered: list[int] = []
     slowest, fullest, first = 0.0, 0.0, 0
     for stage, seconds in zip(stages(facts, pp, setup.balance, distinct=False), times, strict=True):
         count = round(sum(number for _, number in stage.blocks))
         memory = _corrected(
-            stage_peak(stage, pp, facts, cols, setup, estimator.constants), MEMORY_GROUPS, estimator, "memory."
+            stage_peak(stage, pp, facts, cols, setup, estimator.constants),
+            MEMORY_GROUPS,
+            estimator,
+            "memory.",
         )
         full, least = (sum(each[at] for each in memory.values()) for at in (0, 1))
         total0, total1 = (sum(each[at] for each in seconds.values()) for at in (0, 1))

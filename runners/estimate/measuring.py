@@ -50,7 +50,9 @@ class Measured:
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
         known = table_entry(self.device)
         link = self._link(known)
-        sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
+        sources = dict.fromkeys(
+            ("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}"
+        )
         sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
         return Hardware(
             name="this-cpu" if self.device.type == "cpu" else "this-machine",
@@ -58,7 +60,9 @@ class Measured:
             tflops={name: round(rate, 5) for name, rate in peak.items()},
             memory_gb_per_s=round(self.memory_gb_per_s, 2),
             intra_node=link,
-            inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+            inter_node=known.inter_node
+            if known
+            else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
             devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
             achievable=1.0,  # what was measured was achieved
@@ -70,7 +74,9 @@ class Measured:
         if self.links:
             reduce = self.links["all-reduce"]
             return Link(
-                name="measured", gb_per_s=round(reduce["gb_per_s"], 4), latency_us=round(reduce["latency_us"], 2)
+                name="measured",
+                gb_per_s=round(reduce["gb_per_s"], 4),
+                latency_us=round(reduce["latency_us"], 2),
             )
         if known is not None:
             return known.intra_node
@@ -105,7 +111,9 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
         device=device,
         tflops=tflops,
         memory_gb_per_s=_copy(COPY_BYTES[kind], where, where, seconds),
-        host_gb_per_s=_copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where, seconds) if kind == "cuda" else None,
+        host_gb_per_s=_copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where, seconds)
+        if kind == "cuda"
+        else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,
     )
@@ -128,7 +136,9 @@ def this_machine(folder: Path | None = None) -> Hardware:
     name = Path("hardware", f"{digest(what)}.json")
     found = facts_cache.load_json(name, folder)
     if isinstance(found, dict) and time.time() - found.get("measured", 0) < MAX_AGE_S:
-        return Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
+        return Hardware.from_mapping(
+            found["hardware"], name="this-cpu", where=f"the cached measurement {name}"
+        )
     made = measure(short=True).to_hardware()
     facts_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
     return made
@@ -142,7 +152,8 @@ def table_entry(device: Device) -> Hardware | None:
     fitting = [
         each
         for each in DEVICES.values()
-        if each.name.removesuffix("-" + each.name.rpartition("-")[2] if each.name.endswith("gb") else "") in text
+        if each.name.removesuffix("-" + each.name.rpartition("-")[2] if each.name.endswith("gb") else "")
+        in text
         and abs(each.memory_gib * 1024 - device.memory_mib) < 0.1 * device.memory_mib
     ]
     return max(fitting, key=lambda each: len(each.name), default=None)

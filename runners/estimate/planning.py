@@ -111,7 +111,7 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
     configs: Any
     if space.enumerable and len(space) <= MAX_CONFIGS:
         valid, configs = len(space), None
-        table = estimator.table(columns_of(space, estimator))
+        table = estimator.table(columns_of(space, estimator) if _by_columns(space) else list(space))
     else:
         configs = space.sample(MAX_CONFIGS, seed=seed)
         valid = len(space) if space.enumerable else space.combinations
@@ -143,7 +143,16 @@ def columns_of(space: Space, estimator: Estimator) -> dict[str, np.ndarray]:
         if (codes < 0).any():
             taken = np.where(codes < 0, getattr(estimator.training, name, None), taken)
         out[name] = taken
+    size = len(space)
+    for knob in space.knobs:
+        if not knob.derived and len(knob.values) == 1:  # fixed
+            out[knob.name] = np.full(size, knob.values[0], dtype=object)
     return out
+
+
+def _by_columns(space: Space) -> bool:
+    """Whether the estimator finds out the derived knobs by itself: `dp` and `grad_accum`."""
+    return {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
 
 
 def ranking(table: EstimateTable) -> np.ndarray:

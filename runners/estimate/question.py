@@ -90,7 +90,11 @@ def ask(
     for knob, value in (fix or {}).items():
         made.fix(knob, value)
     setup = TrainingSetup(
-        devices=count, seq_len=length, global_batch=total, memory_limit_mib=memory_limit_mib, **_defaults(made)
+        devices=count,
+        seq_len=length,
+        global_batch=total,
+        memory_limit_mib=memory_limit_mib,
+        **_defaults(made),
     )
     return Question(
         name=name,

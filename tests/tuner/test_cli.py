@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from redline.tuner.cli import main
+from redline.tuner.cli.main import redline
 
 
 def run(capsys, *arguments):
@@ -17,7 +18,7 @@ def run(capsys, *arguments):
     return ended.value.code, out, err
 
 
-@pytest.mark.parametrize("command", ["tune", "models", "space", "show", "compare", "export", "report", "dashboard", "doctor"])
+@pytest.mark.parametrize("command", redline.list_commands(None))
 def test_every_command_has_help_with_examples(capsys, command):
     code, out, _ = run(capsys, command, "-h")
     assert code == 0
@@ -29,7 +30,7 @@ def test_help_names_every_command_and_loads_no_framework():
     code = "import sys\nfrom redline.tuner.cli import main\ntry: main(['-h'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'transformers', 'ray', 'optuna', 'pandas'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert all(command in out for command in ("tune", "models", "space", "show", "doctor"))
+    assert all(f"\n  {command} " in out for command in redline.list_commands(None))
     assert out.strip().endswith("[]")
 
 
@@ -68,6 +69,21 @@ BAD = [
     (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
     (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
     (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
+    (["estimate", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
+    (["estimate"], "give either MODEL or --workload"),
+    (["estimate", "gpt2-tiny", "--hardware", "h10"], "did you mean 'h100'"),
+    (["estimate", "gpt2-tiny", "--hardware", "no_such.yaml"], "no_such.yaml cannot be read"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--devices", "0"], "devices must be a whole number of at least 1"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "tp"], "must look like"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--config", "micro_bach=2"], "did you mean 'micro_batch'"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--top", "0"], "0"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--memory-limit", "big"], "such as 8GiB"),
+    (["estimate", "gpt2-tiny", "--layers", "3"], "either a model or shape numbers"),
+    (["estimate", "--layers", "3", "--hidden", "64"], "need --heads, --vocabulary as well"),
+    (["estimate", "gpt2-tiny", "--hardware", "h100", "--trials-from", "no/such/run"], "no/such/run"),
+    (["doctor", "--ranks", "2"], "belongs to --measure"),
+    (["doctor", "--measure", "--out", "machine.txt"], "ends in .yaml"),
+    (["doctor", "--measure", "--out", "no/such/machine.yaml"], "does not exist"),
     (["space", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["show", "no/such/run"], "no/such/run"),
 ]

@@ -6,22 +6,60 @@ import platform
 import shutil
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import click
 
-_NEEDED = ("torch", "transformers", "optuna", "ray", "pandas", "numpy", "scipy", "click", "rich", "psutil", "PyYAML")
+from ...errors import UsageError
+
+EXAMPLES = """\b
+Examples:
+  redline doctor
+  redline doctor --json
+  redline doctor --measure --ranks 2 --out this-machine.yaml
+"""
+
+_NEEDED = (
+    "torch",
+    "transformers",
+    "optuna",
+    "ray",
+    "pandas",
+    "numpy",
+    "scipy",
+    "click",
+    "rich",
+    "psutil",
+    "PyYAML",
+)
 _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
 
 
 @click.command(
-    epilog="\b\nExamples:\n  redline doctor\n  redline doctor --json\n",
+    epilog=EXAMPLES,
     short_help="Check versions, devices and memory, and what is missing.",
 )
+@click.option(
+    "--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file."
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]"
+)
+@click.option("--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
-    """Check what redline finds on this machine: versions, devices, memory, what is missing and what that disables."""
+def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
+    """Check what redline finds on this machine: versions, devices, memory, what is missing and what that disables.
+
+    With --measure: also the rate of matrix products, the bandwidth of a copy and, among ranks, of all-reduce and
+    point-to-point, written to a file that `redline estimate --hardware` takes.
+    """
+    if not measure and (ranks is not None or out is not None):
+        raise UsageError(f"{'--ranks' if ranks is not None else '--out'} belongs to --measure")
+    path = _fresh(Path(out or "hardware.yaml")) if measure else None
     facts = examine()
+    if path is not None:
+        facts["measured"] = _measured(ranks, path, facts["device"]["count"], facts["device"]["type"])
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -30,7 +68,9 @@ def doctor(as_json: bool) -> None:
         click.echo(f"  {name:<14} {version}")
     device = facts["device"]
     click.echo("devices")
-    click.echo(f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each")
+    click.echo(
+        f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each"
+    )
     click.echo(f"  host memory that is free: {facts['free_host_memory_mib']:,} MiB")
     if facts["missing"]:
         click.echo("missing")
@@ -38,6 +78,64 @@ def doctor(as_json: bool) -> None:
             click.echo(f"  {each['what']}: {each['disables']}. {each['do']}")
     else:
         click.echo("nothing is missing")
+    if path is not None:
+        for line in _measured_lines(facts["measured"], path):
+            click.echo(line)
+
+
+def _fresh(path: Path) -> Path:
+    """A path that can be written, said before seconds are spent on what would be written there."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--out: a hardware file ends in .yaml, but got '{path}'")
+    if not path.parent.is_dir():
+        raise UsageError(f"--out: the folder '{path.parent}' does not exist")
+    return path
+
+
+def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ...runners.estimate.measuring import measure
+
+    if kind == "cuda" and ranks is not None and ranks > count:
+        raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and a rank needs one of its own")
+    found = measure(ranks=ranks)
+    hardware = found.to_hardware()
+    try:
+        hardware.to_yaml(path)
+    except OSError as error:
+        raise UsageError(f"--out: '{path}' cannot be written: {error.strerror}") from error
+    return {
+        "tflops": {
+            name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()
+        },
+        "memory_gb_per_s": found.memory_gb_per_s,
+        "host_gb_per_s": found.host_gb_per_s,
+        "links": {name: dict(numbers) for name, numbers in found.links.items()},
+        "ranks": found.ranks,
+        "file": str(path),
+        "hardware": asdict(hardware),
+    }
+
+
+def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
+    lines = ["measured"]
+    for name, rates in measured["tflops"].items():
+        sides = ", ".join(f"{1e3 * rate:,.0f} at {side}" for side, rate in rates.items())
+        lines.append(f"  matrix products in {name}: GFLOP/s {sides}")
+    lines.append(f"  copy: {measured['memory_gb_per_s']:,.1f} GB/s read and written")
+    if measured["host_gb_per_s"] is not None:
+        lines.append(f"  host to device: {measured['host_gb_per_s']:,.1f} GB/s")
+    for name, numbers in measured["links"].items():
+        lines.append(
+            f"  {name} among {measured['ranks']} ranks: {numbers['gb_per_s']:,.2f} GB/s, "
+            f"{numbers['latency_us']:,.0f} us a message"
+        )
+    if not measured["links"]:
+        lines.append(
+            "  links: not measured with one rank; the file holds an assumption (--ranks N measures them)"
+        )
+    return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
 
 
 def examine() -> dict[str, Any]:
@@ -53,9 +151,13 @@ def examine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             disables = "`--runner ray`; `--runner local` works" if name == "ray" else "redline"
-            missing.append({"what": name, "disables": f"disables {disables}", "do": f"Install it: pip install {name}"})
+            missing.append(
+                {"what": name, "disables": f"disables {disables}", "do": f"Install it: pip install {name}"}
+            )
     if importlib.util.find_spec("hebo") is None:
-        missing.append({"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"})
+        missing.append(
+            {"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"}
+        )
     else:
         versions["HEBO"] = metadata.version("HEBO")
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:

@@ -35,20 +35,30 @@ def _shape_options(command: Any) -> Any:
         "positions": "Learned positions.  [default: 0, rotary]",
     }
     for name in reversed(SHAPE):
-        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(command)
+        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(
+            command
+        )
     return command
 
 
 @click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
 @workload_options
-@click.option("--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]")
+@click.option(
+    "--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]"
+)
 @_shape_options
-@click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
+@click.option(
+    "--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not."
+)
 @click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
 @click.option("--config", "config", metavar="K=V,...", help="Predict this configuration only.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many to show.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
-@click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
+@click.option(
+    "--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]"
+)
+@click.option(
+    "--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials."
+)
 @click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")
 @click.option("--explain", is_flag=True, help="What memory and time are made of.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -92,7 +102,11 @@ def estimate(
         **options,
     )
     answer = answer_of(
-        question, config=config_of(config) if config else None, top=top, trials_from=trials_from, layerwise=layerwise
+        question,
+        config=config_of(config) if config else None,
+        top=top,
+        trials_from=trials_from,
+        layerwise=layerwise,
     )
     if as_json:
         click.echo(json.dumps(answer.to_dict(), allow_nan=False))
@@ -101,7 +115,9 @@ def estimate(
     return 0 if answer.ranked else NOTHING_FITS
 
 
-def _target(model: str | None, workload: str | None, sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
+def _target(
+    model: str | None, workload: str | None, sizes: dict[str, int | None], gated: bool, tied: bool
+) -> Any:
     given = {name: value for name, value in sizes.items() if value is not None}
     if not given:
         return target_of(model, workload)
@@ -141,5 +157,7 @@ def answer_of(question: Any, **how: Any) -> Any:
 
         trials = View(trials_from, make_config=Config).trials()
         if not any(trial.measurement is not None for trial in trials):
-            raise UsageError(f"--trials-from {trials_from}: no trial there is finished, so there is nothing to learn from")
+            raise UsageError(
+                f"--trials-from {trials_from}: no trial there is finished, so there is nothing to learn from"
+            )
     return answer(question, trials=trials, **how)

@@ -47,14 +47,28 @@ def _head(answer: "Answer") -> list[str]:
         f"{question.name} on {question.devices} x {machine.name}: {', '.join(sizes)}",
     ]
     if answer.plan is not None:
-        lines.append(f"{answer.plan.fitting:,} of {answer.plan.valid:,} valid configurations are predicted to fit")
+        lines.append(
+            f"{answer.plan.fitting:,} of {answer.plan.valid:,} valid configurations are predicted to fit"
+        )
     if answer.learned_from:
         lines.append(f"corrected by {answer.learned_from} measured trials")
     return lines
 
 
 def _table(answer: "Answer") -> list[str]:
-    rows = [("", answer.ranked[0].estimate.unit, "+-", "step", "MFU", "memory", "fits", "bound by", "configuration")]
+    rows = [
+        (
+            "",
+            answer.ranked[0].estimate.unit,
+            "+-",
+            "step",
+            "MFU",
+            "memory",
+            "fits",
+            "bound by",
+            "configuration",
+        )
+    ]
     for number, each in enumerate(answer.ranked, 1):
         estimate = each.estimate
         spread = 100 * (estimate.step_ms_high / estimate.step_ms - 1)
@@ -83,7 +97,13 @@ def _table(answer: "Answer") -> list[str]:
 
 
 def _config(ranked: "Ranked") -> str:
-    quiet = {"sequence_parallel": False, "offload": "none", "fused_optimizer": True, "fusion": False, "zero": 0}
+    quiet = {
+        "sequence_parallel": False,
+        "offload": "none",
+        "fused_optimizer": True,
+        "fusion": False,
+        "zero": 0,
+    }
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in ranked.config.items()
@@ -103,7 +123,9 @@ def _explained(ranked: "Ranked") -> list[str]:
         ("time of a step", "time.", estimate.step_ms, "ms", 1.0),
     ):
         low, high = (
-            (estimate.memory_low, estimate.memory_high) if scale > 1 else (estimate.step_ms_low, estimate.step_ms_high)
+            (estimate.memory_low, estimate.memory_high)
+            if scale > 1
+            else (estimate.step_ms_low, estimate.step_ms_high)
         )
         lines.append(
             f"  {what}: {total / scale:,.2f} {unit}, 80 % within {low / scale:,.2f} to {high / scale:,.2f} {unit}"
@@ -115,4 +137,6 @@ def _explained(ranked: "Ranked") -> list[str]:
 def _terms(breakdown: Mapping[str, float], prefix: str, unit: str, scale: float, total: float) -> list[str]:
     terms = {name.removeprefix(prefix): value for name, value in breakdown.items() if name.startswith(prefix)}
     shown = sorted((item for item in terms.items() if item[1] > 0.0005 * total), key=lambda item: -item[1])
-    return [f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in shown]
+    return [
+        f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in shown
+    ]
