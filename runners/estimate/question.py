@@ -48,6 +48,7 @@ def ask(
     seq_len: int | None = None,
     global_batch: int | None = None,
     data: str | Path | None = None,
+    lora: str | None = None,
     space: Space | None = None,
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
@@ -59,7 +60,7 @@ def ask(
         target: whatever `redline.workload` takes, or the shape of a model one does not have.
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
         devices: how many of it; None for those of this machine, or of a node.
-        seq_len, global_batch, data: as in `redline.tune`.
+        seq_len, global_batch, data, lora: as in `redline.tune`.
         space: what may vary; None for the default space of that hardware and so many devices.
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
@@ -74,6 +75,8 @@ def ask(
     machine, count = _machine(hardware, devices)
     notes: tuple[str, ...] = ()
     if isinstance(target, Shape):
+        if lora is not None or data is not None:
+            raise UsageError("lora and data belong to a model, not to shape numbers")
         length, total = seq_len or DEFAULT_SEQ_LEN, global_batch or SAMPLES_A_DEVICE * count
         if global_batch is None:
             notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
@@ -82,7 +85,7 @@ def ask(
     else:
         from ...models import workload as resolve
 
-        workload = resolve(target, seq_len=seq_len, global_batch=global_batch, data=data)
+        workload = resolve(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
         made = space.copy() if space is not None else workload.make_space(device_of(machine), devices=count)
         length, total, name = workload.seq_len, workload.global_batch, workload.name
     for knob, values in (override or {}).items():
