@@ -29,8 +29,14 @@ CAUTION = 2.0
 nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
 LEVEL = 2.0
 """How far off the common factor of all throughputs may be: so far that no model is judged by it."""
-FAILURE_COST = 0.05
+SLOPE = 0.1
+"""How far off the power may be to which the estimate's throughput is taken."""
+TRUST = 0.95
+"""Probability before any trial that the estimate is of use."""
+FAILURE_COST = 0.005
 """What a failed trial is worth, in log throughput."""
+OWN = 1.0
+"""Share of an estimate's stated spread, beyond that of its surest candidate, that is a candidate's own."""
 WORTHWHILE = 0.01
 """Gain in log throughput for which a search goes on."""
 HOPELESS = 0.02
@@ -38,8 +44,8 @@ HOPELESS = 0.02
 
 # Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
 # factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
-WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.03)
-WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
+WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
+WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.05, noise_spread=0.5)
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
@@ -123,11 +129,15 @@ class BayesSampler(Sampler):
         new = [config for config in dict.fromkeys(configs) if config not in self._predicted]
         if new:
             found = self._prior.predict(new)
-            columns = (found.log_throughput, found.log_memory, found.log_need, found.fits)
+            columns = (found.log_throughput, found.log_memory, found.log_need, found.fits, found.log_std)
             self._predicted.update(zip(new, zip(*(column.tolist() for column in columns))))
-        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 4)
+        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 5)
         return Predictions(
-            log_throughput=array[:, 0], log_memory=array[:, 1], log_need=array[:, 2], fits=array[:, 3]
+            log_throughput=array[:, 0],
+            log_memory=array[:, 1],
+            log_need=array[:, 2],
+            fits=array[:, 3],
+            log_std=array[:, 4],
         )
 
 
@@ -217,18 +227,22 @@ class _Round:
                 [self.encoding.distances(np.array(codes), self.candidates.codes[i]) for i in draws]
             )
             return int(draws[np.argmax(apart.min(axis=1) * self.works[draws])])
-        score = np.zeros(len(self.open))
-        for weight, mean, variance in self.speed.parts():
+        score, promised = np.zeros(len(self.open)), 0.0
+        for weight, mean, variance in self.speed.outcomes():
             if self.best is None:
                 score += weight * np.exp(np.clip(mean - mean.max(), -50, 0))
                 continue
             best = max([self.best, *(mean[i] for i in self.taken)])
-            score += weight * expected_improvement(mean, variance, best)
+            gain = expected_improvement(mean, variance, best)
+            # Of rival models the vaguest promises most everywhere: each has a vote, not what it promises.
+            top = float((gain * self.works**CAUTION)[rows].max())
+            score += weight * gain / max(top, 1e-300)
+            promised += weight * top
         # As long as nothing worked, finding what does comes first, the more so the more has failed.
         caution = CAUTION if self.best is not None else CAUTION + len(self.known)
         score = score * self.works**caution
         if self.best is not None:
-            score = score - FAILURE_COST * (1.0 - self.works)
+            score = score - FAILURE_COST / max(promised, FAILURE_COST) * (1.0 - self.works)
             score = np.where(score > 0, score / self.cost, score * self.cost)
         return int(rows[np.argmax(score[rows])])
 
@@ -267,11 +281,19 @@ class _Round:
             low = np.nanquantile(estimate, 0.25) - middle
             estimate = np.where(np.isfinite(estimate), estimate - middle, low)
             # The weights: a common factor, and a power to which the estimate is raised.
-            basis = np.column_stack([LEVEL * ones[:, 0], 0.3 * estimate])
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, weight=0.9))
+            basis = np.column_stack([LEVEL * ones[:, 0], SLOPE * estimate])
+            own = None
+            if np.isfinite(predictions.log_std[order]).all():
+                # The spread of the surest candidate is common to all: how far off the whole estimate is.
+                std = predictions.log_std[order]
+                own = (OWN**2) * np.maximum(std**2 - std.min() ** 2, 0.0)
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, own=own, weight=TRUST))
         beliefs.append(
             Belief(
-                mean=np.zeros(n + count), basis=LEVEL * ones, scales=WITHOUT, weight=0.1 if estimated else 1.0
+                mean=np.zeros(n + count),
+                basis=LEVEL * ones,
+                scales=WITHOUT,
+                weight=1.0 - TRUST if estimated else 1.0,
             )
         )
         if not n:

@@ -25,6 +25,8 @@ class Scales:
     """Standard deviation of a measurement."""
     spread: float = 1.0
     """Standard deviation of the logarithms of all these under their priors."""
+    noise_spread: float = 1.0
+    """That of the noise: a handful of trials says little of it, and that it is nil they say by chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,18 @@ def matern(distance: np.ndarray) -> np.ndarray:
 class _Evidence:
     """Log posterior density of the hyperparameters given values at points, and its gradient."""
 
-    def __init__(self, points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales) -> None:
-        self.values, self.prior = values, prior
+    def __init__(
+        self,
+        points: np.ndarray,
+        values: np.ndarray,
+        basis: np.ndarray,
+        prior: Scales,
+        extra: np.ndarray,
+        inflation: np.ndarray,
+    ) -> None:
+        self.values, self.prior, self.extra, self.inflation = values, prior, extra, inflation
+        self.spread = np.full(points.shape[1] + 3, prior.spread)
+        self.spread[-1] = prior.noise_spread
         self.apart = np.abs(points.T[:, :, None] - points.T[:, None, :])
         self.columns, self.n = points.shape[1], len(values)
         self.fixed = basis @ basis.T
@@ -105,19 +117,19 @@ class _Evidence:
         all_of_them = matern(distance)
         added = each.mean(axis=0) if self.columns else np.ones((self.n, self.n))
         covariance = self.fixed + joint * all_of_them + additive * added
-        covariance[np.diag_indices(self.n)] += noise + _JITTER
+        covariance[np.diag_indices(self.n)] += (noise + self.extra) * self.inflation + _JITTER
         try:
             lower = cholesky(covariance, lower=True, check_finite=False)
         except np.linalg.LinAlgError:
             return 1e25, np.zeros_like(logs)
         weights = cho_solve((lower, True), self.values, check_finite=False)
         inverse = cho_solve((lower, True), np.eye(self.n), check_finite=False)
-        away = (logs - self.centre) / self.prior.spread
+        away = (logs - self.centre) / self.spread
         value = 0.5 * self.values @ weights + np.log(np.diag(lower)).sum() + 0.5 * self.n * np.log(2 * np.pi)
         value += 0.5 * (away**2).sum()
         # d log evidence / d K, contracted with dK / d log parameter.
         slope = 0.5 * (inverse - np.outer(weights, weights))
-        gradient = away / self.prior.spread
+        gradient = away / self.spread
         # d matern(r) / d log l_c = 5/3 (1 + sqrt5 r) exp(-sqrt5 r) s_c^2, with s_c the scaled distance along c.
         whole = slope * joint * (5.0 / 3.0) * (1 + _SQRT5 * distance) * np.exp(-_SQRT5 * distance)
         squares = scaled**2
@@ -127,12 +139,19 @@ class _Evidence:
             gradient[: self.columns] += additive / self.columns * (steep * slope).sum(axis=(1, 2))
         gradient[self.columns] += 2 * joint * (slope * all_of_them).sum()
         gradient[self.columns + 1] += 2 * additive * (slope * added).sum()
-        gradient[self.columns + 2] += 2 * noise * np.trace(slope)
+        gradient[self.columns + 2] += 2 * noise * (np.diag(slope) * self.inflation).sum()
         return float(value), gradient
 
 
 def fit_scales(
-    points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, *, limit: int = 192
+    points: np.ndarray,
+    values: np.ndarray,
+    basis: np.ndarray,
+    prior: Scales,
+    *,
+    extra: np.ndarray | None = None,
+    inflation: np.ndarray | None = None,
+    limit: int = 192,
 ) -> tuple[Scales, float]:
     """The most probable hyperparameters, and the log evidence of the values with them.
 
@@ -141,25 +160,43 @@ def fit_scales(
         values: shape (n,), of mean about 0 apart from what the basis explains.
         basis: basis functions times the deviations of their weights, shape (n, functions).
         prior: medians and spread.
+        extra: known variances beside the noise, shape (n,); by default 0.
+        inflation: factors of the variances, shape (n,); by default 1.
         limit: more points than this are thinned evenly by value: hyperparameters need no more.
     """
+    extra = np.zeros(len(values)) if extra is None else extra
+    inflation = np.ones(len(values)) if inflation is None else inflation
     if len(values) > limit:
         rows = np.argsort(values, kind="stable")[np.linspace(0, len(values) - 1, limit).astype(int)]
-        points, values, basis = points[rows], values[rows], basis[rows]
-    evidence = _Evidence(points, values, basis, prior)
+        points, values, basis, extra, inflation = (
+            each[rows] for each in (points, values, basis, extra, inflation)
+        )
+    evidence = _Evidence(points, values, basis, prior, extra, inflation)
     if len(values) < 2:
         return prior, -evidence(evidence.centre)[0]
-    bounds = [(c - 4 * prior.spread, c + 4 * prior.spread) for c in evidence.centre]
+    spread = evidence.spread
+    bounds = list(zip(evidence.centre - 4 * spread, evidence.centre + 4 * spread, strict=True))
     found = minimize(
         evidence, evidence.centre, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40}
     )
     logs = found.x if np.isfinite(found.fun) else evidence.centre
     columns = points.shape[1]
     joint, additive, noise = np.exp(logs[columns:])
-    scales = Scales(
-        length=np.exp(logs[:columns]), joint=joint, additive=additive, noise=noise, spread=prior.spread
-    )
+    scales = replace(prior, length=np.exp(logs[:columns]), joint=joint, additive=additive, noise=noise)
     return scales, -float(found.fun)
+
+
+def left_out(
+    kernel: Kernel, points: np.ndarray, values: np.ndarray, noise: np.ndarray, basis: np.ndarray
+) -> np.ndarray:
+    """How far each value is from what the others predict, in standard deviations: shape (n,).
+
+    Source: Rasmussen and Williams (2006), section 5.4.2.
+    """
+    own = kernel.between(points, points, basis, basis)
+    own[np.diag_indices(len(points))] += noise + _JITTER
+    inverse = np.linalg.inv(own)
+    return (inverse @ values) / np.sqrt(np.diag(inverse))
 
 
 class Posterior:

@@ -12,6 +12,10 @@ from ...errors import UsageError
 from ...results import Trial
 from ...space import Config
 
+COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
+"""What a prior's table may have, one array each."""
+UNKNOWN = (math.nan,) * len(COLUMNS)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictions:
@@ -25,6 +29,8 @@ class Predictions:
     """What decides whether it fits: the fullest device's peak, where that is not the one reported; (n,)."""
     fits: np.ndarray
     """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
+    log_std: np.ndarray
+    """Standard deviation of `log_throughput` as the prior itself sees it, NaN where unknown; shape (n,)."""
 
 
 class Prior:
@@ -57,7 +63,7 @@ class Prior:
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
-        rows: list[tuple[float, float, float, float]] | None = None
+        rows: list[tuple[float, ...]] | None = None
         problem = ""
         if hasattr(self.source, "table"):
             try:
@@ -68,11 +74,11 @@ class Prior:
             rows = []
             for config in configs:
                 try:
-                    rows.append(_row_of(self.source(config)) if callable(self.source) else (math.nan,) * 4)
+                    rows.append(_row_of(self.source(config)) if callable(self.source) else UNKNOWN)
                 except Exception as error:  # any configuration it cannot answer for is unknown to it
                     problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
-                    rows.append((math.nan,) * 4)
-        array = np.array(rows, dtype=float).reshape(len(configs), 4)
+                    rows.append(UNKNOWN)
+        array = np.array(rows, dtype=float).reshape(len(configs), len(UNKNOWN))
         usable = np.isfinite(array[:, :3]) & (array[:, :3] > 0)
         bad = int((~usable[:, 0] & (array[:, 3] != 0)).sum())  # what cannot fit needs no speed
         if bad and not problem:
@@ -85,7 +91,10 @@ class Prior:
         logs[usable] = np.log(array[:, :3][usable])
         chance = np.where((array[:, 3] >= 0) & (array[:, 3] <= 1), array[:, 3], np.nan)
         need = np.where(np.isfinite(logs[:, 2]), logs[:, 2], logs[:, 1])
-        return Predictions(log_throughput=logs[:, 0], log_memory=logs[:, 1], log_need=need, fits=chance)
+        std = np.where(np.isfinite(array[:, 4]) & (array[:, 4] >= 0), array[:, 4], np.nan)
+        return Predictions(
+            log_throughput=logs[:, 0], log_memory=logs[:, 1], log_need=need, fits=chance, log_std=std
+        )
 
     def _say(self, message: str) -> None:
         if not self._said:
@@ -93,25 +102,26 @@ class Prior:
             self._warn(message)
 
 
-def _row_of(answer: Any) -> tuple[float, float, float, float]:
-    """Throughput, memory in MiB as reported and at most, and chance of fitting; NaN where not given."""
+def _row_of(answer: Any) -> tuple[float, ...]:
+    """One row, in the order of `COLUMNS`; NaN where not given."""
     if answer is None:
-        return (math.nan,) * 4
+        return UNKNOWN
     if isinstance(answer, (int, float, np.number)):
-        return float(answer), math.nan, math.nan, math.nan
+        return (float(answer), *UNKNOWN[1:])
     fits = getattr(answer, "fits", None)
     return (
         _number(getattr(answer, "throughput", None)),
         _number(getattr(answer, "peak_memory_mib", None)),
         _number(getattr(answer, "fullest_memory_mib", None)),
         math.nan if fits is None else float(bool(fits)),
+        math.nan,
     )
 
 
-def _rows_of(table: Any, count: int) -> list[tuple[float, float, float, float]]:
+def _rows_of(table: Any, count: int) -> list[tuple[float, ...]]:
     unknown = np.full(count, np.nan)
     columns = []
-    for name in ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits"):
+    for name in COLUMNS:
         column = getattr(table, name, None)
         columns.append(unknown if column is None else np.asarray(column, dtype=float).reshape(count))
     return list(zip(*(column.tolist() for column in columns)))

@@ -7,13 +7,15 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 from scipy.special import expit, ndtr
 
-from .gaussian_process import Kernel, Posterior, Scales, fit_scales
+from .gaussian_process import Kernel, Posterior, Scales, fit_scales, left_out
 
 LIMIT = 400
 """Trials that a posterior is conditioned on at most."""
 SOFTNESS = 0.1
 """Scale of the logistic likelihood of an OOM, in log memory. Its tails are those of an outlier-tolerant
 likelihood: one fluke moves the belief by a bounded amount."""
+DEGREES = 4.0
+"""Degrees of freedom of a throughput's Student t: on a cluster some runs stall, and are several times slower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,8 @@ class Belief:
     """Functions times the deviations of their weights, shape (n + m, functions)."""
     scales: Scales
     """Medians of the hyperparameters of what is left."""
+    own: np.ndarray | None = None
+    """Variance at every point of what is its own and no neighbour's, beside the noise: shape (n + m,); None for 0."""
     weight: float = 1.0
     """Probability of this model before any trial, up to a factor common to all."""
 
@@ -42,17 +46,24 @@ class Mixture:
         posteriors: Sequence[Posterior],
         means: Sequence[np.ndarray],
         weights: np.ndarray,
-        noise: Sequence[float],
+        noise: Sequence[np.ndarray],
     ) -> None:
         self.posteriors, self._means, self.weights = posteriors, means, weights
         self.noise = noise
-        """Variance of a measurement in each model."""
+        """Variance of a measurement of each candidate in each model, shape (m,)."""
 
     def parts(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
         """Weight, means and variances at the candidates of each model."""
         return [
             (float(weight), posterior.mean + mean, posterior.variance)
-            for weight, posterior, mean in zip(self.weights, self.posteriors, self._means)
+            for weight, posterior, mean in zip(self.weights, self.posteriors, self._means, strict=True)
+        ]
+
+    def outcomes(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
+        """As `parts`, the variances those of a measurement: what is a candidate's own can make it the best."""
+        return [
+            (weight, mean, variance + noise)
+            for (weight, mean, variance), noise in zip(self.parts(), self.noise, strict=True)
         ]
 
     @property
@@ -69,7 +80,7 @@ class Mixture:
     def observe(self, index: int) -> None:
         """Conditions every model on candidate `index` turning out as it expects."""
         for posterior, noise in zip(self.posteriors, self.noise):
-            posterior.observe(index, noise)
+            posterior.observe(index, float(noise[index]))
 
 
 def throughput_model(
@@ -88,18 +99,42 @@ def throughput_model(
     posteriors, means, evidence, noises = [], [], [], []
     for belief in beliefs:
         residual = values - belief.mean[:count]
-        scales, score = fit_scales(points, residual, belief.basis[:count], belief.scales)
+        basis = belief.basis[:count]
+        own = np.zeros(count + len(at)) if belief.own is None else belief.own
+        scales, score, inflation = _robust_scales(points, residual, basis, belief.scales, own[:count])
         kernel = Kernel(scales, points.shape[1])
-        noise = np.full(len(kept), scales.noise**2)
+        noise = ((scales.noise**2 + own[:count]) * inflation)[kept]
         posteriors.append(
-            Posterior(
-                kernel, points[kept], residual[kept], noise, belief.basis[kept], at, belief.basis[count:]
-            )
+            Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, belief.basis[count:])
         )
         means.append(belief.mean[count:])
         evidence.append(score + np.log(belief.weight))
-        noises.append(scales.noise**2)
+        noises.append(np.full(len(at), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
+
+
+def _robust_scales(
+    points: np.ndarray, values: np.ndarray, basis: np.ndarray, prior: Scales, own: np.ndarray
+) -> tuple[Scales, float, np.ndarray]:
+    """Scales, log evidence, and how far the noise of each value must be inflated (n,), 1 or more.
+
+    A Student t is a Gaussian whose variance is itself drawn from an inverse gamma distribution; what is
+    returned maximises over those variances, by turns with the scales (Rasmussen and Williams 2006, section 9.3).
+    """
+    count = len(values)
+    inflation, scales = np.ones(count), prior
+    if not 3 <= count <= LIMIT:
+        return *fit_scales(points, values, basis, prior, extra=own, inflation=inflation), inflation
+    # It begins with the scales expected: fitted to an outlier they would make it look ordinary.
+    for _ in range(2):
+        for _ in range(3):
+            noise = (scales.noise**2 + own) * inflation
+            away = left_out(Kernel(scales, points.shape[1]), points, values, noise, basis)
+            # Of what is left out, the noise is one part; the part of an outlier is nearly all.
+            inflation = np.maximum(1.0, (DEGREES + away**2 * inflation) / (DEGREES + 1.0))
+        scales, score = fit_scales(points, values, basis, prior, extra=own, inflation=inflation)
+    penalty = (DEGREES / 2 + 1) * np.log(inflation) + DEGREES / 2 * (1.0 / inflation - 1.0)
+    return scales, score - float(penalty.sum()), inflation
 
 
 def limit_model(
@@ -140,7 +175,7 @@ def limit_model(
         posteriors.append(Posterior(kernel, here, targets, noise, basis, at, belief.basis[count:]))
         means.append(belief.mean[count:])
         evidence.append(score - loss + np.log(belief.weight))
-        noises.append(scales.noise**2)
+        noises.append(np.full(len(at), scales.noise**2))
     return Mixture(posteriors, means, _softmax(evidence), noises)
 
 

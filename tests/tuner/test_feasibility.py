@@ -1,0 +1,116 @@
+"""What is known not to fit is never run: not itself, and nothing that needs at least as much."""
+
+import pytest
+import redline as rl
+from redline.results import Measurement, Status, Trial
+from redline.space import Config, Space
+from redline.tuner.feasibility import OutOfMemoryKnowledge
+
+
+def make_space():
+    space = Space()
+    space.choice("micro_batch", [1, 2, 4, 8, 16], monotone_memory=1)
+    space.choice("checkpoint_ratio", [0, 0.5, 1], monotone_memory=-1)
+    space.choice("zero", [0, 1, 2], monotone_memory=-1)
+    space.choice("attention", ["eager", "sdpa"])
+    return space
+
+
+def config(micro, ratio, zero, attention="eager"):
+    return Config({"micro_batch": micro, "checkpoint_ratio": ratio, "zero": zero, "attention": attention})
+
+
+def trial(number, at, status):
+    throughput = 1.0 if status is Status.OK else None
+    return Trial(number=number, config=at, measurement=Measurement(status=status, throughput=throughput))
+
+
+OOM = trial(3, config(8, 0.5, 1), Status.OOM)
+
+
+@pytest.mark.parametrize(
+    "worse", [config(16, 0.5, 1), config(8, 0, 1), config(8, 0.5, 0), config(16, 0, 0), config(8, 0.5, 1)]
+)
+def test_what_needs_at_least_as_much_is_ruled_out_by_the_trial_that_did_not_fit(worse):
+    knowledge = OutOfMemoryKnowledge(make_space())
+    assert knowledge.blocked_by(worse, [OOM]) is OOM
+
+
+@pytest.mark.parametrize(
+    "other",
+    [config(4, 0.5, 1), config(16, 1, 1), config(16, 0.5, 2), config(16, 0, 0, "sdpa"), config(4, 0, 0)],
+)
+def test_what_may_need_less_in_one_respect_is_not(other):
+    assert OutOfMemoryKnowledge(make_space()).blocked_by(other, [OOM]) is None
+
+
+@pytest.mark.parametrize("status", [Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED, Status.OK])
+def test_other_outcomes_rule_nothing_out(status):
+    known = trial(0, config(1, 1, 2), status)
+    assert OutOfMemoryKnowledge(make_space()).blocked_by(config(16, 0, 0), [known]) is None
+
+
+def test_a_fluke_that_a_success_contradicts_rules_nothing_out():
+    knowledge = OutOfMemoryKnowledge(make_space())
+    larger = trial(4, config(16, 0.5, 1), Status.OK)
+    assert knowledge.blocked_by(config(16, 0, 1), [OOM, larger]) is None
+    smaller = trial(4, config(4, 0.5, 1), Status.OK)
+    assert knowledge.blocked_by(config(16, 0, 1), [OOM, smaller]) is OOM
+
+
+def test_without_declared_knobs_nothing_is_ruled_out():
+    space = Space()
+    space.choice("micro_batch", [1, 2])
+    known = trial(0, Config({"micro_batch": 1}), Status.OOM)
+    assert OutOfMemoryKnowledge(space).blocked_by(Config({"micro_batch": 2}), [known]) is None
+
+
+def run(calls, **options):
+    def fn(at):
+        calls.append(at)
+        if at["micro_batch"] * (1.5 - at["checkpoint_ratio"]) / (1 + at["zero"]) > 4:
+            raise rl.OutOfMemory("does not fit")
+        return at["micro_batch"] ** 0.5 * (1 - 0.1 * at["checkpoint_ratio"] - 0.05 * at["zero"])
+
+    return rl.tune(fn, make_space(), patience=0, seed=1, **options)
+
+
+@pytest.mark.parametrize("sampler", ["random", "grid", "bayes"])
+def test_a_search_never_runs_what_an_earlier_failure_rules_out(sampler):
+    calls = []
+    result = run(calls, trials=90, sampler=sampler)
+    knowledge = OutOfMemoryKnowledge(make_space())
+    known = []
+    for each in result.all_trials:
+        status = each.measurement.status
+        blocked = knowledge.blocked_by(each.config, known) if each.sampler == sampler else None
+        assert (status is Status.SKIPPED) == (blocked is not None), each
+        known.append(each)
+    skipped = [each for each in result.all_trials if each.measurement.status is Status.SKIPPED]
+    assert skipped and not {each.config for each in skipped} & set(calls)
+    assert len(set(calls)) == len(calls)
+    assert all(
+        "needs at least the memory of trial" in each.measurement.reason
+        and "which did not fit" in each.measurement.reason
+        for each in skipped
+    )
+    assert len(result.all_trials) == len(make_space())  # nothing is left: all were run, or skipped
+    assert result.best.throughput == max(each.measurement.throughput for each in result.all_trials if each.ok)
+
+
+def test_skipped_trials_take_nothing_from_the_budget():
+    calls = []
+    result = run(calls, trials=30, sampler="grid")
+    assert len(calls) == 30
+    assert len(result.all_trials) > 30
+
+
+def test_a_resumed_run_knows_what_did_not_fit(tmp_path):
+    before, after = [], []
+    run(before, trials=20, sampler="random", out=tmp_path / "run")
+    result = run(after, trials=60, sampler="random", out=tmp_path / "run", resume=True)
+    assert not set(before) & set(after)
+    knowledge = OutOfMemoryKnowledge(make_space())
+    earlier = [each for each in result.all_trials if each.config in before]
+    assert any(each.measurement.status is Status.OOM for each in earlier)
+    assert not any(knowledge.blocked_by(each, earlier) for each in after)

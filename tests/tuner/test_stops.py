@@ -1,0 +1,174 @@
+"""A search ends when its budget is spent or further trials are of no use, and says why."""
+
+import time
+
+import pytest
+import redline as rl
+from redline.results import Measurement, Status, Trial, summary
+from redline.space import Config, Space
+from redline.tuner.budget import Budget, device_hours_of
+
+
+def make_space(sizes=(1, 2, 4, 8, 16, 32, 64)):
+    space = Space()
+    space.choice("micro_batch", list(sizes), monotone_memory=1)
+    space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], monotone_memory=-1)
+    space.choice("attention", ["eager", "sdpa", "flash_attention_2"])
+    space.flag("fusion")
+    return space
+
+
+def speed(config):
+    gains = {"eager": 1.0, "sdpa": 1.5, "flash_attention_2": 1.6}
+    gain = gains[config["attention"]] * (1.2 if config["fusion"] else 1.0)
+    return config["micro_batch"] ** 0.4 * gain * (1 - 0.25 * config["checkpoint_ratio"])
+
+
+def measured(config, limit=1000.0):
+    need = 100.0 + 40.0 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
+    known = {"peak_memory_mib": need, "memory_limit_mib": limit}
+    if need > limit:
+        return Measurement(status=Status.OOM, reason="does not fit", **known)
+    return Measurement(status=Status.OK, throughput=speed(config), unit="tokens/s", **known)
+
+
+def test_a_search_ends_early_when_a_further_gain_is_unlikely_and_says_so():
+    result = rl.tune(measured, make_space(), trials=200, patience=5)
+    assert "further trials bring another 1 % is" in result.ended and "patience" in result.ended
+    assert 6 <= len(result.all_trials) <= 60
+    best = max(each.throughput or 0 for each in map(measured, make_space()))
+    assert result.best.throughput >= 0.98 * best
+
+
+def test_without_patience_it_goes_on_to_the_end():
+    space = make_space(sizes=(1, 2))
+    result = rl.tune(measured, space, trials=200, patience=0)
+    assert len(result.all_trials) == len(space)
+    assert result.ended == "every valid configuration was tried"
+
+
+@pytest.mark.parametrize("sampler", ["random", "bayes"])
+def test_the_rule_holds_whoever_proposes(sampler):
+    result = rl.tune(lambda config: 7.0, make_space(), trials=200, sampler=sampler, patience=3)
+    assert "patience" in result.ended
+    assert len(result.all_trials) < 100
+
+
+def test_gains_that_keep_coming_are_waited_for():
+    space = Space()
+    space.choice("x", list(range(40)))
+    order = iter(range(1000))
+    result = rl.tune(lambda config: 1.2 ** next(order), space, trials=40, patience=5, sampler="random")
+    assert len(result.all_trials) == 40
+
+
+def test_what_never_fits_ends_in_nothing_feasible_with_the_shortfall():
+    def fn(config):
+        need = 3000.0 * config["micro_batch"] ** 0.5 * (1.2 - 0.5 * config["checkpoint_ratio"])
+        return Measurement(
+            status=Status.OOM, reason="does not fit", peak_memory_mib=need, memory_limit_mib=1000.0
+        )
+
+    result = rl.tune(fn, make_space(), trials=100)
+    assert result.best is None
+    assert "nothing feasible" in result.ended
+    assert "the smallest predicted shortfall is" in result.ended
+    run = [each for each in result.all_trials if each.measurement.status is not Status.SKIPPED]
+    assert len(run) <= 8
+    shortfall = float(result.ended.split("shortfall is ")[1].split(" MiB")[0].replace(",", ""))
+    assert 500 < shortfall < 3000  # in truth 1,100
+
+
+def test_with_an_estimate_that_says_so_it_takes_fewer_trials():
+    class Estimate:
+        throughput, fits = 10.0, False
+
+        def __init__(self, config):
+            self.peak_memory_mib = 3000.0 * config["micro_batch"] ** 0.5
+
+    def fn(config):
+        return Measurement(status=Status.OOM, reason="does not fit", memory_limit_mib=1000.0)
+
+    result = rl.tune(fn, make_space(), trials=100, prior=Estimate)
+    assert "nothing feasible" in result.ended
+    assert len(result.all_trials) <= 4
+
+
+def test_crashes_do_not_count_as_not_feasible():
+    def fn(config):
+        raise KeyError("a bug, which can be mended")
+
+    result = rl.tune(fn, make_space(), trials=20)
+    assert len(result.all_trials) == 20
+    assert "nothing feasible" not in result.ended
+
+
+def test_device_hours_end_the_search():
+    def fn(config):
+        time.sleep(0.02)
+        return 1.0
+
+    result = rl.tune(fn, make_space(), device_hours=0.2 / 3600, devices=2, patience=0)
+    assert "device-hours are used up" in result.ended
+    assert 3 <= len(result.all_trials) <= 6  # 0.2 s of two devices: five trials of 0.02 s
+
+
+def test_device_hours_are_those_of_the_trials_devices():
+    def trial(number, seconds, devices):
+        made = Measurement(status=Status.OK, throughput=1.0, seconds_total=seconds, devices=devices)
+        return Trial(number=number, config=Config({"x": number}), measurement=made)
+
+    pending = Trial(number=2, config=Config({"x": 2}))
+    assert device_hours_of([trial(0, 1800.0, 4), trial(1, 900.0, None), pending], 8) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": -1}, "patience must be a whole number, 0 for no early stop"),
+        ({"patience": 1.5}, "patience must be a whole number"),
+        ({"device_hours": 0}, "device-hours must be more than 0"),
+        ({"device_hours": float("nan")}, "device-hours must be more than 0"),
+        ({"headroom": -0.1}, "headroom must be a share from 0 to 0.5"),
+        ({"headroom": 5}, "headroom must be a share from 0 to 0.5"),
+        ({"time": "10s", "trial_timeout": "1m"}, "more than the 10 s of the whole search"),
+        (
+            {"time": "1h", "device_hours": 3, "devices": 2},
+            "3 device-hours cannot be spent in 3600 s on 2 devices",
+        ),
+        ({"warm_start": ["no/such/run"]}, "no/such/run"),
+        ({"prior": 3.0}, "a prior must be callable"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_before_anything_is_written(options, message, tmp_path):
+    with pytest.raises(rl.UsageError, match=message):
+        rl.tune(measured, make_space(), out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_limits_that_agree_are_taken():
+    Budget(seconds=60.0, device_hours=0.1).check_against(30.0, 2, 4)
+
+
+def again(number, throughputs, peak):
+    made = Measurement(
+        status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0
+    )
+    return Trial(number=number, config=Config({"x": number}), measurement=made, remeasured=tuple(throughputs))
+
+
+def test_a_tie_within_noise_goes_to_more_free_memory():
+    tight, roomy = again(0, [100.0, 102.0], 990.0), again(1, [99.5, 100.5], 600.0)
+    assert summary.best([tight, roomy]).number == 1
+
+
+@pytest.mark.parametrize(
+    "roomy",
+    [
+        again(1, [96.0, 97.0], 600.0),  # slower by more than noise
+        again(1, [90.0, 100.5], 600.0),  # overlaps, but its median is far lower
+        again(1, [99.5, 100.5], 985.0),  # no more room worth the name
+    ],
+)
+def test_what_is_no_tie_or_no_more_room_goes_to_the_faster(roomy):
+    assert summary.best([again(0, [100.0, 102.0], 990.0), roomy]).number == 0
