@@ -14,7 +14,8 @@ import numpy as np
 
 from ...space import Config
 from .columns import Columns, columns
-from .estimator import MEMORY_GROUPS, TIME_GROUPS, Estimator
+from .estimator import Estimator
+from .groups import MEMORY_GROUPS, TIME_GROUPS
 from .memory import MIB, formats, stage_peak
 from .model_facts import ModelFacts, Part
 from .planning import Ranked
