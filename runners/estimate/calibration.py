@@ -47,7 +47,7 @@ class Correction:
         scaled = groups * np.exp(self.theta)
         total = scaled.sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where(np.isfinite(total)[:, None], scaled / total[:, None], 0.0)
+            share = np.where((np.isfinite(total) & (total > 0))[:, None], scaled / total[:, None], 0.0)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
         return total, np.sqrt(np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2)
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UsageError
-from .setup import TrainingSetup
+from ...errors import UsageError, unknown
+from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
     "tp": int, "pp": int, "zero": int, "micro_batch": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload")
+_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +78,15 @@ def columns(configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]"
     for name in _WORDS:
         default = getattr(setup, name)
         values[name] = table.words(name, default)
+        if name in _KNOWN:
+            for value in set(values[name].tolist()) - set(_KNOWN[name]):
+                at = values[name].tolist().index(value)
+                raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
     tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
     for name, low, high in (
         ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3), ("checkpoint_ratio", 0, 1),
     ):  # fmt: skip
-        bad = (values[name] < low) | (values[name] > high if high is not None else False)
+        bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
         if bad.any():
             at = int(np.argmax(bad))
             rule = f"at least {low}" if high is None else f"from {low} to {high}"

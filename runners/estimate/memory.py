@@ -153,9 +153,9 @@ def stage_peak(
 
     # Whole blocks that ZeRO-3 gathers: the one at work and the one fetched ahead; their gradients before
     # they are scattered, likewise from ZeRO-2 on.
-    block = max(
-        (np.max(each.parameters - each.sharded + each.sharded / tp) for each, _ in stage.blocks), default=0.0
-    )
+    block = none
+    for each, _ in stage.blocks:
+        block = np.maximum(block, each.parameters - each.sharded + each.sharded / tp)
     ends = sum((each.parameters - each.sharded + each.sharded / tp for each in stage.ends), start=none)
     gathered = np.where(zero >= 3, (2 * block + ends) * form.compute, 0.0)
     gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.compute), gathered)

@@ -11,6 +11,7 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "ad
 """States a parameter has in each optimizer, each of the size of the master weights."""
 PRECISIONS = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
 PIPELINES = ("1f1b", "gpipe", "interleaved")
+OFFLOADS = ("none", "optimizer")
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -104,7 +105,12 @@ class TrainingSetup:
             raise UsageError(
                 f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}"
             )
-        for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS), ("pipeline", PIPELINES)):
+        for name, known in (
+            ("optimizer", OPTIMIZERS),
+            ("precision", PRECISIONS),
+            ("pipeline", PIPELINES),
+            ("offload", OFFLOADS),
+        ):
             if getattr(self, name) not in known:
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
         for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "reduce_dtype"):

@@ -1,5 +1,6 @@
 """Facts of a transformer from its shape numbers, where there is no model to trace."""
 
+from ...errors import UsageError, unknown
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Shape
 
 FLASH = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -19,6 +20,8 @@ def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kern
     activation functions are the chains of plain operators that transformers runs, which keep more and read
     memory more often; with either they are one kernel each.
     """
+    if attention not in ("eager", *FLASH):
+        raise UsageError(unknown("attention", attention, ("eager", *FLASH)))
     lean = fusion or kernels
     b = bytes_of(precision)
     # Under autocast the residual stream and the norms stay fp32, products and attention are half.
