@@ -4,6 +4,7 @@ import ipaddress
 import re
 import secrets
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ def serve(
     )  # fmt: skip
     server = uvicorn.Server(config)
     started(server)
+    # What the first page shows is read while the browser is still being opened.
+    threading.Thread(target=library.lines, daemon=True).start()
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # the way to end it

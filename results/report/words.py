@@ -27,7 +27,7 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
         if key == "devices" and isinstance(value, Mapping):
             value = _devices(value)
         elif key == "memory_limit_mib":
-            value = f"{value} MiB"
+            value = _mib(value)
         elif key == "trial_timeout_s":
             value = f"{value:g} s" if isinstance(value, (int, float)) else value
         out.append([name, _text(value)])
@@ -85,7 +85,12 @@ def _devices(value: Mapping[str, Any]) -> str:
 
 
 def _fact(name: Any, value: Any) -> str:
-    return f"{value} MiB" if str(name).endswith("_mib") else _text(value)
+    return _mib(value) if str(name).endswith("_mib") else _text(value)
+
+
+def _mib(value: Any) -> str:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:,.0f} MiB" if number else f"{value} MiB"
 
 
 def _knob(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ function runLine(each, chose) {
   box.addEventListener("change", () => { if (box.checked) chosenRuns.add(each.run); else chosenRuns.delete(each.run); chose(); });
   return el("li", { class: "run-line", "data-run": each.run },
     box,
-    el("a", { class: "run-name", href: runLink(each.run) }, el("strong", {}, each.name), el("span", { class: "under" }, each.run)),
+    el("a", { class: "run-name", href: runLink(each.run) }, el("strong", {}, each.name), each.run === each.name ? null : el("span", { class: "under" }, each.run)),
     el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: STATE_WORDS[each.state] }, STATES[each.state]),
       each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
     sparkline(each.spark),
@@ -65,7 +65,7 @@ function listPage(page) {
     shown.sort(LIST_ORDERS[order.value]);
     for (const each of [...chosenRuns]) if (!answer.runs.some((run) => run.run === each)) chosenRuns.delete(each);
     const running = answer.runs.filter((each) => each.state === "running").length;
-    told.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""}`;
+    told.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""} in ${answer.root}`;
     clear(list).append(...shown.map((each) => runLine(each, chose)));
     chose();
   };

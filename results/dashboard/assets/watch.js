@@ -1,5 +1,7 @@
 // One run, redrawn where it changed as rows arrive.
 
+const MANY_ROWS = 500;
+
 // Holds a run as the server's answers add up. `take` returns whether anything is new.
 function makeHolder(id) {
   let version = "";
@@ -85,10 +87,15 @@ function watchPage(page, id) {
     const run = holder.run;
     run.pick = pick;
     document.title = `${run.name}: redline`;
-    for (const each of [...slots, ...after]) each.update(run);
+    if (table) table.update(run);
+    for (const each of [...slots, ...after]) {
+      each.update(run);
+      // Thousands of trials take a while to draw: between two figures the page may scroll and be typed in.
+      if (run.rows.length > MANY_ROWS) await new Promise((resume) => { setTimeout(resume); });
+    }
     if (!table && run.rows.length) {
       table = trialTable(run, pick);
       tablePlace.append(table.element);
-    } else if (table) table.update(run);
+    }
   });
 }

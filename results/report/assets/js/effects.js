@@ -1,5 +1,9 @@
 // What each knob does: its throughputs as they were measured, and its effect with the others held equal.
 
+function importance(share) {
+  return share < 0.001 ? `< ${percent(0.001)}` : percent(share);
+}
+
 function importanceChart(run) {
   const told = run.effects.knobs.filter((each) => given(each.importance));
   if (!told.length) return null;
@@ -15,7 +19,7 @@ function importanceChart(run) {
       const y = at * 26 + 4;
       root.append(svg("text", { class: "ticks strong", x: left - 8, y: y + 14, "text-anchor": "end" }, svg("title", {}, name), shorten(name, left - 10)));
       root.append(svg("rect", { class: kind, x: left, y: y + 2, width: Math.max((share / most) * room, 1), height: 16, rx: 2 }));
-      root.append(svg("text", { class: "ticks", x: left + Math.max((share / most) * room, 1) + 6, y: y + 14 }, percent(share)));
+      root.append(svg("text", { class: "ticks", x: left + Math.max((share / most) * room, 1) + 6, y: y + 14 }, importance(share)));
     });
     return root;
   }, { label: "share of the variation of throughput each knob explains" });
@@ -70,7 +74,7 @@ function effectChart(run, told, range) {
     }
     hover(root, points, { reach: 60 });
     return root;
-  }, { before: el("h3", {}, told.name, given(told.importance) ? el("span", { class: "aside" }, ` ${percent(told.importance)}`) : null), label: `throughput by ${told.name}` });
+  }, { before: el("h3", {}, told.name, given(told.importance) ? el("span", { class: "aside" }, ` ${importance(told.importance)}`) : null), label: `throughput by ${told.name}` });
 }
 
 function effects(run) {

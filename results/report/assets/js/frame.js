@@ -32,7 +32,7 @@ function onPrint(width = 680) {
     for (const reference of DRAWN) {
       const each = reference.deref();
       if (!each || !each.host.isConnected) { if (!each) DRAWN.delete(reference); continue; }
-      each.render(size ? Math.min(size, each.host.closest(".pair") ? 330 : size) : Math.floor(each.host.clientWidth));
+      each.render(size ? Math.min(size, each.host.closest(".pair, .small-multiples") ? 330 : size) : Math.floor(each.host.clientWidth));
     }
   };
   addEventListener("beforeprint", () => all(width));

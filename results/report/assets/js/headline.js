@@ -25,10 +25,10 @@ function tile(title, value, under, chart = null) {
 function verdict(run) {
   const { winner, base, gain } = { ...run, gain: run.headline.gain };
   if (!winner) {
-    return [run.rows.length ? "Nothing ran to the end" : "No trials yet", run.rows.length ? run.headline.why : "The page fills as trials end."];
+    return [run.rows.length ? "Nothing ran to the end" : "No trials yet", run.rows.length ? `${run.headline.why[0].toUpperCase()}${run.headline.why.slice(1)}` : "The page fills as trials end."];
   }
   const speed = rate(winner.throughput, run.unit);
-  if (base && base.trial === winner.trial) return [speed, `Trial ${winner.trial}, the default configuration: nothing tried was faster.`];
+  if (base && base.trial === winner.trial) return [speed, `Trial ${winner.trial}, the default configuration: nothing ${run.rows.length > 1 ? "tried was faster" : "else was tried"}.`];
   if (gain) {
     const sure = given(run.headline.gain_spread) ? ` (± ${number(gain * run.headline.gain_spread, 2)})` : "";
     const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)} % faster than` : `${number(gain, 3)} times`;
@@ -61,7 +61,7 @@ function headline(run) {
     tiles.push(tile("Device time", duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
       bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: cost.by_status[status] || 0 })), "device time by status")));
   }
-  tiles.push(tile("Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${counts[each]} ${each}`)) || "none has ended",
+  tiles.push(tile("Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
     bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: counts[status] })), "trials by status")));
   return el("section", { id: "headline", class: winner ? "" : "nothing" },
     el("p", { class: "big" }, big), el("p", { class: "verdict" }, sentence), el("div", { class: "tiles" }, tiles),

@@ -5,7 +5,7 @@ function marks(layer, points, { radius = 3.6, dim = false } = {}) {
   for (const status of [...STATUSES].reverse()) {
     let path = "";
     for (const each of points) if (each.status === status) path += outline(status, each.x, each.y, size);
-    if (path) layer.append(svg("path", { class: `mark s-${status}${dim ? " dim" : ""}`, d: path }));
+    if (path) layer.append(svg("path", { class: `mark s-${status}${dim ? " dim" : ""}${points.length > 300 ? " many" : ""}`, d: path }));
   }
 }
 

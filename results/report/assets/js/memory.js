@@ -23,10 +23,11 @@ function throughputOverMemory(run) {
     const unit = memoryUnit(high);
     const strip = kinds.length * 20 + (kinds.length ? 8 : 0);
     const speeds = extent(done.map((row) => row.throughput)) || [0, 1];
-    const frame = axes(width, 400 + strip, {
+    const none = Object.assign(() => 0, { ticks: [], label: String });
+    const frame = axes(width, (done.length ? 400 : 100) + strip, {
       x: (from, to) => linear(0, high / unit.by, from, to, Math.min(9, width / 75), { tight: true }),
-      y: (from, to) => linear(Math.min(0, speeds[0]), speeds[1] * 1.04, from, to, 6),
-      xLabel: `Peak memory of a rank, ${unit.name}`, yLabel: `Throughput${run.unit ? `, ${run.unit}` : ""}`, below: strip, right: 18,
+      y: (from, to) => (done.length ? linear(Math.min(0, speeds[0]), speeds[1] * 1.04, from, to, 6) : none),
+      xLabel: `Peak memory of a rank, ${unit.name}`, yLabel: done.length ? `Throughput${run.unit ? `, ${run.unit}` : ""}` : "", below: strip, right: 18,
       left: kinds.length ? Math.max(textWidth("skipped") + 12, textWidth(number(speeds[1] * 1.2, 2)) + 12) : null,
     });
     const x = (mib) => Math.min(frame.x(mib / unit.by), frame.right);
@@ -63,6 +64,6 @@ function throughputOverMemory(run) {
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",
   ].filter(Boolean).join(" ");
   return section("memory", "Throughput over peak memory",
-    `The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory.${kinds.length ? " Below the axis stands what did not fit: OOMs at what they held plus what they asked for, skipped ones at what was predicted; a mark at the right edge lies beyond it." : ""} ${aside}`.trim(),
-    plot, legend(run.headline.counts, [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"], [svg("path", { class: "default-mark", d: outline("ok", 0, 0, 6) }), "default"]]));
+    `${done.length ? "The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory." : "No trial ran to the end."}${kinds.length ? " Below the axis stands what did not fit: OOMs at what they held plus what they asked for, skipped ones at what was predicted; a mark at the right edge lies beyond it." : ""} ${aside}`.trim(),
+    plot, legend(run.headline.counts, !done.length ? [] : [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"], [svg("path", { class: "default-mark", d: outline("ok", 0, 0, 6) }), "default"]]));
 }

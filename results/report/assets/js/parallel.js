@@ -108,7 +108,7 @@ function parallel(run) {
   const made = figure("", draw, { label: "parallel coordinates of the knobs and the throughput" });
   plot = made.querySelector(".plot");
   return section("parallel", "Configurations and what came of them",
-    "Each line is a trial, from its knobs to its throughput; the darker the line, the faster. Dashed ones did not run to the end. Press a value to keep only the trials that have it, press it again to let go. The knobs that matter most stand nearest the throughput.",
+    "Each line is a trial, from its knobs to its throughput; its colour tells how fast it was. Dashed ones did not run to the end. Press a value to keep only the trials that have it, press it again to let go. The knobs that matter most stand nearest the throughput.",
     made, el("p", { class: "legend" }, el("span", {}, "slow ", ramp(), " fast"), el("span", {}, svg("svg", { viewBox: "0 0 30 10", width: 30, height: 10, "aria-hidden": "true" }, svg("path", { class: "line failed", d: "M0 5H30" })), " failed"), run.winner ? el("span", {}, svg("svg", { viewBox: "0 0 30 10", width: 30, height: 10, "aria-hidden": "true" }, svg("path", { class: "line winner", d: "M0 5H30" })), " winner") : null));
 }
 

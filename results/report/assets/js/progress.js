@@ -26,8 +26,8 @@ function progressOver(run, { label, place, unit, caption }) {
       line.push([frame.x(place(row) / unit.by), frame.y(best)]);
     }
     frame.layer.append(svg("path", { class: "best", d: steps(line, frame.right) }));
-    const [x, y] = line.at(-1);
-    frame.layer.append(svg("path", { class: "star", d: star(x, y, 8) }));
+    const winner = run.winner && run.byTrial.get(run.winner.trial);
+    if (winner && given(place(winner))) frame.layer.append(svg("path", { class: "star", d: star(frame.x(place(winner) / unit.by), frame.y(winner.throughput), 8) }));
     hover(frame.root, points);
     return frame.root;
   });
@@ -56,6 +56,7 @@ function progress(run) {
   ].filter(Boolean);
   if (!shown.length) return null;
   return section("progress", "How the best was found",
-    "The line is the highest throughput measured so far; marks are trials, those that failed along the bottom. Left by number of trials, right by the device time they took.",
-    el("div", { class: "pair" }, shown), legend(run.headline.counts));
+    "The line is the highest throughput measured so far; marks are trials, those that failed along the bottom. Left by number of trials, right by the device time they took."
+    + (run.winner && run.winner.remeasured.length ? " The leaders were measured again at the end; the winner, starred, is the one that held up." : ""),
+    el("div", { class: "pair" }, shown), legend(run.headline.counts, run.winner ? [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"]] : []));
 }

@@ -1,6 +1,7 @@
 // The trials as a table that sorts, filters and stays quick: only the rows in sight are in the page.
 
 const ROW = 30;
+const PRINTED = 200;
 
 const TABLE_COLUMNS = [
   ["trial", "Trial", (row) => String(row.trial), "number"],
@@ -45,7 +46,7 @@ function trialTable(first, open) {
       ...TABLE_COLUMNS.filter(([name]) => present.has(name)).map(([name, title, text, kind]) => ({ name, title: title || run.unit || "Throughput", text, kind, get: (row) => row[name] })),
       ...run.knobNames.map((name) => ({
         name: `knob.${name}`, title: name, text: (row) => knob(row.knobs[name]), get: (row) => row.knobs[name],
-        kind: run.rows.every((row) => typeof row.knobs[name] !== "string") ? "number" : "text",
+        kind: run.rows.every((row) => row.knobs[name] === null || typeof row.knobs[name] === "number") ? "number" : "text",
       })),
       ...(present.has("reason") && run.rows.some((row) => row.reason) ? [{ name: "reason", title: "Reason", text: (row) => row.reason || "", kind: "text long", get: (row) => row.reason }] : []),
     ];
@@ -103,9 +104,17 @@ function trialTable(first, open) {
     waiting = true;
     requestAnimationFrame(() => { waiting = false; draw(); });
   });
+  // Paper does not scroll: the first rows, and how many are left out.
+  const left = el("p", { class: "under", hidden: true });
+  addEventListener("beforeprint", () => {
+    clear(body).append(...shown.slice(0, PRINTED).map(line));
+    left.textContent = `${number(shown.length - PRINTED, 9)} more are in ${run.table}.`;
+    left.hidden = shown.length <= PRINTED;
+  });
+  addEventListener("afterprint", () => { left.hidden = true; draw(); });
   search.addEventListener("input", () => { pane.scrollTop = 0; refresh(); });
   const element = section("trials", "All trials", null,
-    el("div", { class: "row filters" }, search, chips), told, pane);
+    el("div", { class: "row filters" }, search, chips), told, pane, left);
   new ResizeObserver(draw).observe(pane);
   refresh();
   return { element, update(next) { run = next; refresh(); }, get shown() { return shown; } };
