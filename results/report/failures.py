@@ -16,6 +16,7 @@ GROUPS = 40
 """Groups that are shown with a log; further ones are only counted."""
 
 _TAIL_BYTES = 16 * 1024
+_RANK = re.compile(r"rank (\d+):")
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 
 
@@ -23,8 +24,8 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
     """Groups of trials that are not `ok`, largest first within a status, `skipped` last.
 
     Reasons that differ in numbers only belong together. An entry has `status`, `reason` (that of its last
-    trial), `alike` (whether others differ), `trials`, and of its last trial that left one the log's last lines:
-    `log`, `log_trial`, `log_path`, or `log_why` why there is none.
+    trial), `alike` (whether others differ), `trials`, and of its last trial that left one the log's last lines (of
+    the rank its reason names, if it names one): `log`, `log_trial`, `log_path`, or `log_why` why there is none.
 
     Args:
         trials: finished trials.
@@ -66,6 +67,9 @@ def _log(members: Sequence[Trial], folder: Path) -> dict[str, Any]:
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
+    # What other ranks print last is how they noticed.
+    rank = _RANK.match(last.measurement.reason)
+    lines = [line for line in lines if rank and line.startswith(f"[rank {rank[1]}]")] or lines
     if not lines:
         return where | {"log_why": "it printed nothing"}
     return where | {"log": "\n".join(line[:400] for line in lines[-LINES:])}

@@ -98,6 +98,15 @@ def test_failures_stand_by_reason_with_the_end_of_their_log(run):
     assert crash["log"].splitlines() == ["step"] * 11 + ["ValueError: no such kernel"]
 
 
+def test_the_lines_shown_are_of_the_rank_that_failed_first(tmp_path):
+    (tmp_path / "0.log").write_text("[rank 1] loading\n[rank 1] KeyError: 'x'\n" + "[rank 0] Connection closed by peer\n" * 30)
+    told = {"log": "0.log"}
+    (one,) = failures([trial(0, Status.CRASH, reason="rank 1: KeyError: 'x'", **told)], tmp_path)
+    assert one["log"] == "[rank 1] loading\n[rank 1] KeyError: 'x'"
+    (other,) = failures([trial(0, Status.CRASH, reason="rank 3: SIGKILL", **told)], tmp_path)
+    assert other["log"] == "\n".join(["[rank 0] Connection closed by peer"] * 12)
+
+
 def test_reasons_that_differ_in_numbers_only_are_one_group(tmp_path):
     many = [
         trial(0, Status.OOM, reason="tried to allocate 12.5 MiB at 0x7f00"),

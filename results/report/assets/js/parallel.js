@@ -41,12 +41,15 @@ function parallel(run) {
       axesList.push({ name: run.unit || "throughput", speed: true, labels: scale.ticks.map((each) => [scale(each), scale.label(each), null]), place: scale });
     }
     // On a narrow window the axes lie on top of one another instead of side by side.
-    const flat = width < axesList.length * 92;
+    const flat = width < axesList.length * 72;
+    const gap = (width - 120) / Math.max(axesList.length - 1, 1);
+    // Names too long to stand side by side stand on two lines in turn.
+    const staggered = !flat && axesList.some((axis) => textWidth(axis.name) > gap - 12);
     const height = flat ? axesList.length * 74 + 14 : 380;
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "chart parallel" });
     const at = (index, share) => (flat
       ? [18 + share * (width - 36), 44 + index * 74]
-      : [46 + (index * (width - 120)) / Math.max(axesList.length - 1, 1), height - 22 - share * (height - 74)]);
+      : [46 + index * gap, height - 22 - share * (height - 74)]);
     const matches = (row) => [...chosen].every(([name, value]) => (row.knobs[name] ?? null) === value);
     const buckets = Array.from({ length: RAMP + 2 }, () => []);
     const ends = [];
@@ -75,9 +78,11 @@ function parallel(run) {
       const [x0, y0] = at(index, 0);
       const [x1, y1] = at(index, 1);
       root.append(svg("line", { class: "axis", x1: x0, x2: x1, y1: y0, y2: y1 }));
-      const room = flat ? width - 20 : Math.max((width - 120) / Math.max(axesList.length - 1, 1) - 8, 60);
-      root.append(svg("text", { class: "label axis-name", x: flat ? 4 : x0, y: flat ? y0 - 24 : 14, "text-anchor": flat ? "start" : "middle" },
-        svg("title", {}, axis.name), shorten(axis.name, room, 12)));
+      const room = flat ? width - 20 : Math.max(gap - 8, 60);
+      const name = shorten(axis.name, staggered ? gap * 2 - 16 : room, 12);
+      const middle = Math.max(x0, textWidth(name) / 2 + 4);
+      root.append(svg("text", { class: "label axis-name", x: flat ? 4 : middle, y: flat ? y0 - 24 : staggered && index % 2 ? 32 : 14, "text-anchor": flat ? "start" : "middle" },
+        svg("title", {}, axis.name), name));
       let taken = -Infinity;
       for (const [share, text, value] of axis.labels) {
         const [x, y] = at(index, share);

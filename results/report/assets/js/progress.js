@@ -15,7 +15,10 @@ function progressOver(run, { label, place, unit, caption }) {
     if (run.base && given(run.base.first)) {
       const at = frame.y(run.base.first);
       frame.layer.append(svg("line", { class: "reference", x1: frame.left, x2: frame.right, y1: at, y2: at }));
-      frame.layer.append(svg("text", { class: "note default", x: frame.right, y: at - 5, "text-anchor": "end" }, "default"));
+      // Above the line or below it, where fewer marks are.
+      const inside = (y) => points.filter((each) => each.x > frame.right - 52 && Math.abs(each.y - y + 4) < 10).length;
+      const y = inside(at - 5) > inside(at + 14) ? at + 14 : at - 5;
+      frame.layer.append(svg("text", { class: "note default", x: frame.right, y, "text-anchor": "end" }, "default"));
     }
     marks(frame.layer, points, { radius: 3, dim: true });
     let best = -Infinity;
