@@ -52,7 +52,7 @@ def make_runs(root: Path, runs: int, trials: int) -> None:
         to_dict = dict.copy
 
     model = root.parent / "model"
-    knobs = {name: values for name, values in disk.KNOBS.items()}
+    knobs = dict(disk.KNOBS)
     space = {"knobs": [{"name": name, "values": list(values)} for name, values in knobs.items()]}
     with RunFolder.open(model, ASKED | {"space": space}, knobs=knobs, make_config=Point) as run:
         run.start(Point({name: values[0] for name, values in knobs.items()}), sampler="default")

@@ -64,7 +64,7 @@ def serve(
             f"the dashboard needs {error.name}, which is not installed: pip install 'redline[dashboard]'"
         ) from error
     local = is_local(host)
-    if token is not None and not re.fullmatch(r"[A-Za-z0-9_.~-]{%d,}" % SHORTEST_TOKEN, token):
+    if token is not None and not re.fullmatch(rf"[A-Za-z0-9_.~-]{{{SHORTEST_TOKEN},}}", token):
         raise UsageError(
             f"--token must have at least {SHORTEST_TOKEN} characters out of letters, digits and -_.~; "
             "leave it out to have one made up"

@@ -4,7 +4,6 @@ import csv
 import re
 
 import pytest
-
 from redline.results import Status, summary
 from redline.results.report import Source, document, write_report
 
@@ -76,7 +75,7 @@ def test_the_table_sorts_and_filters(tab, made):
     assert f"{sum(not t.ok for t in trials)} of 80" in tab.locator("#trials [role=status]").inner_text()
 
 
-def test_a_trial_opens_with_all_it_has(tab, made):
+def test_a_trial_opens_with_all_it_has(tab, made, expect):
     path, trials = made
     tab.goto(path.as_uri())
     leader = summary.leaders(trials)[0]
@@ -84,7 +83,7 @@ def test_a_trial_opens_with_all_it_has(tab, made):
     text = tab.locator("dialog").inner_text()
     assert f"Trial {leader.number}" in text and "Predicted memory" in text
     tab.keyboard.press("Escape")
-    assert tab.locator("dialog").count() == 0
+    expect(tab.locator("dialog")).to_have_count(0)
 
 
 def test_every_format_of_the_winner_is_copied_as_it_is(tab, made):
