@@ -27,7 +27,7 @@ class Constants:
     # Compute.
     matmul_efficiency: float = 0.95
     """Of what the device's best product reaches (`Hardware.achievable`), for a model's large ones."""
-    half_rows: float = 600.0
+    half_rows: float = 450.0
     """Rows (tokens) at which a product has half of the efficiency of an endless one."""
     half_width: float = 30.0
     """The same of its inner and outer dimensions, which tensor parallelism makes thin."""
@@ -49,7 +49,7 @@ class Constants:
     """Of a link's bandwidth that large collectives reach."""
     network_efficiency: float = 0.9
     """The same between nodes."""
-    collective_us: float = 42.0
+    collective_us: float = 50.0
     """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
     overlap: float = 0.5
     """Share of the last backward behind which gradients are reduced."""
@@ -59,7 +59,7 @@ class Constants:
     """Members of a ring in one node whose network shares it can use together."""
     straggler_ms: float = 5.0
     """What waiting for the slowest rank adds to a step each time the nodes double, ms."""
-    scale_loss: float = 0.02
+    scale_loss: float = 0.01
     """Share of its bandwidth that a collective between nodes loses each time the nodes double."""
 
     # Pipelines across nodes, where a framework makes them slower than the wires are.
@@ -110,15 +110,15 @@ class Constants:
 
 
 # Their constants were fitted to runs of theirs, which leaves less to doubt.
-_FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "time_noise": 0.07, "network_noise": 0.12}
+_FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "time_noise": 0.07, "network_noise": 0.14}
 PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),
     "megatron": Constants(
         launch_us=30.0,
         # The vocabulary-parallel loss is a chain of plain operators in fp32.
-        loss_traffic=1.75,
+        loss_traffic=2.0,
         overlap=0.1,
-        straggler_ms=25.0,
+        straggler_ms=10.0,
         **_FITTED,
     ),
     "nanotron": Constants(
@@ -129,7 +129,7 @@ PROFILES: Mapping[str, Constants] = {
         launch_us=32.0,
         overlap=0.1,
         straggler_ms=25.0,
-        ring_step_with_pipeline_us=235.0,
+        ring_step_with_pipeline_us=260.0,
         stall_ms=265.0,
         stall_nodes=34.0,
         stalls_without_zero=True,

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from redline.results import Measurement, Status, Trial
 from redline.runners.estimate import Estimator, TrainingSetup
 from redline.runners.estimate.calibration import Correction, fit

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import yaml
-
 from redline.errors import UsageError
 from redline.runners.estimate import Estimator, Hardware, find_hardware
 from redline.runners.estimate.hardware import ALIASES, DEVICES

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from redline.errors import UsageError
 from redline.runners.estimate import Estimator, ModelFacts, TrainingSetup
 from redline.runners.estimate.columns import columns

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from redline.runners.estimate import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.runners.estimate.columns import columns
 from redline.runners.estimate.constants import PROFILES, Constants

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from redline.errors import UsageError
 from redline.runners.estimate import Estimator, ModelFacts, TrainingSetup
 from redline.runners.estimate.hardware import DEVICES
