@@ -22,6 +22,14 @@ from .surrogate import Belief, chance_below, expected_improvement, limit_model, 
 
 LIMIT = 8192
 """Candidates that are scored in a round, at most."""
+CLIMBS = 24
+"""Rounds in which the neighbours of what the prior likes most are looked at, in a space larger than that."""
+CLIMBERS = 8
+"""Configurations whose neighbours are looked at in a round."""
+FAVOURITES = 512
+"""Of these, what is among the candidates of every round."""
+SET_ASIDE = 0.4
+"""Chance of working below which a candidate is set aside, as long as there are others."""
 LEADERS = 5
 """Best trials whose neighbours are always among the candidates."""
 CAUTION = 2.0
@@ -45,7 +53,7 @@ HOPELESS = 0.02
 # Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
 # factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
-WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.05, noise_spread=0.5)
+WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
@@ -102,6 +110,7 @@ class BayesSampler(Sampler):
         self._prior = None if prior is None else Prior(prior, warn=warn)
         self._headroom = headroom
         self._predicted: dict[Config, tuple[float, ...]] = {}
+        self._favourites: list[Config] | None = None
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
@@ -119,9 +128,45 @@ class BayesSampler(Sampler):
         """Throughput and peak memory (MiB) that the prior states; None where it states none."""
         if self._prior is None:
             return None, None
+        if config not in self._predicted and self.small:
+            self.predict(list(self.space))  # all at once: what is wrong with the prior is said of all
         found = self.predict([config])
         logs = (found.log_throughput[0], found.log_memory[0])
         return tuple(float(np.exp(each)) if np.isfinite(each) else None for each in logs)
+
+    @property
+    def small(self) -> bool:
+        """Whether every valid configuration is scored in every round."""
+        return self._encoding.listed is not None and len(self._encoding.listed) <= LIMIT
+
+    def favourites(self) -> list[Config]:
+        """What the prior likes most of a space too large to be scored, found by climbing from a sample."""
+        if self._prior is None or self.small:
+            return []
+        if self._favourites is None:
+            known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
+            expanded: set[Config] = set()
+            for _ in range(CLIMBS):
+                known = self._by_prior(known)[:FAVOURITES]
+                fresh = [config for config in known[:CLIMBERS] if config not in expanded]
+                if not fresh:
+                    break
+                expanded.update(fresh)
+                rows = [
+                    row for each in fresh for row in self._encoding.neighbours(self._encoding.encode(each))
+                ]
+                found = map(self._encoding.decode, rows)
+                known = list(dict.fromkeys([*known, *(config for config in found if config is not None)]))
+            self._favourites = self._by_prior(known)[:FAVOURITES]
+        return self._favourites
+
+    def _by_prior(self, configs: list[Config]) -> list[Config]:
+        """The configurations, what the prior likes most first."""
+        said = self.predict(configs)
+        worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
+        chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+        worth = worth + CAUTION * np.log(np.maximum(chance, 1e-6))
+        return [configs[i] for i in np.argsort(-worth, kind="stable")]
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """The prior's answers for these configurations, each asked for once."""
@@ -152,7 +197,7 @@ class _Round:
         pending = {trial.config for trial in trials if trial.pending}
         best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
         left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
-        self.candidates = self._thin(left, best)
+        self.candidates = self._thin(left, best).joined(sampler.favourites())
         # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
         self.configs = (
             [self.candidates.config(i) for i in range(len(self.candidates))]
@@ -216,6 +261,7 @@ class _Round:
 
     def _next(self, ahead: int) -> int:
         rows = np.flatnonzero(self.open)
+        rows = rows[self.works[rows] >= min(SET_ASIDE, float(self.works[rows].max()))]
         if self.speed is None:
             # Nothing is known of speed: a spread of trials, where memory is likely to suffice.
             rng = np.random.default_rng([self.sampler.seed, len(self.known), ahead])

@@ -73,6 +73,24 @@ class Candidates:
         rows = None if self._rows is None else self._rows[indices]
         return Candidates(self.encoding, self.codes[indices], self._seen, configs=configs, rows=rows)
 
+    def joined(self, configs: Sequence[Config]) -> "Candidates":
+        """These and the given configurations, as far as they are new and encodable."""
+        present = {code.tobytes() for code in self.codes}
+        new: dict[bytes, tuple[Config, np.ndarray]] = {}
+        for config in configs:
+            code = None if config in self._seen else self.encoding.encode(config)
+            if code is not None and code.tobytes() not in present:
+                new[code.tobytes()] = (config, code)
+        if not new:
+            return self
+        added = [config for config, _ in new.values()]
+        codes = np.concatenate([self.codes, stack([code for _, code in new.values()], self.codes.shape[1])])
+        rows = self._rows
+        if rows is not None:
+            rows = np.concatenate([rows, [self.encoding.row(config) for config in added]])
+        own = None if self._configs is None else [*self._configs, *added]
+        return Candidates(self.encoding, codes, self._seen, configs=own, rows=rows)
+
 
 def remaining(
     encoding: Encoding,

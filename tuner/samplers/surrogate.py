@@ -17,6 +17,10 @@ likelihood: one fluke moves the belief by a bounded amount."""
 DEGREES = 4.0
 """Degrees of freedom of a throughput's Student t: on a cluster some runs stall, and are several times slower."""
 
+STALL = 2.0
+"""Evidence against a model, in natural logarithms, of an outlier however far out: now and then a run stalls, and
+that speaks neither for nor against an estimate that knows nothing of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Belief:
@@ -134,7 +138,7 @@ def _robust_scales(
             inflation = np.maximum(1.0, (DEGREES + away**2 * inflation) / (DEGREES + 1.0))
         scales, score = fit_scales(points, values, basis, prior, extra=own, inflation=inflation)
     penalty = (DEGREES / 2 + 1) * np.log(inflation) + DEGREES / 2 * (1.0 / inflation - 1.0)
-    return scales, score - float(penalty.sum()), inflation
+    return scales, score - float(np.minimum(penalty, STALL).sum()), inflation
 
 
 def limit_model(

@@ -1,0 +1,235 @@
+"""The default sampler: it uses an estimate, survives a wrong one, and keeps away from what does not fit."""
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+import redline as rl
+from redline.results import Measurement, Status, Trial
+from redline.space import Space
+from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.conformance import boundless_space, failed, finished, ok, search
+
+LIMIT = 1000.0
+
+
+def make_space():
+    space = Space()
+    space.choice("micro_batch", [1, 2, 4, 8, 16, 32, 64], monotone_memory=1)
+    space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], monotone_memory=-1)
+    space.choice("attention", ["eager", "sdpa", "flash_attention_2"])
+    space.flag("fusion")
+    return space
+
+
+def speed(config):
+    gains = {"eager": 1.0, "sdpa": 1.4, "flash_attention_2": 1.7}
+    own = 1 + 0.04 * (int(config.id, 16) % 11 - 5) / 5  # what no model of few parameters explains
+    gain = gains[config["attention"]] * (1.25 if config["fusion"] else 1.0) * own
+    return 100 * config["micro_batch"] ** 0.45 * gain * (1 - 0.3 * config["checkpoint_ratio"])
+
+
+def need(config):
+    return 150.0 + 60.0 * config["micro_batch"] * (1.3 - config["checkpoint_ratio"])
+
+
+def outcome(config):
+    if need(config) > LIMIT:
+        return Measurement(status=Status.OOM, reason="does not fit", memory_limit_mib=LIMIT)
+    return ok(speed(config), peak_memory_mib=need(config), memory_limit_mib=LIMIT)
+
+
+class Estimate:
+    """An estimate that is right but for a fifth."""
+
+    fits = None
+
+    def __init__(self, config):
+        off = np.random.default_rng(int(config.id, 16) % 2**32).normal(0, 0.1, 2)
+        self.throughput = 3.0 * speed(config) ** 0.95 * float(np.exp(off[0]))
+        self.peak_memory_mib = 1.1 * need(config) * float(np.exp(off[1]))
+        self.fits = self.peak_memory_mib <= LIMIT
+
+
+BEST = max(speed(config) for config in make_space() if need(config) <= LIMIT)
+
+
+def reached(trials, after, seeds=6, **options):
+    """Mean share of the best after so many trials, and the share of trials that failed."""
+    shares, failures = [], []
+    for seed in range(seeds):
+        done = search(make_sampler("bayes", make_space(), seed, **options), outcome, trials)
+        shares.append([max((t.measurement.throughput or 0) for t in done[:n]) / BEST for n in after])
+        failures.append(np.mean([not t.ok for t in done]))
+    return np.mean(shares, axis=0), float(np.mean(failures))
+
+
+def quiet(message):
+    pass
+
+
+def test_with_an_estimate_a_handful_of_trials_suffices():
+    (five, ten), failures = reached(10, (5, 10), seeds=1, prior=Estimate)
+    assert five > 0.95
+    assert ten > 0.98
+    assert failures <= 0.3
+
+
+def test_without_one_ten_trials_get_most_of_it_and_fewer_fail_than_by_chance():
+    (ten,), failures = reached(10, (10,))
+    assert ten > 0.9
+    assert failures < np.mean([need(config) > LIMIT for config in make_space()])
+
+
+@pytest.mark.parametrize("kind", ["random", "reversed"])
+def test_a_wrong_prior_ends_no_worse_than_none(kind):
+    noise = {
+        config: float(np.exp(np.random.default_rng(i).normal())) for i, config in enumerate(make_space())
+    }
+    prior = noise.__getitem__ if kind == "random" else (lambda config: 1e6 / speed(config))
+    (without,), _ = reached(24, (24,), seeds=2)
+    (wrong,), _ = reached(24, (24,), seeds=2, prior=prior, warn=quiet)
+    assert wrong > without - 0.02
+    assert wrong > 0.95
+
+
+def test_a_stalled_run_does_not_hide_the_region_around_it():
+    """One trial of the fastest region was five times too slow, by bad luck."""
+    space = make_space()
+    trials = finished(space.sample(12, 1), outcome)
+    fastest = max((t for t in trials if t.ok), key=lambda t: t.measurement.throughput)
+    stalled = [
+        t
+        if t is not fastest
+        else Trial(number=t.number, config=t.config, measurement=ok(speed(t.config) / 5))
+        for t in trials
+    ]
+    (proposal,) = make_sampler("bayes", space, 0, prior=Estimate).propose(stalled)
+    assert speed(proposal) > 0.7 * BEST and need(proposal) <= LIMIT
+
+
+def test_headroom_keeps_away_from_the_edge():
+    space = Space()
+    space.integer("micro_batch", 1, 40, monotone_memory=1)
+
+    def fn(config):
+        memory = 20.0 + 30.0 * config["micro_batch"]
+        return ok(float(config["micro_batch"]), peak_memory_mib=memory, memory_limit_mib=1000.0)
+
+    trials = finished([space.config(micro_batch=n) for n in (2, 5, 9, 14, 20)], fn)
+    tight, roomy = (
+        make_sampler("bayes", space, 0, headroom=headroom).propose(trials)[0]["micro_batch"]
+        for headroom in (0.0, 0.3)
+    )
+    assert 20 + 30 * roomy <= 1000 * 0.75 < 20 + 30 * tight <= 1000
+
+
+BAD = {
+    "nan": lambda config: float("nan"),
+    "negative": lambda config: -1.0,
+    "infinite": lambda config: float("inf"),
+    "none": lambda config: None,
+    "text": lambda config: "fast",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_prior_that_says_nothing_of_use_counts_as_unknown_and_that_is_said_once(kind):
+    said = []
+    sampler = make_sampler("bayes", make_space(), 0, prior=BAD[kind], warn=said.append)
+    done = search(sampler, outcome, 12)
+    assert len(done) == 12
+    assert len(said) == 1
+    assert "the prior says nothing of 210 of 210 configurations" in said[0]
+    assert "count as unknown" in said[0]
+
+
+def test_a_prior_that_raises_for_some_is_used_for_the_others():
+    said = []
+
+    def prior(config):
+        if config["attention"] == "eager":
+            raise KeyError("no kernel of that name")
+        return Estimate(config)
+
+    sampler = make_sampler("bayes", make_space(), 0, prior=prior, warn=said.append)
+    done = search(sampler, outcome, 10)
+    assert max(t.measurement.throughput or 0 for t in done) > 0.95 * BEST
+    assert len(said) == 1
+    assert "nothing of 70 of 210 configurations" in said[0] and "no kernel of that name" in said[0]
+
+
+def test_a_table_of_the_wrong_length_is_asked_one_by_one():
+    class Prior:
+        def table(self, configs):
+            return type("Table", (), {"throughput": np.ones(3)})
+
+        def __call__(self, config):
+            return Estimate(config)
+
+    said = []
+    done = search(make_sampler("bayes", make_space(), 0, prior=Prior(), warn=said.append), outcome, 6)
+    assert max(t.measurement.throughput or 0 for t in done) > 0.9 * BEST
+    assert len(said) == 1 and "its table raised" in said[0]
+
+
+def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong():
+    def half(config):
+        return Estimate(config) if config["fusion"] else float("nan")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = rl.tune(outcome, make_space(), trials=8, prior=half, patience=0)
+    assert sum("the prior says nothing of 105 of 210" in note for note in result.notes) == 1, result.notes
+    for trial in result.all_trials:
+        known = Estimate(trial.config) if trial.config["fusion"] else None
+        if known is None:
+            assert trial.predicted_throughput is None
+        else:
+            assert trial.predicted_throughput == pytest.approx(known.throughput)
+            assert trial.predicted_memory_mib == pytest.approx(known.peak_memory_mib)
+
+
+def test_other_samplers_say_that_they_have_no_use_for_a_prior():
+    result = rl.tune(outcome, make_space(), trials=3, sampler="random", prior=Estimate)
+    assert any("'random' makes no use of a prior" in note for note in result.notes)
+
+
+def billions():
+    """10^9 raw points, of which a rule leaves about half."""
+    space = Space()
+    knobs = [space.choice(f"k{i}", list(range(1, 11))) for i in range(9)]
+    space.require(sum(knobs[1:], knobs[0]) <= 50, "room")
+    return space
+
+
+@pytest.mark.parametrize("declare", [billions, boundless_space])
+def test_a_vast_space_is_searched_in_layers(declare):
+    space = declare()
+    names = [knob.name for knob in space.knobs]
+
+    def fn(config):
+        if config[names[0]] + config[names[1]] > 16:
+            return failed(Status.OOM)
+        return ok(float(np.exp(sum(config[name] for name in names[:6]) / 10)))
+
+    started = time.process_time()
+    done = search(make_sampler("bayes", space, 0), fn, 16)
+    seconds = time.process_time() - started
+    chance = search(make_sampler("random", space, 0), fn, 16)
+    best, by_chance = (max(t.measurement.throughput or 0 for t in each) for each in (done, chance))
+    assert best > 1.3 * by_chance
+    assert seconds / 16 < 1.0
+
+
+def test_in_a_vast_space_an_estimate_draws_the_candidates():
+    """No sample of a few thousand holds the best hundred of 10^9 points: what the prior likes must be sought."""
+    space = billions()
+
+    def worth(config):
+        return float(np.exp(sum((config[f"k{i}"] - 6) ** 2 for i in range(9)) / -20))
+
+    (first,) = make_sampler("bayes", space, 0, prior=worth).propose([])
+    drawn = sorted(worth(config) for config in space.sample(2048, 5))
+    assert worth(first) > 1.15 * drawn[-1]
