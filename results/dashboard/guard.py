@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 COOKIE = "redline-token"
+"""What the cookie's name starts with; a dash and the port follow."""
 
 HEADERS = {
     # Scripts and styles only from this server's own files: a text that looks like HTML stays a text.
@@ -58,15 +59,17 @@ class Guard:
             await _answer(guarded, 400, "This dashboard answers to this machine's own names only.")
             return
         if self.token is not None:
+            # Cookies are shared by all ports of a host, and each may have a dashboard of its own.
+            cookie = f"{COOKIE}-{(scope.get('server') or ('', ''))[1]}"
             query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             brought = next((value for name, value in query if name == "token"), None)
             if brought is not None and self._right(brought):
                 rest = urlencode([each for each in query if each[0] != "token"])
                 where = scope["path"] if scope["path"].startswith("/") and not scope["path"].startswith("//") else "/"
-                cookie = f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-                await _answer(guarded, 303, "", {"location": where + ("?" + rest if rest else ""), "set-cookie": cookie})
+                kept = f"{cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                await _answer(guarded, 303, "", {"location": where + ("?" + rest if rest else ""), "set-cookie": kept})
                 return
-            if not self._right(_cookie(headers)) and not self._right(_bearer(headers)):
+            if not self._right(_cookie(headers, cookie)) and not self._right(_bearer(headers)):
                 await _answer(guarded, 401, "This dashboard needs its token: open the address it printed when it was started, with ?token=...")
                 return
         await self.app(scope, receive, guarded)
@@ -80,9 +83,9 @@ def _host(header: str) -> str:
     return header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]
 
 
-def _cookie(headers: dict[str, str]) -> str | None:
+def _cookie(headers: dict[str, str], name: str) -> str | None:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
         return None
     return found.value if found else None

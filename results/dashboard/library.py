@@ -134,10 +134,10 @@ class Library:
         Raises:
             StudyError: there is no such run.
         """
+        if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
+            return None
         whole = self._whole(run)
         version = f"{self._epoch}.{whole.reads}"
-        if have == version:
-            return None
         epoch, _, reads = have.rpartition(".")
         since = int(reads) if epoch == self._epoch and reads.isdigit() else 0
         added = whole.begun <= since <= whole.reads

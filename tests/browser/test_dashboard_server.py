@@ -106,6 +106,15 @@ def test_only_new_and_changed_rows_travel_and_add_up_to_the_table(tmp_path, disk
     assert Library(tmp_path).changes("x", second["version"])["added"] is False
 
 
+def test_asking_for_what_is_held_already_reads_nothing_however_many_runs_are_watched(tmp_path, disk, monkeypatch):
+    for number in range(12):
+        disk.write_run(tmp_path / f"run-{number}", 3, seed=number)
+    library = Library(tmp_path)
+    held = {run: library.changes(run)["version"] for run in library.ids()}
+    monkeypatch.setattr("redline.results.dashboard.library.Source.read", None)
+    assert [library.changes(run, version) for run, version in held.items()] == [None] * 12
+
+
 def test_a_row_that_changed_travels_and_a_table_that_was_replaced_is_sent_whole(tmp_path, disk):
     trials = disk.write_run(tmp_path / "x", 10)
     library = Library(tmp_path)
@@ -260,10 +269,11 @@ def test_with_a_token_nothing_is_served_without_it(tmp_path, disk, serving):
     assert (status, headers["location"]) == (303, "/")
     assert "HttpOnly" in headers["set-cookie"] and "SameSite=Strict" in headers["set-cookie"]
     cookie = headers["set-cookie"].split(";")[0]
-    assert cookie == f"{COOKIE}={token}"
+    port = urllib.parse.urlsplit(here).port
+    assert cookie == f"{COOKIE}-{port}={token}"
     assert len(ask(here, "/api/runs", cookie=cookie)["runs"]) == 1
     assert len(ask(here, "/api/runs", authorization=f"Bearer {token}")["runs"]) == 1
-    assert get(here, "/api/runs", cookie=f"{COOKIE}=wrong")[0] == 401
+    assert get(here, "/api/runs", cookie=f"{COOKIE}-{port}=wrong")[0] == 401
     assert get(here, f"//evil.example/?token={token}")[1]["location"] == "/"
 
 
