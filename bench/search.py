@@ -15,146 +15,32 @@ A table of which every row failed is reported apart: whether the search ended in
 """
 
 import argparse
-import contextlib
 import csv
 import hashlib
-import io
 import json
 import math
+import os
+import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from redline.results import Trial
+import redline as rl
+from peers import PEERS, Ask
+from redline.results import Status, Trial
 from redline.runners.replay import Surface, read_folder
-from redline.space import Config
 from redline.tuner.samplers import make_sampler, sampler_names
-from redline.tuner.samplers.candidates import remaining
-from redline.tuner.samplers.encoding import Encoding
 
 CHECKPOINTS = (5, 10, 20, 30)
-Ask = Callable[[list[Trial]], Config | None]
-
-
-def peer_random(surface: Surface, seed: int) -> Ask:
-    rng = np.random.default_rng(seed)
-    order = [list(surface.rows)[i] for i in rng.permutation(len(surface.rows))]
-    return lambda done: order[len(done)] if len(done) < len(order) else None
-
-
-def peer_optuna(surface: Surface, seed: int, kind: str) -> Ask:
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    encoding = Encoding(surface.space)
-    space: dict[str, Any] = {}
-    for name, size, ordered in zip(encoding.names, encoding.sizes, encoding.ordered):
-        int_ = optuna.distributions.IntDistribution(0, int(size) - 1)
-        space[name] = int_ if ordered else optuna.distributions.CategoricalDistribution(range(int(size)))
-
-    def constraints(trial: Any) -> tuple[float]:
-        return (trial.user_attrs["failed"],)
-
-    cls = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}[kind]
-    study = optuna.create_study(sampler=cls(seed=seed, constraints_func=constraints), direction="maximize")
-    rng = np.random.default_rng(seed)
-
-    def ask(done: list[Trial]) -> Config | None:
-        if done:
-            last = done[-1]
-            code = encoding.encode(last.config)
-            worked = [t.measurement.throughput for t in done if t.ok]
-            value = last.measurement.throughput if last.ok else (min(worked) if worked else 0.0)
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=dict(zip(encoding.names, code.tolist())),
-                    distributions=space,
-                    value=value,
-                    user_attrs={"failed": -1.0 if last.ok else 1.0},
-                    system_attrs={"constraints": (-1.0 if last.ok else 1.0,)},
-                )
-            )
-        left = remaining(encoding, done, rng, sample=1)
-        if not len(left):
-            return None
-        params = study.ask(space).params
-        return left.closest(np.array([params[name] for name in encoding.names], dtype=np.int32), rng)
-
-    return ask
-
-
-def peer_hebo(surface: Surface, seed: int) -> Ask:
-    import pandas as pd
-    import torch
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        from hebo.design_space.design_space import DesignSpace
-        from hebo.optimizers.hebo import HEBO
-    encoding = Encoding(surface.space)
-    parameters = []
-    for name, size, ordered in zip(encoding.names, encoding.sizes, encoding.ordered):
-        if ordered:
-            parameters.append({"name": name, "type": "int", "lb": 0, "ub": int(size) - 1})
-        else:
-            parameters.append({"name": name, "type": "cat", "categories": [str(i) for i in range(size)]})
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    optimizer = HEBO(DesignSpace().parse(parameters), scramble_seed=seed)
-    rng = np.random.default_rng(seed)
-
-    def frame(code: np.ndarray) -> Any:
-        values = {n: int(v) if o else str(v) for n, v, o in zip(encoding.names, code, encoding.ordered)}
-        return pd.DataFrame([values])
-
-    def ask(done: list[Trial]) -> Config | None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            if done:
-                last = done[-1]
-                value = -last.measurement.throughput if last.ok else 0.0
-                optimizer.observe(frame(encoding.encode(last.config)), np.array([[value]]))
-            left = remaining(encoding, done, rng, sample=1)
-            if not len(left):
-                return None
-            suggested = optimizer.suggest(n_suggestions=1).iloc[0]
-        return left.closest(np.array([int(suggested[name]) for name in encoding.names], dtype=np.int32), rng)
-
-    return ask
-
-
-def peer_batch_search(surface: Surface, seed: int) -> Ask:
-    """DeepSpeed's and Slapo's way: per layout, the micro-batch doubles until it fails or slows down."""
-    rng = np.random.default_rng(seed)
-    layouts: dict[tuple, list[Config]] = {}
-    for config in surface.rows:
-        fixed = {k: v for k, v in config.items() if k not in ("micro_batch", "grad_accum", "dp")}
-        layouts.setdefault(tuple(fixed.values()), []).append(config)
-    groups = [sorted(group, key=lambda c: c.get("micro_batch", 0)) for group in layouts.values()]
-    queue = [groups[i] for i in rng.permutation(len(groups))]
-    skipped: list[Config] = []
-
-    def ask(done: list[Trial]) -> Config | None:
-        if done and queue:
-            last, group = done[-1], queue[0]
-            previous = [t for t in done[:-1] if t.config in groups_of[id(group)]]
-            slower = (
-                bool(previous)
-                and last.ok
-                and previous[-1].ok
-                and (last.measurement.throughput < previous[-1].measurement.throughput)
-            )
-            if not last.ok or slower:
-                skipped.extend(queue.pop(0))
-        while queue and not queue[0]:
-            queue.pop(0)
-        if queue:
-            return queue[0].pop(0)
-        return skipped.pop(0) if skipped else None
-
-    groups_of = {id(group): set(group) for group in queue}
-    return ask
+COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
+COLOURS = ("#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
+Tables = Mapping[str, Mapping[str, float]]
+"""Figures by name of the table."""
 
 
 def ours(surface: Surface, seed: int, name: str) -> Ask:
@@ -183,14 +69,6 @@ def estimator_of(surface: Surface) -> Any:
     from estimator import load  # bench/estimator.py reads the YAML
 
     return load(surface.path).estimator
-
-
-PEERS: dict[str, Callable[[Surface, int], Ask]] = {
-    "optuna-tpe": lambda surface, seed: peer_optuna(surface, seed, "tpe"),
-    "optuna-gp": lambda surface, seed: peer_optuna(surface, seed, "gp"),
-    "hebo-atorch": peer_hebo,
-    "batch-search": peer_batch_search,
-}
 
 
 def replay(surface: Surface, name: str, seed: int, trials: int) -> dict[str, Any]:
@@ -233,11 +111,12 @@ def interval(rows: np.ndarray) -> tuple[float, float]:
 
 
 def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int) -> dict[str, Any]:
-    """The search, read from `folder` where a peer made it before on the same table."""
-    if folder is None or name not in PEERS:
+    """The search, read from `folder` where the same code made it before on the same table."""
+    if folder is None:
         return replay(surface, name, seed, trials)
     rows = sorted((c.id, m.throughput or 0.0) for c, m in surface.rows.items())
-    key = hashlib.sha256(json.dumps([rows, name, seed, trials]).encode()).hexdigest()[:20]
+    code = [] if name in PEERS else [sources()]
+    key = hashlib.sha256(json.dumps([rows, name, seed, trials, *code]).encode()).hexdigest()[:20]
     path = folder / f"{name}-{surface.name}-{seed}-{key}.json"
     if path.is_file():
         return json.loads(path.read_text())
@@ -247,17 +126,129 @@ def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: 
     return run
 
 
-def plot(path: Path, curves: dict[str, np.ndarray]) -> None:
-    """Mean fraction of the best over dry runs, one line a sampler, as an HTML page."""
-    import plotly.graph_objects as go
+@cache
+def sources() -> str:
+    """A digest of everything that decides what our samplers and the estimate do."""
+    root = Path(rl.__file__).parent
+    digest = hashlib.sha256()
+    for folder in ("tuner/samplers", "runners/estimate", "space"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    digest.update((Path(__file__).parent / "estimator.py").read_bytes())
+    return digest.hexdigest()
 
-    figure = go.Figure()
-    for name, curve in curves.items():
-        figure.add_scatter(x=list(range(1, len(curve) + 1)), y=curve.tolist(), name=name, mode="lines")
-    figure.update_layout(
-        xaxis_title="dry runs", yaxis_title="mean fraction of the best", yaxis_range=[0, 1.01]
+
+def plot(path: Path, curves: Mapping[str, np.ndarray]) -> None:
+    """Mean fraction of the best over dry runs, one line a sampler, as SVG."""
+    width, height, left, top = 640, 400, 50, 12
+    trials = max(len(curve) for curve in curves.values())
+
+    def x(n: float) -> float:
+        return left + (n - 1) / (trials - 1) * (width - left - 160)
+
+    def y(share: float) -> float:
+        return top + (1 - share) / 0.8 * (height - top - 40)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
+        parts.append(f'<path d="M{x(1)} {y(share):.1f}H{x(trials):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y(share) + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    for n in (1, *CHECKPOINTS):
+        parts.append(f'<text x="{x(n):.1f}" y="{y(0.2) + 18:.1f}" text-anchor="middle">{n}</text>')
+    parts.append(f'<text x="{x(trials / 2):.1f}" y="{height - 6}" text-anchor="middle">dry runs</text>')
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        line = " ".join(f"{x(n):.1f},{y(max(share, 0.2)):.1f}" for n, share in enumerate(curve, 1))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        at = f'x="{x(trials) + 10:.1f}" y="{top + 140 + 18 * number}"'
+        parts.append(f'<text {at} fill="{colour}">{name}</text>')
+    path.write_text("\n".join([*parts, "</svg>"]) + "\n")
+    print(f"wrote {path}")
+
+
+def infeasible(surface: Surface, name: str, seed: int) -> str:
+    """What the whole search says of a table of which every row failed."""
+    name, _, kind = name.partition("+")
+    prior = make_prior(surface, kind, seed) if kind else None
+    fn = surface.rows.__getitem__
+    result = rl.tune(fn, surface.space, sampler=name, prior=prior, trials=100, seed=seed)
+    run = sum(each.measurement.status is not Status.SKIPPED for each in result.all_trials)
+    verdict = result.ended if "nothing feasible" in result.ended else f"no verdict: {result.ended}"
+    return f"{run} dry runs; {verdict}"
+
+
+def table_figures(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of one table: means over seeds, of dry runs to 99 % the median."""
+    figures = {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
+    figures["to_99"] = float(np.median([run["to_99"] for run in runs]))
+    return figures
+
+
+def machine() -> str:
+    """What this ran on, in a line."""
+    versions = []
+    for package in ("numpy", "scipy", "torch", "optuna", "HEBO"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"no {package}")
+    return (
+        f"{os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}, {', '.join(versions)}"
     )
-    figure.write_html(path, include_plotlyjs=True)
+
+
+def summarise(tables: Mapping[str, Tables], seeds: Mapping[str, int]) -> list[dict[str, Any]]:
+    """One row a sampler: means over tables with 95 % intervals, and how far it is behind the first sampler."""
+    rows = []
+    first = next(iter(tables.values()))
+    for name, found in tables.items():
+        row: dict[str, Any] = {"sampler": name, "seeds": seeds[name], "tables": len(found)}
+        for key in COLUMNS:
+            mean, half = interval(np.array([each[key] for each in found.values()]))
+            row |= {key: round(100 * mean, 2), f"{key}_half": round(100 * half, 2)}
+        row["worst_10"] = round(100 * min(each["after_10"] for each in found.values()), 2)
+        row["to_99"] = float(np.median([each["to_99"] for each in found.values()]))
+        row["seconds"] = round(float(np.mean([each["seconds"] for each in found.values()])), 4)
+        shared = [table for table in found if table in first]
+        for key in COLUMNS[: len(CHECKPOINTS)]:
+            mean, half = interval(np.array([first[table][key] - found[table][key] for table in shared]))
+            row |= {f"behind_{key}": round(100 * mean, 2), f"behind_{key}_half": round(100 * half, 2)}
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The summary as two tables."""
+
+    def cell(row: Mapping[str, Any], key: str, form: str = ".1f") -> str:
+        return f"{format(row[key], form)} ± {row[f'{key}_half']:.1f}".rjust(15)
+
+    titles = (*(f"after {n}" for n in CHECKPOINTS), "failed in 10", "failed")
+    head = "".join(title.rjust(15) for title in titles)
+    print(f"\n{'% (mean, 95 %)':<18}{head}{'worst@10':>10}{'to 99 %':>9}{'s/ask':>9}{'seeds':>7}")
+    for row in rows:
+        cells = "".join(cell(row, key) for key in COLUMNS)
+        more = f"{row['worst_10']:>10.1f}{row['to_99']:>9g}{row['seconds']:>9.3f}{row['seeds']:>7}"
+        print(f"{row['sampler']:<18}{cells}{more}")
+    print(f"\n{rows[0]['sampler']} ahead of, in points, table by table (95 %)")
+    for row in rows[1:]:
+        cells = "".join(cell(row, f"behind_{key}", "+.1f") for key in COLUMNS[: len(CHECKPOINTS)])
+        print(f"{row['sampler']:<18}{cells}")
+
+
+def write(folder: Path, records: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
+    """search.csv (one row a search) and search-summary.csv (one row a sampler)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("search.csv", records), ("search-summary.csv", rows)):
+        with (folder / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(content[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(content)
+        print(f"wrote {folder / name}")
 
 
 def main() -> None:
@@ -268,69 +259,64 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="tables whose name contains this, or one of these, by comma"
     )
-    parser.add_argument("--samplers", default="bayes,random,optuna-tpe,optuna-gp,hebo-atorch,batch-search")
+    parser.add_argument(
+        "--samplers",
+        default="bayes+estimate,bayes,random,optuna-tpe,optuna-gp,hebo-atorch,batch-search",
+        help="by comma; NAME:K for K seeds instead of --seeds",
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--trials", type=int, default=max(CHECKPOINTS))
     parser.add_argument(
-        "--peer-cache", type=Path, help="folder in which peers' searches are kept between runs"
+        "--cache", type=Path, help="folder in which searches are kept, for the next run of the same code"
     )
-    parser.add_argument("--out", type=Path, help="folder for search.csv and search.html")
+    parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
     arguments = parser.parse_args()
     wanted = [part for part in arguments.only.split(",") if part]
     surfaces = [s for s in read_folder(arguments.surfaces) if not wanted or any(w in s.name for w in wanted)]
-    records, curves, summary = [], {}, []
-    for name in arguments.samplers.split(","):
+    records: list[dict[str, Any]] = []
+    tables: dict[str, Tables] = {}
+    curves, seeds = {}, {}
+    print(machine())
+    for asked in arguments.samplers.split(","):
+        name, _, count = asked.partition(":")
         if name not in PEERS and name.partition("+")[0] not in sampler_names():
             raise SystemExit(f"unknown sampler '{name}': {', '.join([*sampler_names(), *PEERS])}")
-        per_table, lines = [], []
+        seeds[name] = int(count or arguments.seeds)
+        found: dict[str, dict[str, float]] = {}
+        lines = []
         for surface in surfaces:
             if surface.best is None:
+                if name not in PEERS:
+                    print(f"{name:<16}{surface.name:<30}{infeasible(surface, name, 0)}", flush=True)
                 continue
             runs = []
-            for seed in range(arguments.seeds):
+            for seed in range(seeds[name]):
                 try:
-                    run = cached(arguments.peer_cache, surface, name, seed, arguments.trials)
+                    run = cached(arguments.cache, surface, name, seed, arguments.trials)
                 except LookupError as error:
                     print(f"{name} on {surface.name}: {error}", file=sys.stderr)
                     break
-                figures = measures(run, surface.best)
-                records.append({"sampler": name, "surface": surface.name, "seed": seed, **figures})
-                runs.append(figures)
+                runs.append(measures(run, surface.best))
+                records.append({"sampler": name, "surface": surface.name, "seed": seed, **runs[-1]})
                 values = np.array(run["values"] + [0.0] * (arguments.trials - len(run["values"])))
                 lines.append(np.maximum.accumulate(values) / surface.best)
             if runs:
-                per_table.append({key: float(np.mean([run[key] for run in runs])) for key in runs[0]})
-                per_table[-1]["to_99"] = float(np.median([run["to_99"] for run in runs]))
-                line = "  ".join(f"{per_table[-1][f'after_{n}']:6.1%}" for n in CHECKPOINTS)
+                found[surface.name] = figures = table_figures(runs)
+                line = "  ".join(f"{figures[f'after_{n}']:6.1%}" for n in CHECKPOINTS)
                 print(
-                    f"{name:<16}{surface.name:<30}{line}  failed {per_table[-1]['failed_10']:.0%}/"
-                    f"{per_table[-1]['failed']:.0%}  99 % at {per_table[-1]['to_99']:g}",
+                    f"{name:<16}{surface.name:<30}{line}  failed {figures['failed_10']:.0%}/"
+                    f"{figures['failed']:.0%}  99 % at {figures['to_99']:g}",
                     flush=True,
                 )
-        if not per_table:
-            continue
-        curves[name] = np.mean(lines, axis=0)
-        line = f"{name:<20}"
-        for key in (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed"):
-            mean, half = interval(np.array([each[key] for each in per_table]))
-            line += f"{f'{100 * mean:.1f} ± {100 * half:.1f}':>14}"
-        worst = min(each["after_10"] for each in per_table)
-        middle = float(np.median([each["to_99"] for each in per_table]))
-        seconds = np.mean([each["seconds"] for each in per_table])
-        summary.append(line + f"{worst:>10.1%}{middle:>8g}{seconds:>9.3f}")
-    header = "".join(
-        f"{text:>14}" for text in (*(f"after {n}" for n in CHECKPOINTS), "failed in 10", "failed")
-    )
-    print(f"\n{'% (mean, 95 %)':<20}{header}{'worst@10':>10}{'to 99 %':>8}{'s/ask':>9}")
-    print("\n".join(summary))
+        if found:
+            tables[name], curves[name] = found, np.mean(lines, axis=0)
+    if not tables:
+        return
+    rows = summarise(tables, seeds)
+    show(rows)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        with (arguments.out / "search.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(records[0]))
-            writer.writeheader()
-            writer.writerows(records)
-        plot(arguments.out / "search.html", curves)
-        print(f"wrote {arguments.out / 'search.csv'} and {arguments.out / 'search.html'}")
+        write(arguments.out, records, rows)
+        plot(arguments.out / "search.svg", curves)
 
 
 if __name__ == "__main__":
