@@ -205,7 +205,8 @@ class RunFolder:
         path = self.path / BEST
         facts = environment.facts(devices)
         try:
-            write_yaml(path, best.document(self.trials(), command=command, environment=facts))
+            mark = {"simulated": True} if self.document.get("asked", {}).get("simulated") else {}
+            write_yaml(path, mark | best.document(self.trials(), command=command, environment=facts))
         except OSError as error:
             raise cannot_write(path, error) from error
         return path

@@ -1,8 +1,8 @@
 """A run as people read it in a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import listing, summary
 from .columns import KNOB, cell, fold, number
@@ -22,6 +22,9 @@ _COLOURS = {
     Status.WRONG: "red",
     Status.SKIPPED: "dim",
 }
+
+SIMULATED = "simulated, nothing was run"
+"""Said wherever a simulated run is shown."""
 
 _SHOWN_REASON = 300
 
@@ -96,7 +99,16 @@ def _head(run: RunFolder | View) -> list[str]:
         if asked.get(key) is not None
     ]
     head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
+    if asked.get("simulated"):
+        head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
+
+
+def _machine(asked: Mapping[str, Any]) -> str:
+    devices = asked.get("devices")
+    if not isinstance(devices, Mapping):
+        return "hardware that is not named"
+    return f"{devices.get('used', '?')} x {devices.get('name', '?')}"
 
 
 def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:

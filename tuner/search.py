@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,6 +63,10 @@ class Search:
     """Tells what is left to gain, for `budget.patience`; None never stops early."""
     devices: int = 1
     """Devices of a trial, for device-hours."""
+    predictor: "BayesSampler | None" = None
+    """States the prediction of a trial where the sampler states none."""
+    peak_rate: Callable[[Config], float] | None = None
+    """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
 
     def __post_init__(self) -> None:
         self.listener = self.listener or SearchListener()
@@ -126,7 +131,7 @@ class Search:
             self.listener.finished(self.run_folder.finish(started.number, skipped))
 
     def _prediction(self, config: Config) -> tuple[float | None, float | None]:
-        predicted = getattr(self.sampler, "prediction", None)
+        predicted = getattr(self.sampler, "prediction", None) or getattr(self.predictor, "prediction", None)
         return (None, None) if predicted is None else predicted(config)
 
     @cached_property
@@ -212,11 +217,16 @@ class Search:
         )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self.runner.run(request)
+                return self._with_mfu(trial.config, self.runner.run(request))
             except RunnerError:
                 if attempt == ATTEMPTS or self.runner.closed:
                     raise
         raise AssertionError("unreachable")
+
+    def _with_mfu(self, config: Config, measured: Measurement) -> Measurement:
+        if measured.mfu is not None or measured.tflops_per_device is None or self.peak_rate is None:
+            return measured
+        return replace(measured, mfu=measured.tflops_per_device * 1e12 / self.peak_rate(config))
 
     def _log(self, trial: Trial, free: bool) -> Path:
         path = self.run_folder.log_path(trial.number)

@@ -3,12 +3,11 @@
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
@@ -17,13 +16,18 @@ from ..results import RunFolder
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
-from .listener import SearchListener, SearchPlan
+from .listener import SearchListener
 from .loggers import logging_to
+from .predicting import described, device_of, estimator_of, peak_rate, simulator, usable
+from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
 from .samplers import make_sampler
 from .samplers.bayes import BayesSampler
 from .search import Search
 from .warm_start import WarmStart, read_runs
+
+if TYPE_CHECKING:
+    from ..runners.estimate import Estimator, Hardware
 
 DEFAULT_SAMPLER = "bayes"
 DEFAULT_TRIALS = 16
@@ -31,7 +35,7 @@ DEFAULT_TIMEOUT = "5m"
 DEFAULT_MEASURE_TIME = "3s"
 DEFAULT_PATIENCE = 5
 DEFAULT_HEADROOM = 0.05
-RUNNERS = ("ray", "local")
+RUNNERS = ("ray", "local", "simulate")
 _HOST_MEMORY_SHARE = 0.9
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
@@ -50,6 +54,8 @@ class Task:
     function: Callable[[Config], Any] | None = None
     free_batch: bool = False
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
+    simulated: bool = False
+    """Whether trials are predictions."""
     notes: tuple[str, ...] = ()
     """What its user should know beforehand."""
 
@@ -68,6 +74,7 @@ def tune(
     device_hours: float | None = None,
     patience: int = DEFAULT_PATIENCE,
     runner: str = "ray",
+    hardware: Any = None,
     sampler: str = DEFAULT_SAMPLER,
     prior: Any = None,
     warm_start: Sequence[str | Path] = (),
@@ -101,10 +108,14 @@ def tune(
         time: wall time, s or as in `30m`.
         device_hours: device time of all trials, h.
         patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
-        runner: `ray` or `local`; a callable runs in this process.
+        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here. A
+            callable runs in this process.
+        hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
+            machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
         sampler: see `redline.tuner.sampler_names()`.
         prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`.
-            Where it is wrong the search finds out. Samplers other than `bayes` do without.
+            Where it is wrong the search finds out. Samplers other than `bayes` do without. By default a
+            workload's is made, where its model can be traced.
         warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
         headroom: share of a device's memory that is to stay free.
         seed: of weights, data and proposals.
@@ -150,6 +161,7 @@ def tune(
         override=override,
         fix=fix,
         cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
+        simulated=described(hardware) if runner == "simulate" else None,
     )
     if task.workload is not None and runner not in RUNNERS:
         raise UsageError(unknown("runner", runner, RUNNERS))
@@ -158,13 +170,29 @@ def tune(
     asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
     budget.check_against(asked_timeout, concurrency or 1, task.devices)
     earlier, names = read_runs(warm_start)
-    asked = _asked(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
+    if task.simulated and time is not None:
+        raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
+    asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
+    limit_mib = _limit(task, limit_mib, concurrency)
     notes: list[str] = []
 
     def warn(message: str) -> None:
         notes.append(message)
         listener.said(message)
 
+    given, estimator = prior, None
+    if task.workload is not None:
+        estimator = estimator_of(
+            task.workload,
+            task.space,
+            devices=task.devices,
+            hardware=hardware,
+            memory_limit_mib=limit_mib,
+            free_batch=task.free_batch,
+        )
+        if prior is None:
+            listener.waiting("predicting")
+            prior = usable(estimator, task.space, warn)
     if earlier:
         warmed = WarmStart(task.space, earlier, names, prior)
         prior = warmed if warmed.trials else prior
@@ -173,7 +201,7 @@ def tune(
     # Whoever proposes, the stopping rule asks this one what is left to gain.
     judge = BayesSampler(task.space, seed=seed, prior=prior, warn=warn, headroom=headroom)
     proposer = judge if sampler == BayesSampler.name else make_sampler(sampler, task.space, seed=seed)
-    if prior is not None and proposer is not judge:
+    if (given is not None or earlier) and proposer is not judge:
         warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
 
     with logging_to(log_to, out, listener) as listener, _folder(out) as path:
@@ -194,7 +222,7 @@ def tune(
             with contextlib.ExitStack() as stack:
                 try:
                     made = stack.enter_context(
-                        _runner(task, runner, limit_mib, timeout_s, plan, seed, concurrency, ray_address)
+                        _runner(task, runner, limit_mib, timeout_s, plan, seed, concurrency, ray_address, estimator)
                     )
                     first, fallback = _first(task.space)
                     search = Search(
@@ -208,15 +236,17 @@ def tune(
                         listener=listener,
                         judge=judge if patience else None,
                         devices=task.devices,
+                        predictor=judge,
+                        peak_rate=peak_rate(estimator) if estimator is not None else None,
                     )
-                    listener.began(_plan(task, budget, folder, sampler, made))
+                    listener.began(plan_of(task, budget, folder, sampler, made))
                     search.run()
                     ended = search.ended
                     search.confirm()
                 except KeyboardInterrupt:
                     interrupted, ended = True, "interrupted"
             done = folder.trials()
-            command = _command(task, target, limit_mib, seed, made_of=done)
+            command = command_of(task, target, limit_mib, seed, made_of=done)
             folder.write_best(command, devices=task.device.to_dict())
             result = make_result(
                 done,
@@ -242,10 +272,12 @@ def resolve_task(
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
     cluster: bool = False,
+    simulated: "Hardware | None" = None,
 ) -> Task:
     """What the arguments of `tune` of these names come to.
 
-    With `cluster` devices may be on other hosts, and whoever places the trials counts them.
+    With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
+    are this hardware's, of a node where no number is given.
 
     Raises:
         UsageError: one of them is invalid.
@@ -253,9 +285,14 @@ def resolve_task(
     for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
-    device = detect()
-    count = devices or device.count
-    notes = _check_devices(count, device, cluster)
+    if simulated is not None:
+        device = device_of(simulated)
+        count = devices or device.count
+        notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
+    else:
+        device = detect()
+        count = devices or device.count
+        notes = _check_devices(count, device, cluster)
     if isinstance(target, (str, Path, Workload)):
         from ..models import workload as resolve_workload
 
@@ -268,6 +305,8 @@ def resolve_task(
         )
         name, function = workload.name, None
     elif callable(target):
+        if simulated is not None:
+            raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
         if space is None:
             raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
         if any(each is not None for each in (seq_len, global_batch, data, lora)):
@@ -288,6 +327,7 @@ def resolve_task(
         workload=workload,
         function=function,
         free_batch=accumulation is not None,
+        simulated=simulated is not None,
         notes=notes,
     )
 
@@ -359,13 +399,16 @@ def _runner(
     seed: int,
     concurrency: int | None,
     ray_address: str | None,
+    estimator: "Estimator | None",
 ) -> Runner:
     if task.function is not None:
         return FunctionRunner(task.function)
+    if task.simulated:
+        return simulator(
+            estimator, concurrency=concurrency, devices=task.devices, seed=seed, timeout_s=timeout_s, measure_s=plan.seconds
+        )
     on_cpu = task.device.type == "cpu"
     ranks = task.devices * (concurrency or 1)
-    if on_cpu and limit_mib is None:
-        limit_mib = float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
     terms = TrialTerms(
         device=task.device,
         devices=task.devices,
@@ -389,6 +432,13 @@ def _runner(
     return made
 
 
+def _limit(task: Task, asked_mib: float | None, concurrency: int | None) -> float | None:
+    """Memory of a rank, MiB; None where it is the device's own."""
+    if asked_mib is not None or task.workload is None or task.simulated or task.device.type != "cpu":
+        return asked_mib
+    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (concurrency or 1))))
+
+
 def _first(space: Space) -> tuple[tuple[Config, ...], Config | None]:
     """The default configuration, and the same with the smallest micro-batch for when it does not run."""
     default = space.default()
@@ -404,63 +454,3 @@ def _with_micro_batch(space: Space, default: Config, smallest: int) -> Iterator[
     chosen = {knob.name: default[knob.name] for knob in space.knobs if not knob.derived and knob.name in default}
     with contextlib.suppress(SpaceError):  # it need not be valid with the other defaults
         yield space.config(**{**chosen, "micro_batch": smallest})
-
-
-def _asked(task: Task, limit_mib: float | None, **others: Any) -> dict[str, Any]:
-    """What run.yaml keeps of the request."""
-    workload = task.workload
-    return {
-        "model": task.name,
-        "workload": {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name},
-        "space": task.space.to_dict(describe_callables=True),
-        "devices": {**task.device.to_dict(), "used": task.devices},
-        "seq_len": workload.seq_len if workload else None,
-        "global_batch": workload.global_batch if workload else None,
-        "memory_limit_mib": limit_mib,
-        "sampler": others["sampler"],
-        "seed": others["seed"],
-        "runner": others["runner"] if workload else "function",
-        "trial_timeout_s": others["timeout_s"],
-    }
-
-
-def _plan(task: Task, budget: Budget, folder: RunFolder, sampler: str, runner: Runner) -> SearchPlan:
-    count = f"{task.devices} x " if task.devices > 1 else ""
-    return SearchPlan(
-        name=task.name,
-        where=f"{count}{task.device.name}",
-        valid=len(task.space) if task.space.enumerable else None,
-        trials=budget.trials,
-        seconds=budget.seconds,
-        done=sum(not trial.pending for trial in folder.trials()),
-        sampler=sampler,
-        runner=runner.name,
-    )
-
-
-def _command(task: Task, target: Any, limit_mib: float | None, seed: int, made_of: Sequence[Any]) -> list[str]:
-    """The command line that measures the winner again."""
-    from ..results import summary
-
-    if task.workload is None or not isinstance(target, (str, Path)):
-        return [Path(sys.executable).name, *sys.argv]
-    text = str(target)
-    what = ["--workload", text] if ".py:" in text else [text]
-    command = ["redline", "tune", *what, "--devices", str(task.devices)]
-    if task.workload.seq_len:
-        command += ["--seq-len", str(task.workload.seq_len)]
-    if not task.free_batch:
-        command += ["--global-batch", str(task.workload.global_batch)]
-    lora = getattr(task.workload.model, "lora", None)
-    if lora is not None:
-        command += ["--lora", str(lora)]
-    if limit_mib is not None:
-        command += ["--memory-limit", f"{limit_mib:g}MiB"]
-    winner = summary.best(made_of)
-    if winner is not None:
-        for knob in task.space.knobs:
-            if not knob.derived and knob.name in winner.config:
-                value = winner.config[knob.name]
-                command += ["--fix", f"{knob.name}={str(value).lower() if isinstance(value, bool) else value}"]
-        command += ["--trials", "1"]
-    return [*command, "--seed", str(seed)]

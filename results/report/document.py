@@ -29,7 +29,7 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "table": source.table,
         "state": source.state,
         "made": time.time(),
-        "problems": list(source.problems),
+        "problems": [*_simulated(source), *source.problems],
         "asked": words.asked(source.request),
         "environment": words.environment(source.request, source.best),
         "reproduce": _reproduce(source),
@@ -71,6 +71,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return str(value)
+
+
+def _simulated(source: Source) -> list[str]:
+    asked = (source.request or {}).get("asked", {})
+    return ["Simulated: nothing was run, all numbers are predictions."] if asked.get("simulated") else []
 
 
 def _reproduce(source: Source) -> str | None:

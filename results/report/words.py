@@ -20,6 +20,8 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
     """What run.yaml says was asked, as pairs of a name and a text."""
     given = (request or {}).get("asked", {})
     out = []
+    if given.get("simulated"):
+        out.append(["Simulated", "nothing was run: these are predictions"])
     for key, name in _ASKED.items():
         value = given.get(key)
         if value is None:

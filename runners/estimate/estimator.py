@@ -184,6 +184,21 @@ class Estimator:
             made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
         return made
 
+    def drawn(self, random: np.random.Generator) -> "Estimator":
+        """An estimator of a world that this one holds possible: its factors are drawn from their uncertainty.
+
+        Draws beyond 1.5 standard deviations are brought back to them.
+        """
+        made = object.__new__(Estimator)
+        made.__dict__.update(self.__dict__)
+        for name in ("_time", "_memory"):
+            known: Correction = getattr(self, name)
+            scale = np.sqrt(np.diag(known.covariance))
+            shift = random.multivariate_normal(np.zeros(len(scale)), known.covariance)
+            shift = np.clip(shift, -1.5 * scale, 1.5 * scale)
+            setattr(made, name, replace(known, theta=known.theta + shift))
+        return made
+
     @property
     def memory_limit_mib(self) -> float:
         """What the allocator of a rank can use, MiB: the setup's limit, or the device less its context."""

@@ -44,6 +44,7 @@ class TracedFacts:
     folder: Path | None = None
     """Where facts are cached; None for the user's cache folder."""
     _known: dict[tuple[Any, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False)
+    _failed: dict[tuple[Any, ...], WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(default_factory=dict, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
@@ -54,11 +55,17 @@ class TracedFacts:
             WorkloadError: it cannot be built, or its batch or loss is not what it must be.
         """
         variant = (precision, attention, fusion, kernels)
+        if variant in self._failed:
+            raise self._failed[variant]
         if variant not in self._known:
-            self._known[variant] = trace_facts(
-                self.workload, precision=precision, attention=attention, fusion=fusion, kernels=kernels,
-                device_type=self.device_type, folder=self.folder, steps=self._steps,
-            )  # fmt: skip
+            try:
+                self._known[variant] = trace_facts(
+                    self.workload, precision=precision, attention=attention, fusion=fusion, kernels=kernels,
+                    device_type=self.device_type, folder=self.folder, steps=self._steps,
+                )  # fmt: skip
+            except WorkloadError as error:
+                self._failed[variant] = error
+                raise
         return self._known[variant]
 
 

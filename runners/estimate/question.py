@@ -72,7 +72,7 @@ def ask(
     for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
-    machine, count = _machine(hardware, devices)
+    machine, count = machine_of(hardware, devices)
     notes: tuple[str, ...] = ()
     if isinstance(target, Shape):
         if lora is not None or data is not None:
@@ -97,7 +97,7 @@ def ask(
         seq_len=length,
         global_batch=total,
         memory_limit_mib=memory_limit_mib,
-        **_defaults(made),
+        **without_knobs(made),
     )
     return Question(
         name=name,
@@ -110,7 +110,8 @@ def ask(
     )
 
 
-def _machine(hardware: str | Path | Hardware | None, devices: int | None) -> tuple[Hardware, int]:
+def machine_of(hardware: str | Path | Hardware | None, devices: int | None) -> tuple[Hardware, int]:
+    """The hardware of a name, a file or this machine (None), and how many devices of it there are to be."""
     if hardware is not None:
         found = find_hardware(hardware)
         return found, devices or 1
@@ -130,7 +131,7 @@ def _machine(hardware: str | Path | Hardware | None, devices: int | None) -> tup
     return made, count
 
 
-def _defaults(space: Space) -> dict[str, Any]:
+def without_knobs(space: Space) -> dict[str, Any]:
     """What a configuration without a knob has: a space that lacks `precision` trains in float32."""
     names = {knob.name for knob in space.knobs}
     out: dict[str, Any] = {}

@@ -23,6 +23,7 @@ Examples:
   redline tune --workload train.py:workload --runner local
   redline tune gpt2 --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
+  redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 
 
@@ -44,7 +45,10 @@ Examples:
 )
 @click.option("--warm-start", multiple=True, metavar="RUN", help="An earlier run to learn from; repeatable.")
 @click.option("--headroom", type=float, default=0.05, show_default=True, help="Share of memory that is to stay free.")
-@click.option("--runner", default="ray", show_default=True, help="Who runs the trials: ray, or local without Ray.")
+@click.option(
+    "--runner", default="ray", show_default=True, help="Who runs the trials: ray, local without Ray, or simulate."
+)
+@click.option("--hardware", metavar="NAME|FILE", help="What is simulated, or what this machine is for the estimate.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 8GiB.  [default: what it has]")
 @click.option("--trial-timeout", default="5m", show_default=True, metavar="TIME", help="Deadline of one trial.")
 @click.option("--measure-time", default="3s", show_default=True, metavar="TIME", help="For measuring one candidate.")

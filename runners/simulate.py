@@ -1,0 +1,183 @@
+"""A cluster one does not have: trials are answered by predictions, with the noise and the failures that real ones have.
+
+What is simulated is not the prediction itself, or a search that begins with it would have nothing to learn. A seed
+draws a world that the estimator holds possible: its factors come from the estimator's own uncertainty, and so does
+what single knobs and single configurations do besides. Trials of that world then scatter as measurements do, run out
+of memory where its peak, with some fragmentation, is above the limit, and now and then crash.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ..results import Measurement, Status
+from ..space import Config
+from .estimate.columns import columns
+from .estimate.estimator import Estimator
+from .runner import Runner, TrialRequest
+
+SPREAD = 0.01
+"""Standard deviation of the logarithm of a repeated measurement."""
+DISTURBED = 0.03
+"""Share of measurements during which something else slows the cluster down."""
+CRASHES = 0.015
+"""Share of configurations that crash, whatever they need."""
+FRAGMENTATION = 0.02
+"""Scale of the memory that fragmentation costs, as a share of the peak."""
+OWN = 0.25
+"""Share of the unexplained variance that is a configuration's own; the rest is additive in the knobs."""
+START_S = 20.0
+"""To bring up ranks and communicators, s; more on more devices."""
+COMPILE_S = 60.0
+"""To compile the blocks of a configuration with fusion, s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationTerms:
+    """What all trials share."""
+
+    devices: int
+    """Devices of a trial."""
+    seed: int = 0
+    """Draws the world, its noise and its failures."""
+    timeout_s: float | None = None
+    """Deadline of a trial in simulated time, s; None for none."""
+    measure_s: float = 3.0
+    """Time for measuring a candidate's steps, s."""
+
+
+@dataclass
+class SimulateRunner(Runner):
+    """Answers with what a drawn world would measure. The same seed gives the same answers, in whatever order.
+
+    `seconds_*` of a measurement are those of the simulated cluster; answering takes milliseconds.
+    """
+
+    estimator: Estimator
+    """Predicts, and says how sure it is."""
+    terms: SimulationTerms
+    """What all trials share."""
+    slots: int = 1
+    _asked: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False)
+
+    name = "simulate"
+
+    def __post_init__(self) -> None:
+        self._world = self.estimator.drawn(self._random("world"))
+
+    def run(self, request: TrialRequest) -> Measurement:
+        """The outcome of one trial of the drawn world."""
+        with self._lock:
+            repeat = self._asked[request.config] = self._asked.get(request.config, 0) + 1
+        config, started = request.config, time.time()
+        table = self._world.table([config])
+        if not np.isfinite(table.step_ms[0]):
+            return self._failed(request, Status.CRASH, "more pipeline stages than blocks", {}, started)
+        truth = table.row(0)
+        constants = self.estimator.constants
+        peak = float(table.fullest_memory_mib[0]) * np.exp(
+            self._unexplained(config, "memory", constants.memory_noise)
+        )
+        step = truth.step_ms * np.exp(self._unexplained(config, "time", constants.time_noise))
+        random = self._random("trial", config.id, repeat)
+        seen = step * float(np.exp(random.normal(0.0, SPREAD)))
+        if random.random() < DISTURBED:
+            seen *= 1 + random.exponential(0.1)
+        own = self._random("failures", config.id)
+        needed = peak * (1 + FRAGMENTATION * abs(own.normal()))
+        phases = self._phases(config, step)
+        common = {"peak_memory_mib": needed, "memory_limit_mib": truth.memory_limit_mib}
+        if needed > truth.memory_limit_mib:
+            reason = f"out of memory: {needed:,.0f} MiB are needed and {truth.memory_limit_mib:,.0f} MiB there"
+            short = {**phases, "seconds_warmup": step / 1e3, "seconds_measure": 0.0}
+            return self._failed(request, Status.OOM, reason, short, started, **common)
+        if own.random() < CRASHES:
+            return self._failed(request, Status.CRASH, "a rank was lost", phases, started)
+        total = sum(phases.values())
+        if self.terms.timeout_s is not None and total > self.terms.timeout_s:
+            reason = f"longer than the deadline of {self.terms.timeout_s:g} s: {total:,.0f} s"
+            return self._failed(request, Status.TIMEOUT, reason, phases, started)
+        cols = columns([config], self.estimator.training)
+        samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
+        rate, unit = truth.throughput * truth.step_ms / seen, truth.unit
+        mfu = truth.mfu * truth.step_ms / seen
+        peak_rate = self.estimator.hardware.rate(str(cols.precision[0]))
+        self._log(request, "ran", truth.breakdown)
+        return Measurement(
+            status=Status.OK,
+            throughput=rate,
+            unit=unit,
+            samples_per_second=samples / (seen * 1e-3),
+            tokens_per_second=rate if unit == "tokens/s" else None,
+            step_ms=seen,
+            step_ms_spread=1.96 * SPREAD * seen / 3,
+            tflops_per_device=mfu * peak_rate / 1e12,
+            mfu=mfu,
+            devices=self.terms.devices,
+            samples_per_step=samples,
+            started=started,
+            seconds_total=total,
+            seconds_overhead=phases["start"],
+            **{name: value for name, value in phases.items() if name.startswith("seconds_")},
+            log=self._log_name(request),
+            **{**common, "peak_memory_mib": peak},
+        )
+
+    def _phases(self, config: Mapping[str, Any], step_ms: float) -> dict[str, float]:
+        """How long a trial would take, s."""
+        ranks = np.log2(max(self.terms.devices, 2))
+        return {
+            "start": START_S + 2.0 * ranks,
+            "seconds_build": 5.0 + ranks,
+            "seconds_warmup": 5 * step_ms / 1e3 + (COMPILE_S if config.get("fusion") else 0.0),
+            "seconds_measure": max(3 * step_ms / 1e3, self.terms.measure_s),
+        }
+
+    def _failed(
+        self,
+        request: TrialRequest,
+        status: Status,
+        reason: str,
+        phases: Mapping[str, float],
+        started: float,
+        **more: Any,
+    ) -> Measurement:
+        self._log(request, f"{status}: {reason}", {})
+        return Measurement(
+            status=status,
+            reason=f"simulated: {reason}",
+            devices=self.terms.devices,
+            started=started,
+            seconds_total=sum(phases.values()),
+            log=self._log_name(request),
+            **more,
+        )
+
+    def _unexplained(self, config: Mapping[str, Any], what: str, noise: float) -> float:
+        """What knobs and the configuration itself do that the estimator knows nothing of, as a logarithm."""
+        knobs = [(name, value) for name, value in config.items() if name not in ("dp", "grad_accum")]
+        each = noise * np.sqrt((1 - OWN) / max(1, len(knobs)))
+        shared = sum(self._random(what, name, value).normal(0.0, each) for name, value in knobs)
+        own = self._random(what, *sorted(map(str, config.items()))).normal(0.0, noise * np.sqrt(OWN))
+        return float(shared + own)
+
+    def _random(self, *what: Any) -> np.random.Generator:
+        text = "|".join(map(str, (self.terms.seed, *what)))
+        return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+
+    def _log_name(self, request: TrialRequest) -> str:
+        return f"logs/{request.log.name}" if request.log is not None else ""
+
+    def _log(self, request: TrialRequest, outcome: str, breakdown: Mapping[str, float]) -> None:
+        if request.log is None:
+            return
+        lines = [f"simulated, nothing was run: {dict(request.config)}", outcome]
+        lines += [f"{name}: {value:,.3f} {'ms' if name.startswith('time.') else 'MiB'}" for name, value in breakdown.items()]
+        request.log.parent.mkdir(parents=True, exist_ok=True)
+        request.log.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,158 @@
+"""`redline tune --runner simulate`, and the estimate that a search begins with."""
+
+import csv
+import json
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import redline as rl
+from redline.runners.estimate import Hardware
+from redline.tuner import predicting
+from redline.tuner.cli import main
+
+
+NARROW = {
+    "global_batch": 1024,
+    "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "offload": "none", "fused_optimizer": True},
+}
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A simulated search for 256 devices."""
+    out = tmp_path_factory.mktemp("runs") / "simulated"
+    result = rl.tune(
+        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, out=out, **NARROW
+    )
+    return result, out
+
+
+def test_a_whole_search_runs_on_predictions(finished):
+    result, out = finished
+    config = result.best.config
+    assert config["tp"] * config["pp"] * config["dp"] == 256
+    rows = list(csv.DictReader((out / "trials.csv").open()))
+    assert len(rows) == 6
+    ran = [row for row in rows if row["status"] == "ok"]
+    assert len(ran) >= 4
+    for row in ran:
+        assert 0 < float(row["mfu"]) < 1
+        assert float(row["predicted_throughput"]) > 0 and float(row["predicted_memory_mib"]) > 0
+        assert row["throughput"] != row["predicted_throughput"]
+
+
+def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_path):
+    _, out = finished
+    assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True
+    assert yaml.safe_load((out / "best.yaml").read_text())["simulated"] is True
+    code, shown, _ = run(capsys, "show", out)
+    assert code == 0 and "simulated, nothing was run: these are predictions for 256 x a100-40gb" in shown
+    from redline.results.report.document import document
+    from redline.results.report.source import Source
+
+    page = document(Source.read(out))
+    assert any("nothing was run" in each for each in page["problems"])
+    assert ["Simulated", "nothing was run: these are predictions"] in page["asked"]
+
+
+def test_the_same_seed_finds_the_same(finished, tmp_path):
+    first, _ = finished
+    again = rl.tune(
+        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, **NARROW
+    )
+    assert again.best.config == first.best.config
+    assert again.best.throughput == pytest.approx(first.best.throughput)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--runner", "simulate"], "needs the hardware to simulate"),
+        (["--runner", "simulate", "--hardware", "h10"], "did you mean 'h100'"),
+        (["--runner", "simulate", "--hardware", "h100", "--time", "1m"], "simulated trials take no time"),
+        (["--runner", "simulat", "--hardware", "h100"], "did you mean 'simulate'"),
+    ],
+)
+def test_bad_input_is_refused(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)
+    assert code == 2 and message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_callable_cannot_be_simulated():
+    space = rl.Space()
+    space.choice("x", [1, 2])
+    with pytest.raises(rl.UsageError, match="needs a model or a workload"):
+        rl.tune(lambda config: 1.0, space, runner="simulate", hardware="h100")
+
+
+def test_a_simulated_run_is_not_resumed_by_a_real_one(finished, capsys):
+    _, out = finished
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--runner", "local", "--out", out, "--resume")
+    assert code == 2 and "simulated: was true, now not given" in err
+
+
+class Reads(nn.Module):
+    """Looks at values, which a trace does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y if y.sum().item() > 0 else y * 2
+
+
+def make_batch(size, seed):
+    return torch.zeros(size, 16), torch.zeros(size, 4)
+
+
+def make_loss(output, batch):
+    return nn.functional.mse_loss(output, batch[1])
+
+
+def cpu():
+    """A CPU as it would be measured."""
+    return Hardware.from_mapping(
+        {
+            "memory_gib": 4, "tflops": {"fp32": 0.1}, "memory_gb_per_s": 20, "kind": "cpu", "devices_per_node": 1,
+            "intra_node": {"gb_per_s": 1, "latency_us": 100}, "inter_node": {"gb_per_s": 1, "latency_us": 100},
+        },
+        name="cpu", where="here",
+    )  # fmt: skip
+
+
+def test_a_model_that_cannot_be_traced_is_searched_without_an_estimate_and_that_is_said_once():
+    workload = rl.Workload(model=Reads, batch=make_batch, loss=make_loss, global_batch=8)
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2, 4, 8])
+    estimator = predicting.estimator_of(workload, space, devices=1, hardware=cpu(), memory_limit_mib=1000.0)
+    said = []
+    assert predicting.usable(estimator, space, said.append) is None
+    assert len(said) == 1
+    assert "begins without an estimate" in said[0] and "aten._local_scalar_dense" in said[0]
+
+
+@pytest.mark.slow
+def test_a_real_search_begins_with_predictions_and_ends_with_mfu(tmp_path):
+    result = rl.tune(
+        "gpt2-tiny", runner="local", hardware=cpu(), trials=1, measure_time="0.1s", out=tmp_path / "run",
+        fix={"precision": "fp32", "attention": "sdpa", "fusion": False, "micro_batch": 8},
+    )  # fmt: skip
+    (row,) = csv.DictReader((tmp_path / "run" / "trials.csv").open())
+    assert row["status"] == "ok", row["reason"]
+    assert float(row["predicted_throughput"]) > 0 and float(row["predicted_memory_mib"]) > 0
+    assert float(row["mfu"]) == pytest.approx(float(row["tflops_per_device"]) / 0.1, rel=1e-3)
+    assert json.loads(json.dumps(result.to_dict()))

@@ -1,0 +1,75 @@
+"""What is kept of a request: run.yaml's account, the plan that is shown, the command that measures the winner again."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..results import RunFolder
+from ..runners import Runner
+from .budget import Budget
+from .listener import SearchPlan
+
+if TYPE_CHECKING:
+    from .tuning import Task
+
+
+def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, Any]:
+    """What run.yaml keeps of the request."""
+    workload = task.workload
+    return {
+        "model": task.name,
+        "workload": {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name},
+        "space": task.space.to_dict(describe_callables=True),
+        "devices": {**task.device.to_dict(), "used": task.devices},
+        "seq_len": workload.seq_len if workload else None,
+        "global_batch": workload.global_batch if workload else None,
+        "memory_limit_mib": limit_mib,
+        "sampler": others["sampler"],
+        "seed": others["seed"],
+        "runner": others["runner"] if workload else "function",
+        "trial_timeout_s": others["timeout_s"],
+        **({"simulated": True} if task.simulated else {}),
+    }
+
+
+def plan_of(task: "Task", budget: Budget, folder: RunFolder, sampler: str, runner: Runner) -> SearchPlan:
+    count = f"{task.devices} x " if task.devices > 1 else ""
+    return SearchPlan(
+        name=task.name,
+        where=f"{count}{task.device.name}",
+        valid=len(task.space) if task.space.enumerable else None,
+        trials=budget.trials,
+        seconds=budget.seconds,
+        done=sum(not trial.pending for trial in folder.trials()),
+        sampler=sampler,
+        runner=runner.name,
+    )
+
+
+def command_of(task: "Task", target: Any, limit_mib: float | None, seed: int, made_of: Sequence[Any]) -> list[str]:
+    """The command line that measures the winner again."""
+    from ..results import summary
+
+    if task.workload is None or not isinstance(target, (str, Path)):
+        return [Path(sys.executable).name, *sys.argv]
+    text = str(target)
+    what = ["--workload", text] if ".py:" in text else [text]
+    command = ["redline", "tune", *what, "--devices", str(task.devices)]
+    if task.workload.seq_len:
+        command += ["--seq-len", str(task.workload.seq_len)]
+    if not task.free_batch:
+        command += ["--global-batch", str(task.workload.global_batch)]
+    lora = getattr(task.workload.model, "lora", None)
+    if lora is not None:
+        command += ["--lora", str(lora)]
+    if limit_mib is not None:
+        command += ["--memory-limit", f"{limit_mib:g}MiB"]
+    winner = summary.best(made_of)
+    if winner is not None:
+        for knob in task.space.knobs:
+            if not knob.derived and knob.name in winner.config:
+                value = winner.config[knob.name]
+                command += ["--fix", f"{knob.name}={str(value).lower() if isinstance(value, bool) else value}"]
+        command += ["--trials", "1"]
+    return [*command, "--seed", str(seed)]
