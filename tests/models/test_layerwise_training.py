@@ -1,0 +1,100 @@
+"""Choices made block by block do what they say, and leave losses as they are.
+
+Tolerances as in test_training.py.
+"""
+
+import pytest
+import torch
+
+from redline.errors import ScheduleError
+from redline.models import Training
+from redline.models.families import indices_of
+
+CPU = torch.device("cpu")
+FIRST, LATER = 1e-6, 1e-4
+
+
+def alone(workload, **config):
+    training = Training(workload, {"micro_batch": 8, **config}, CPU)
+    return [float(training.step()) for _ in range(3)]
+
+
+def recomputed(workload, **config):
+    """How often each block's forward runs in a step."""
+    training = Training(workload, {"micro_batch": 8, **config}, CPU)
+    ran = []
+    for index, block in enumerate(training.model.model.layers):
+        block.mlp.register_forward_hook(lambda *_, index=index: ran.append(index))
+    training.step()
+    return [ran.count(index) for index in range(len(training.model.model.layers))]
+
+
+def test_only_the_named_blocks_are_recomputed(small):
+    workload = small("llama", num_hidden_layers=4)
+    assert recomputed(workload) == [1, 1, 1, 1]
+    assert recomputed(workload, checkpoint_blocks="0,2") == [2, 1, 2, 1]
+    assert recomputed(workload, checkpoint_blocks="1-3") == [1, 2, 2, 2]
+    assert recomputed(workload, checkpoint_blocks="none", checkpoint_ratio=1.0) == [1, 1, 1, 1]
+
+
+def test_losses_are_those_of_the_plain_model(small):
+    workload = small("llama", num_hidden_layers=4)
+    expected = alone(workload)
+    for text in ("none", "0", "1-2", "0-3"):
+        found = alone(workload, checkpoint_blocks=text)
+        assert found[0] == pytest.approx(expected[0], rel=FIRST)
+        assert found[1:] == pytest.approx(expected[1:], rel=LATER)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("0,9", "the last is 3"), ("a", "must be indices such as"), ("1-x", "must be indices such as"), ("", "must be")],
+)
+def test_blocks_that_there_are_not_are_refused(small, text, said):
+    with pytest.raises(ScheduleError, match=said):
+        Training(small("llama", num_hidden_layers=4), {"micro_batch": 8, "checkpoint_blocks": text}, CPU)
+
+
+def test_indices_are_read_as_they_are_written():
+    from redline.runners.estimate.layerwise import blocks_text
+
+    for indices in ([], [0], [0, 1, 2], [0, 2, 3, 7], list(range(40))):
+        assert indices_of(blocks_text(indices), 40) == indices
+
+
+def train(workload, config):
+    """On each rank: losses, and how many gathers of weights a step has."""
+    import torch.distributed as dist
+
+    training = Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size())
+    losses = [float(training.step())]
+    with torch.profiler.profile() as profile:
+        losses.append(float(training.step()))
+    gathers = sum(event.name == "gloo:all_gather" for event in profile.events())
+    return losses, gathers
+
+
+def test_blocks_that_zero_3_keeps_whole_are_gathered_once(two, small):
+    workload = small("llama", num_hidden_layers=4)
+    expected = alone(workload)
+    config = {"zero": 3, "micro_batch": 2, "grad_accum": 2}
+    found = {
+        text: two.run(train, workload, {**config, **({"gathered_blocks": text} if text else {})})
+        for text in ("", "2-3", "0-3")
+    }
+    for each in found.values():
+        for losses, _ in each:
+            assert losses[0] == pytest.approx(expected[0], rel=FIRST)
+            assert losses[1] == pytest.approx(expected[1], rel=LATER)
+    gathers = {text: each[0][1] for text, each in found.items()}
+    # One gather less for each block and micro-batch.
+    assert gathers[""] - gathers["2-3"] == 2 * 2
+    assert gathers[""] - gathers["0-3"] == 4 * 2
+
+
+def test_stages_of_a_pipeline_recompute_their_own(two, small):
+    workload = small("llama", num_hidden_layers=4)
+    expected = alone(workload)
+    for losses, _ in two.run(train, workload, {"pp": 2, "micro_batch": 2, "grad_accum": 4, "checkpoint_blocks": "0-1"}):
+        assert losses[0] == pytest.approx(expected[0], rel=FIRST)
+        assert losses[1] == pytest.approx(expected[1], rel=LATER)
