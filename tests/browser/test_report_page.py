@@ -1,6 +1,7 @@
 """The report in a real browser: it draws, fits, copies, prints, and executes nothing it was told."""
 
 import csv
+import random
 import re
 
 import pytest
@@ -146,9 +147,30 @@ def test_what_a_table_says_is_never_executed(tab, tmp_path):
     assert HOSTILE in tab.locator("dialog .reason").inner_text()
 
 
-def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, overflow, disk):
-    import random
+NUMBERS = ("", "0", "1e300", "1e-300", "5e-324", "-5", "nan", "-inf", "12345678901234567890")
+COLUMNS = ("throughput", "step_ms", "peak_memory_mib", "memory_limit_mib", "predicted_throughput", "predicted_memory_mib", "devices", "started", "seconds_total", "knob.a", "knob.b")  # fmt: skip
 
+
+def test_numbers_without_measure_break_no_figure(tab, tmp_path, overflow):
+    for seed in range(12):
+        rng = random.Random(seed)
+        statuses = ["ok"] * rng.choice((1, 2, 3)) + ["ok", "oom", "skipped", "crash"] * rng.choice((0, 1, 3))
+        rows = [{"trial": n, "status": status} | {name: rng.choice(NUMBERS) for name in COLUMNS} for n, status in enumerate(statuses)]
+        with open(tmp_path / "x.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        tab.goto(write_report(tmp_path / "x.csv").as_uri())
+        tab.locator("footer").wait_for()
+        tab.wait_for_timeout(30)
+        broken = "[...document.querySelectorAll('svg *')].filter(e => [...e.attributes].some(a => /NaN|Infinity|undefined/.test(a.value))).map(e => e.outerHTML)"
+        assert tab.evaluate(broken) == [], seed
+        assert not re.search("NaN|undefined|Infinity", tab.locator("#page").inner_text()), seed
+        assert overflow(tab) == 0
+        assert tab.errors == [], seed
+
+
+def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, overflow, disk):
     rng = random.Random(1)
     cases = {
         "one": [disk.trial(0, rng, Status.OK)],

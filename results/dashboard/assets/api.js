@@ -11,6 +11,8 @@ function connected(error) {
 
 class Refused extends Error {}
 
+class Unreachable extends Error {}
+
 // The answer as JSON, or null where nothing is new.
 async function ask(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
@@ -19,7 +21,7 @@ async function ask(path, parameters = {}) {
     answer = await fetch(`${path}${query ? `?${query}` : ""}`, { credentials: "same-origin" });
   } catch (error) {
     connected(error);
-    throw error;
+    throw new Unreachable(String(error));
   }
   connected(null);
   if (answer.status === 204) return null;
@@ -35,7 +37,7 @@ function poll(work) {
     try {
       await work();
     } catch (error) {
-      if (!(error instanceof TypeError) && !(error instanceof Refused)) throw error;
+      if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
       if (error instanceof Refused) { ended = true; complain(error.message); }
     } finally {
       if (!ended) timer = setTimeout(round, EVERY);

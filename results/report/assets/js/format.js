@@ -62,5 +62,5 @@ function knob(value) {
 }
 
 function moment(unix) {
-  return given(unix) ? new Date(unix * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC" : MISSING;
+  return given(unix) && Math.abs(unix) <= 8.64e12 ? new Date(unix * 1000).toISOString().slice(0, 19).replace("T", " ") + " UTC" : MISSING;
 }

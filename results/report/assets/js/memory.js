@@ -51,7 +51,7 @@ function throughputOverMemory(run) {
     marks(frame.layer, points);
     for (const [trial, kind] of [[run.base, "default"], [run.winner, "winner"]]) {
       const row = trial && run.byTrial.get(trial.trial);
-      if (!row || row.status !== "ok" || !given(row.peak_memory_mib) || (kind === "default" && run.winner.trial === row.trial)) continue;
+      if (!row || row.status !== "ok" || !given(row.peak_memory_mib) || (kind === "default" && run.winner && run.winner.trial === row.trial)) continue;
       const [px, py] = [x(row.peak_memory_mib), frame.y(row.throughput)];
       frame.layer.append(svg("path", { class: kind === "winner" ? "star" : "default-mark", d: kind === "winner" ? star(px, py, 10) : outline("ok", px, py, 7) }));
       note(frame.layer, kind, px, py, frame, kind);

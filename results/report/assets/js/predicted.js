@@ -20,18 +20,24 @@ function agreementChart(run, pairs, { title, unit, scaleBy, told }) {
   }, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), label: `predicted against measured ${title}` });
 }
 
+// Trials with predicted and measured step time, or throughput where step times are not known.
+function speedPairs(run) {
+  const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
+  const timed = rows.every((row) => given(row.step_ms));
+  // The work of a step is the same, so the predicted step time follows from the two throughputs.
+  const pairs = rows.map((row) => (timed ? [row, (row.step_ms * row.throughput) / row.predicted_throughput, row.step_ms] : [row, row.predicted_throughput, row.throughput]));
+  return { timed, pairs: pairs.filter((each) => given(each[1])) };
+}
+
 function predicted(run) {
   const { throughput, memory: ram } = run.predictions;
   const shown = [];
-  if (throughput) {
-    const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
-    // The work of a step is the same, so the predicted step time follows from the two throughputs.
-    const timed = rows.every((row) => given(row.step_ms));
-    const pairs = rows.map((row) => (timed ? [row, (row.step_ms * row.throughput) / row.predicted_throughput, row.step_ms] : [row, row.predicted_throughput, row.throughput]));
-    const top = Math.max(...pairs.flatMap((each) => each.slice(1)));
+  const { pairs: speeds, timed } = speedPairs(run);
+  if (throughput && speeds.length) {
+    const top = Math.max(...speeds.flatMap((each) => each.slice(1)));
     const unit = timed ? (top >= 10000 ? ["s", 1000] : ["ms", 1]) : [run.unit || "as measured", 1];
     const told = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
-    shown.push(agreementChart(run, pairs, { title: timed ? "step time" : "throughput", unit: unit[0], scaleBy: unit[1], told }));
+    shown.push(agreementChart(run, speeds, { title: timed ? "step time" : "throughput", unit: unit[0], scaleBy: unit[1], told }));
   }
   if (ram) {
     const pairs = run.rows.filter((row) => (row.status === "ok" || row.status === "oom") && row.peak_memory_mib > 0 && row.predicted_memory_mib > 0)

@@ -9,8 +9,9 @@ function niceStep(span, count) {
 
 // A linear scale over at least [low, high], widened to whole ticks. Returns a function with `.ticks`.
 function linear(low, high, from, to, count = 6, { tight = false } = {}) {
-  if (!(high > low)) {
-    const pad = Math.abs(low) * 0.05 || 1;
+  // Values that differ by no more than rounding are one value.
+  if (!(high - low > Math.max(Math.abs(low), Math.abs(high)) * 1e-12 + 1e-280)) {
+    const pad = Math.abs(low) > 1e-270 ? Math.abs(low) * 0.05 : 1;
     high = low + pad;
     low -= low > 0 && low - pad < 0 ? low : pad;
   }
