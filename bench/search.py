@@ -4,7 +4,7 @@ Replays recorded tables (see `redline.runners.replay`): a dry run looks a row up
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
-(`estimate`, or `reversed`, `random`), and peers through their own libraries:
+(`estimate`, or `reversed`, `random`), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own libraries:
 
     optuna-tpe, optuna-gp   Optuna's samplers as they come, failures violating a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
@@ -35,6 +35,7 @@ from peers import PEERS, Ask
 from redline.results import Status, Trial
 from redline.runners.replay import Surface, read_folder
 from redline.tuner.samplers import make_sampler, sampler_names
+from surrogates import SURROGATES
 
 CHECKPOINTS = (5, 10, 20, 30)
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")
@@ -46,7 +47,10 @@ Tables = Mapping[str, Mapping[str, float]]
 def ours(surface: Surface, seed: int, name: str) -> Ask:
     name, _, prior = name.partition("+")
     options = {"prior": make_prior(surface, prior, seed), "warn": lambda message: None} if prior else {}
-    sampler = make_sampler(name, surface.space, seed=seed, **options)
+    if name in SURROGATES:
+        sampler = SURROGATES[name](surface.space, seed=seed, **options)
+    else:
+        sampler = make_sampler(name, surface.space, seed=seed, **options)
     return lambda done: next(iter(sampler.propose(done, 1)), None)
 
 
@@ -134,7 +138,8 @@ def sources() -> str:
     for folder in ("tuner/samplers", "runners/estimate", "space"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    digest.update((Path(__file__).parent / "estimator.py").read_bytes())
+    for name in ("estimator.py", "surrogates.py"):
+        digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()
 
 
@@ -279,14 +284,15 @@ def main() -> None:
     print(machine())
     for asked in arguments.samplers.split(","):
         name, _, count = asked.partition(":")
-        if name not in PEERS and name.partition("+")[0] not in sampler_names():
-            raise SystemExit(f"unknown sampler '{name}': {', '.join([*sampler_names(), *PEERS])}")
+        known = [*sampler_names(), *SURROGATES, *PEERS]
+        if name not in PEERS and name.partition("+")[0] not in known:
+            raise SystemExit(f"unknown sampler '{name}': {', '.join(known)}")
         seeds[name] = int(count or arguments.seeds)
         found: dict[str, dict[str, float]] = {}
         lines = []
         for surface in surfaces:
             if surface.best is None:
-                if name not in PEERS:
+                if name.partition("+")[0] in sampler_names():
                     print(f"{name:<16}{surface.name:<30}{infeasible(surface, name, 0)}", flush=True)
                 continue
             runs = []

@@ -1,0 +1,107 @@
+"""The default sampler with another library's Gaussian process, for `bench/search.py`.
+
+Everything but the model of throughput stays: features, feasibility, acquisition. With an estimate the other
+model learns the residual. `bayes-botorch` has BoTorch's SingleTaskGP (Matern 5/2 or RBF with a length scale a
+column, as BoTorch defaults to, fitted by its own optimiser), `bayes-hebo` HEBO's GP as HEBO sets
+it up.
+"""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from redline.tuner.samplers.bayes import BayesSampler
+from redline.tuner.samplers.surrogate import Belief
+
+
+class OtherMixture:
+    """One model's means and variances at the candidates, as `Mixture` has them."""
+
+    def __init__(self, mean: np.ndarray, variance: np.ndarray, noise: float) -> None:
+        self.mean, self.variance, self.noise = mean, np.maximum(variance, 1e-12), noise
+
+    def parts(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
+        return [(1.0, self.mean, self.variance)]
+
+    def outcomes(self) -> list[tuple[float, np.ndarray, np.ndarray]]:
+        return [(1.0, self.mean, self.variance + self.noise)]
+
+    def observe(self, index: int) -> None:
+        """One proposal a call is all that this benchmark asks for."""
+
+
+def botorch_gp(
+    points: np.ndarray, values: np.ndarray, at: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Mean, variance and noise of BoTorch's default model."""
+    import torch
+    from botorch.fit import fit_gpytorch_mll
+    from botorch.models import SingleTaskGP
+    from botorch.models.transforms import Standardize
+    from gpytorch.mlls import ExactMarginalLogLikelihood
+
+    x, y = torch.tensor(points, dtype=torch.double), torch.tensor(values, dtype=torch.double)[:, None]
+    model = SingleTaskGP(x, y, outcome_transform=Standardize(m=1))
+    fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
+    with torch.no_grad():
+        found = model.posterior(torch.tensor(at, dtype=torch.double))
+        noise = float(model.likelihood.noise) * float(values.std()) ** 2
+        return found.mean[:, 0].numpy(), found.variance[:, 0].numpy(), noise
+
+
+def hebo_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Mean, variance and noise of the model that HEBO uses."""
+    import torch
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        from hebo.models.model_factory import get_model
+
+        model = get_model(
+            "gp", points.shape[1], 0, 1, lr=0.05, num_epochs=100, noise_lb=8e-4, pred_likeli=False
+        )
+        x = torch.tensor(points, dtype=torch.float32)
+        model.fit(x, None, torch.tensor(values, dtype=torch.float32)[:, None])
+        with torch.no_grad():
+            mean, variance = model.predict(torch.tensor(at, dtype=torch.float32), None)
+    noise = float(np.ravel(model.noise.detach().numpy())[0])
+    return mean.numpy()[:, 0].astype(float), variance.numpy()[:, 0].astype(float), noise
+
+
+def _surrogate(
+    fit: Any, beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray
+) -> OtherMixture:
+    mean = beliefs[0].mean
+    here, there = mean[: len(values)], mean[len(values) :]
+    residual = values - here
+    if len(values) < 2 or residual.std() < 1e-9:
+        deviation = beliefs[0].scales.joint ** 2 + beliefs[0].scales.additive ** 2
+        level = residual.mean() if len(values) else 0.0
+        return OtherMixture(there + level, np.full(len(at), deviation), 1e-4)
+    predicted, variance, noise = fit(points, residual, at)
+    return OtherMixture(there + predicted, variance, noise)
+
+
+class BoTorchSampler(BayesSampler):
+    """`bayes` on BoTorch's model."""
+
+    name = "bayes-botorch"
+
+    @staticmethod
+    def surrogate(*arguments: Any) -> OtherMixture:
+        return _surrogate(botorch_gp, *arguments)
+
+
+class HEBOSurrogateSampler(BayesSampler):
+    """`bayes` on HEBO's model."""
+
+    name = "bayes-hebo"
+
+    @staticmethod
+    def surrogate(*arguments: Any) -> OtherMixture:
+        return _surrogate(hebo_gp, *arguments)
+
+
+SURROGATES = {each.name: each for each in (BoTorchSampler, HEBOSurrogateSampler)}
+"""By the name under which `bench/search.py` knows them."""
