@@ -2,13 +2,14 @@
 
     python bench/numerics.py                                  # the whole table, some minutes on two cores
     python bench/numerics.py --family t5 --combination tp2    # one cell
-    python bench/numerics.py --write docs/numerics.md
+    python bench/numerics.py --keep cells.json --write docs/numerics.md    # in as many runs as it takes
 
 Each cell trains a tiny model of the family for three steps on one process and spread over ranks (gloo), and
 compares the first step's loss, every gradient and every weight. Ends with status 1 where a cell departs.
 """
 
 import argparse
+import json
 import multiprocessing
 import platform
 import sys
@@ -31,9 +32,13 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
     parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
     parser.add_argument("--write", type=Path, help="a Markdown file")
+    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
     options = parser.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
+    kept: dict[str, dict[str, float]] = {}
+    if options.keep and options.keep.exists():
+        kept = json.loads(options.keep.read_text(encoding="utf-8"))
     found: dict[tuple[str, str], str | float] = {}
     excluded: set[tuple[str, str]] = set()
     due: dict[int, list[tuple[str, str]]] = {}
@@ -43,6 +48,8 @@ def main() -> int:
             if reason:
                 found[family, combination] = reason
                 excluded.add((family, combination))
+            elif combination in kept.get(family, {}):
+                found[family, combination] = kept[family][combination]
             else:
                 due.setdefault(numerics.ranks(combination), []).append((family, combination))
     for size, cells in due.items():
@@ -51,7 +58,10 @@ def main() -> int:
                 cells.remove(cell)
                 found[cell] = outcome
                 shown = f"{outcome:.1e}" if isinstance(outcome, float) else f"FAILED\n{outcome}"
-                print(f"{cell[0]:12} {cell[1]:16} {shown}", flush=True)
+                print(f"{cell[0]:12} {cell[1]:18} {shown}", flush=True)
+                if options.keep and isinstance(outcome, float):
+                    kept.setdefault(cell[0], {})[cell[1]] = outcome
+                    options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     failed = [cell for cell, value in found.items() if isinstance(value, str) and cell not in excluded]
     text = table(found, families, combinations, failed)
     print("\n" + text)
@@ -167,6 +177,19 @@ A number is the largest departure of a gradient; float32 itself rounds at 6e-08.
 cannot be: the same sentence with which the default space leaves it out.
 
 {table}
+## Sizes that ranks do not divide
+
+- **Vocabulary**: padded. Embedding and head are filled up with rows of zeros (GPT-2's 50,257 to 50,258 over two ranks), no
+  token looks them up, the loss leaves their logits out (Shoeybi et al., 2019), and a checkpoint has none of them.
+  `redline space` says so beside `tp`. The odd vocabularies of the table are padded.
+- **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, for the rest of
+  the model would compute on zeros. The degree is a constraint of the default space, with the numbers:
+  "8 ranks must divide the 12 heads of 'transformer.h.0.attn'".
+- **Blocks and pipeline stages**: the first stages have a block more.
+- **Parameters and ZeRO**: padded by PyTorch, unseen.
+
+## How it is measured
+
 Written by `python bench/numerics.py --write docs/numerics.md` on gloo ranks of one CPU host: Python {python},
 torch {torch}, transformers {transformers}. `redline/models/numerics.py` declares the table, `tests/models/test_numerics.py`
 holds it. Dropout is compared too: under tensor parallelism masks agree where ranks hold the same activations

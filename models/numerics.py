@@ -39,8 +39,10 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2 1f1b": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
+    "tp2+sp+ckpt+fusion": {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4},
+    "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
 }
 """Every combination of the table by its name: knobs, absent ones neutral."""
 
@@ -169,6 +171,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.append(support.sequence_parallel)
     if config.get("zero"):
         reasons.append(support.zero)
+    if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
+        reasons.append(support.zero_in_stages)
     return next((reason for reason in reasons if reason), "")
 
 
@@ -186,7 +190,13 @@ def departure(workload: "Workload", config: Mapping[str, Any]) -> Departure:
 
     workload = replace(workload, optimizer=_adamw)
     expected = _train(workload, {})
-    found = _train(workload, config)
+    if config.get("fusion"):
+        # The limit on compilations counts by function, and models share some; past it nothing would be compiled.
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            found = _train(workload, config)
+    else:
+        found = _train(workload, config)
     largest = max(float(each.abs().max()) for each in expected.gradients.values())
     gradient, where, weight = 0.0, "", 0.0
     for name, value in found.gradients.items():

@@ -58,7 +58,9 @@ def declare(
     if not ways:
         raise SpaceError(_cannot_share(total, devices, refused))
     default_tp, default_pp = min(ways, key=lambda way: (way[0] * way[1], way[1]))
-    tp = space.choice("tp", degrees, default=default_tp, others=(), help="tensor-parallel degree")
+    padded = [(tp, support.padding(tp)) for tp in sorted({tp for tp, _ in ways})]
+    notes = "".join(f"; at {degree} {text}" for degree, text in padded if text)
+    tp = space.choice("tp", degrees, default=default_tp, others=(), help=f"tensor-parallel degree{notes}")
     pp = space.choice("pp", degrees, default=default_pp, others=(), help="pipeline stages")
     dp = space.derive("dp", devices // (tp * pp), help="data-parallel replicas")
     space.require(tp * pp * dp == devices, f"the {devices} devices are shared without a rest")
@@ -101,6 +103,8 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
         )
     if "zero" in names and support.zero:
         space.require(space["zero"] == 0, support.zero)
+    elif "zero" in names and "pp" in names and support.zero_in_stages:
+        space.require((space["zero"] < 2) | (space["pp"] == 1), support.zero_in_stages)
     if "sequence_parallel" in names:
         _sequence_parallel(space, workload, support)
     if "pipeline_schedule" in names:

@@ -178,6 +178,32 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
                  head_dim=128, tie_word_embeddings=True),
     ),
     (
+        "qwen2-7b", "qwen2", "causal", 7_615_616_512, 4096, 16,
+        _decoder(28, 3584, 28, 152064, kv_heads=4, intermediate=18944, positions=131072, rope_theta=1e6,
+                 tie_word_embeddings=False),
+    ),
+    (
+        # Jiang et al. 2023.
+        "mistral-7b", "mistral", "causal", 7_241_732_096, 4096, 16,
+        _decoder(32, 4096, 32, 32000, kv_heads=8, intermediate=14336, positions=32768, rms_norm_eps=1e-5,
+                 sliding_window=4096),
+    ),
+    (
+        # Jiang et al. 2024.
+        "mixtral-8x7b", "mixtral", "causal", 46_702_792_704, 4096, 16,
+        _decoder(32, 4096, 32, 32000, kv_heads=8, intermediate=14336, positions=32768, rope_theta=1e6,
+                 rms_norm_eps=1e-5, num_local_experts=8, num_experts_per_tok=2),
+    ),
+    (
+        # Black et al. 2022: a quarter of each head's features is rotated, both halves of a block in parallel.
+        "gpt-neox-20b", "gpt_neox", "causal", 20_554_567_680, 2048, 16,
+        {
+            "num_hidden_layers": 44, "hidden_size": 6144, "num_attention_heads": 64, "intermediate_size": 24576,
+            "vocab_size": 50432, "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    (
         "llama2-7b", "llama", "causal", 6_738_415_616, 4096, 16,
         _decoder(32, 4096, 32, 32000, kv_heads=32, intermediate=11008, positions=4096, rms_norm_eps=1e-5),
     ),

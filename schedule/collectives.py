@@ -45,6 +45,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     if tensor.is_meta:
         # Shapes are all that is asked for.
         return torch.empty_like(tensor)
+    if torch.compiler.is_compiling():
+        return _traced("all_reduce", tensor.detach().contiguous(), "sum", axis.group_name)
     out = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=axis.group)
     return out
@@ -53,6 +55,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """The ranks' tensors joined along a dimension in the order of ranks, without gradient."""
     piece = tensor.detach().movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        joined = _traced("all_gather_into_tensor", piece, axis.size, axis.group_name)
+        return joined.movedim(0, dim).contiguous()
     joined = piece.new_empty(piece.shape[0] * axis.size, *piece.shape[1:])
     if not piece.is_meta:
         _all_gather(joined, piece, group=axis.group)
@@ -62,10 +67,19 @@ def all_gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """This rank's piece along a dimension of the sum over the axis, without gradient."""
     sums = tensor.detach().movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        piece = _traced("reduce_scatter_tensor", sums, "sum", axis.size, axis.group_name)
+        return piece.movedim(0, dim).contiguous()
     piece = sums.new_empty(sums.shape[0] // axis.size, *sums.shape[1:])
     if not sums.is_meta:
         _reduce_scatter(piece, sums, group=axis.group)
     return piece.movedim(0, dim).contiguous()
+
+
+def _traced(name: str, *args: Any) -> torch.Tensor:
+    """A collective that torch.compile takes into its graph: process groups by name, results out of place."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(getattr(functional, name)(*args))
 
 
 def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:

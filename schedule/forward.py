@@ -37,21 +37,24 @@ class Forward:
         self.layers: list[Layer] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(len(self.layers), *args, **kwargs)
-
-    def _run(self, depth: int, *args: Any, **kwargs: Any) -> Any:
-        if depth == 0:
-            if self.original is not None:
-                return self.original(*args, **kwargs)
-            return type(self.module).forward(self.module, *args, **kwargs)
-        inner = functools.partial(self._run, depth - 1)
-        return self.layers[depth - 1](self.module, inner, args, kwargs)
+        # The inmost call is the model's own code, nothing of ours between: torch.compile counts compilations by
+        # function, and what all modules shared would soon be at its limit.
+        inner = self.original
+        if inner is None:
+            inner = functools.partial(type(self.module).forward, self.module)
+        for layer in self.layers:
+            inner = functools.partial(_within, layer, self.module, inner)
+        return inner(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
         if self.original is not None:
             return inspect.signature(self.original)
         return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def _within(layer: Layer, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return layer(module, inner, args, kwargs)
 
 
 def add_layer(module: nn.Module, layer: Layer) -> None:

@@ -171,6 +171,21 @@ def units_of(tree: Tree) -> list[Unit]:
     return units
 
 
+def tied_within(root: nn.Module, units: list[Unit], ranks: int) -> str:
+    """A weight that several units on one of the pipeline's ranks hold, as `a and b`; empty where there is none."""
+    unit_of = {each: unit for unit in units for each in unit.module.modules()}
+    found: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
+    for path, module in root.named_modules():
+        for name, param in module._parameters.items():
+            if param is None or module not in unit_of:
+                continue
+            unit = unit_of[module]
+            first, where = found.setdefault((param, unit.stage % ranks), (unit, join(path, name)))
+            if first is not unit:
+                return f"{where} and {join(path, name)}"
+    return ""
+
+
 def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
     """Refuses a cut within what cannot be divided."""
     name = path or type(module).__name__

@@ -55,13 +55,14 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     _check_heads(sch)
     places = {place: style for path, style in plan.items() for place in _places(sch, path)}
     _cut_vocabulary(sch, places)
+    drops = _drops(sch)
     done: set[str] = set()
     for place in places:
         around = _region(sch, places, place)
         if around and around not in done:
             done.add(around)
             inside = {path: style for path, style in places.items() if path.startswith(around + ".")}
-            _cut_region(sch[around], inside, Regions(sequence_parallel))
+            _cut_region(sch[around], inside, Regions(sequence_parallel), drops)
     for place, style in sorted(places.items(), key=lambda item: not _is_parameter(sch, item[0])):
         if not any(place == each or place.startswith(each + ".") for each in done):
             if sequence_parallel and style != "moe_tp_experts" and not _is_parameter(sch, place):
@@ -69,7 +70,7 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
                     f"sequence_parallel: '{place}' is not alone with what is cut, so that transformers' plan does "
                     "not tell where the sequence is to be joined"
                 )
-            _cut_alone(sch, place, style, sequence_parallel)
+            _cut_alone(sch, place, style, sequence_parallel, drops)
     if sequence_parallel:
         _cut_sequence(sch, blocks, [*done, *_mixtures(sch, places)])
 
@@ -124,7 +125,15 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
     return ""
 
 
-def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions) -> None:
+def _drops(sch: "Schedule") -> bool:
+    """Whether the configuration has dropout or noise anywhere. Llama and most after it have none: to set random
+    streams there costs a break in every compiled block, for nothing."""
+    config = sch.module.config.get_text_config().to_dict()
+    numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
+    return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
+
+
+def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, drops: bool) -> None:
     below = len(region.path) + 1
     last = next(region[path[below:]] for path, style in inside.items() if style == "rowwise")
     for path, style in inside.items():
@@ -135,9 +144,11 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions) ->
             rows(module)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
-    region.fork_rng()
-    # Dropout behind the projection, within the region's own module.
-    behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
+    behind = []
+    if drops:
+        region.fork_rng()
+        # Dropout behind the projection, within the region's own module.
+        behind = [each for each in region if "Dropout" in type(each.module).__name__ and _is_behind(each.path)]
     regions.around(region, last, dropout=behind)
 
 
@@ -146,7 +157,7 @@ def _is_behind(path: str) -> bool:
     return "resid" in name or "out_drop" in name or "output" in name
 
 
-def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool) -> None:
+def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool, drops: bool) -> None:
     """One place of a plan, with exchanges of its own, as transformers does it."""
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
@@ -158,7 +169,8 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool)
         return
     module = sch[place]
     if style == "moe_tp_experts":
-        module.fork_rng()
+        if drops:
+            module.fork_rng()
         if not sequence_parallel:
             # Of the tokens and of the weights by which experts' outputs are added up.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")

@@ -36,6 +36,10 @@ class Support:
     """Why what replicas hold cannot be cut over them."""
     offload: str
     """Why the optimizer's state cannot live in host memory."""
+    zero_in_stages: str = ""
+    """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
+    padding: Callable[[int], str] = lambda ranks: ""
+    """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +97,33 @@ class StandardSchedule:
         """
         sequence_parallel = self.no_sequence_parallel
         if not sequence_parallel:
-            sequence_parallel = self._refusal(sch, {"tp": 1, "sequence_parallel": True}, tp=1)
+            sequence_parallel, _ = self._try(sch, {"tp": 1, "sequence_parallel": True}, tp=1)
+        cut = cache(lambda ranks: self._try(sch, {"tp": ranks}, tp=ranks) if ranks > 1 else ("", ""))
+        staged = cache(lambda stages: self._try(sch, {"pp": stages}, pp=stages) if stages > 1 else ("", ""))
         return Support(
-            tp=cache(lambda ranks: "" if ranks == 1 else self._refusal(sch, {"tp": ranks}, tp=ranks)),
-            pp=cache(lambda stages: "" if stages == 1 else self._refusal(sch, {"pp": stages}, pp=stages)),
+            tp=lambda ranks: cut(ranks)[0],
+            pp=lambda stages: staged(stages)[0],
             sequence_parallel=sequence_parallel,
             zero="",
             offload="",
+            zero_in_stages=self._tied_stages(sch) if not staged(2)[0] else "",
+            padding=lambda ranks: cut(ranks)[1],
         )
 
-    def _refusal(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> str:
-        """Why a configuration cannot be applied; empty where it can."""
+    def _tied_stages(self, sch: "Schedule") -> str:
+        """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy, tied_within, units_of
+        from ...schedule.planned import PlannedMesh
+        from ...schedule.primitives.shard_data import no_tied_stages
+
+        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(pp=2))
+        self(tried, {"pp": 2})
+        tied = tied_within(tried.module, units_of(tried.tree), 2)
+        return no_tied_stages(tied) if tied else ""
+
+    def _try(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> tuple[str, str]:
+        """Why a configuration cannot be applied, empty where it can; and what is padded then."""
         from ...schedule import create_schedule
         from ...schedule.partition import meta_copy, units_of
         from ...schedule.planned import PlannedMesh
@@ -118,8 +138,8 @@ class StandardSchedule:
             check_synced(tried)
             units_of(tried.tree)
         except ScheduleError as error:
-            return str(error)
-        return ""
+            return str(error), ""
+        return "", _padding(tried)
 
     def _cut(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
         if self.tensor_parallel is None:
@@ -134,6 +154,21 @@ class StandardSchedule:
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)
+
+
+def _padding(sch: "Schedule") -> str:
+    """Each size that is filled up, with the first tensor of that size."""
+    from ...schedule.sharding import shards_of, walk
+
+    found: dict[int, str] = {}
+    for path, module in walk(sch.tree.module):
+        for name, shard in shards_of(module).items():
+            size, ranks = shard.shape[shard.dim], shard.axis.size
+            if shard.padded:
+                filled = sum(-(-part // ranks) * ranks for part in shard.parts)
+                what = "columns" if shard.dim else "rows"
+                found.setdefault(size, f"the {size:,} {what} of '{path}.{name}' are padded to {filled:,}")
+    return ", ".join(found.values())
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..collectives import Axis, axis_of
+from ..partition import tied_within
 from ..registry import register_primitive
 from ..schedule import Schedule
 
@@ -33,7 +34,8 @@ def shard_data(
         gathered: at stage 3, paths of those that stay whole from forward to backward, as at stage 2.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks.
+        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks. At `build`: stage
+            2 or 3 in a pipeline whose stages hold tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -84,6 +86,9 @@ def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis
     if zero >= 2:
         from torch.distributed.fsdp import fully_shard
 
+        tied = tied_within(module, context.pipeline.units, context.pipeline.axis.size)
+        if tied:
+            raise ScheduleError(f"shard_data: {no_tied_stages(tied)}")
         for unit in context.pipeline.units:
             if not context.pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
                 fully_shard(unit.module, mesh=sch.mesh["dp"], reshard_after_forward=zero == 3)
@@ -98,6 +103,11 @@ def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis
     context.pipeline.after_step.append(average)
     if zero == 1 and context.optimizer is not None:
         context.optimizer = _redundancy_free(context.optimizer, axis.group)
+
+
+def no_tied_stages(tied: str) -> str:
+    """Why ZeRO 2 and 3 cannot be: each part of a stage is cut by itself, as nothing runs around them."""
+    return f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:

@@ -252,3 +252,18 @@ def test_fusion_needs_a_compiler_and_python_s_headers(cpu, cuda, monkeypatch, tm
     assert "there is no compiler" in devices.fusion_obstacle(cpu)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert devices.fusion_obstacle(cuda()) == "triton is not installed"
+
+
+def test_a_vocabulary_that_is_padded_is_named_beside_the_degree(cuda, compiler):
+    knob = default_space(workload("gpt2"), cuda(count=4), devices=4)["tp"]
+    for degree, padded in ((2, "50,258"), (4, "50,260")):
+        assert f"at {degree} the 50,257 rows of 'transformer.wte.weight' are padded to {padded}" in knob.help
+    assert "padded" not in default_space(workload("t5-base"), cuda(count=4), devices=4)["tp"].help
+
+
+def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cuda, compiler):
+    space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
+    assert space.config(pp=2, tp=1, zero=1, micro_batch=8)
+    assert space.config(pp=1, tp=1, zero=3, micro_batch=8)
+    with pytest.raises(SpaceError, match="one stage holds tied weights"):
+        space.config(pp=2, tp=1, zero=3, micro_batch=8)

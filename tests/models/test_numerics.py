@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from redline.models import Training, numerics
+from redline.models import Training, hugging_face, numerics
 from redline.models.families import schedule_of
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
+from redline.schedule.planned import PlannedMesh
+from transformers import BertConfig, LlamaConfig
 
 QUICK = [
     *((family, cell) for family in ("bert", "t5", "mixtral") for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b")),
@@ -50,7 +52,8 @@ def test_every_family_in_every_combination(two, four, family, combination):
     reason = numerics.obstacle(family, combination)
     if reason:
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
-            ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "tp2"), ("vit", "tp2"), ("wide_resnet", "tp2"),
+            ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "pp2·dp2"), ("albert", "tp2"), ("vit", "tp2"),
+            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"),
         }  # fmt: skip
         assert combination != "tp2", reason
         return
@@ -78,7 +81,6 @@ def test_an_exchange_that_is_missing_is_noticed(two):
 
 
 def check_dropout(sequence_parallel):
-    from redline.models import hugging_face
     from transformers import T5Config
 
     made = hugging_face(
@@ -144,10 +146,33 @@ def test_reasons_name_the_numbers():
     assert "uses one layer 2 times" in supported("albert").pp(2)
     assert "residual" in supported("albert").sequence_parallel
     assert "odd number" in supported("vit").sequence_parallel
+    assert "tied weights, shared.weight and encoder.embed_tokens.weight" in supported("t5").zero_in_stages
+    # Of these two the tie is across stages, which is kept.
+    assert supported("gpt2").zero_in_stages == supported("bert").zero_in_stages == ""
+
+
+def test_sizes_that_ranks_do_not_divide_are_padded_or_refused_in_words():
+    # The vocabulary of 97 with its embedding, once though the head is tied to it.
+    assert supported("gpt2").padding(2) == "the 97 rows of 'transformer.wte.weight' are padded to 98"
+    assert supported("gpt2").padding(1) == supported("vit").padding(2) == ""
+    assert "padded to 100" in supported("bert").padding(4)
+    small = numerics.FAMILIES["bert"][1] | {"intermediate_size": 66}
+    wide = hugging_face(BertConfig(**small))
+    support = wide.schedule.support(create_schedule(skeleton(wide)))
+    assert support.tp(2) == "" and "4 ranks must divide the size 66" in support.tp(4)
+    assert support.padding(4) == ""
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_random_streams_are_set_only_where_something_is_dropped(dropout):
+    made = hugging_face(LlamaConfig(**numerics.FAMILIES["llama"][1], attention_dropout=dropout))
+    sch = create_schedule(skeleton(made), PlannedMesh(tp=2))
+    made.schedule(sch, {"tp": 2})
+    forked = [each.path for each in sch.tree.steps if each.primitive == "fork_rng"]
+    assert ("model.layers.0.self_attn" in forked) == (dropout > 0) == bool(forked)
 
 
 def test_a_model_without_a_plan_says_what_it_lost():
-    from redline.models import hugging_face
     from transformers import ElectraConfig
 
     made = hugging_face(ElectraConfig(num_hidden_layers=2))
