@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
 from .collectives import Axis
-from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, units_of
+from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .schedule import Tree
 from .sharding import holders, is_dtensor
 
@@ -34,6 +34,8 @@ class Pipeline:
         self.mine = range(axis.rank, self.num_stages, axis.size)
         """Indices of the stages on this rank."""
         self.ties = _ties(tree.module, self.units, axis)
+        self.tied_within = tied_within(tree.module, self.units, axis.size)
+        """A weight that several parts of one rank hold, of this or any other; empty where there is none."""
         self.board = Board(device, stages=self.num_stages)
         self.metas = [meta_copy(unit.module) for unit in self.units]
         for unit in self.units:

@@ -9,7 +9,6 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..collectives import Axis, axis_of
-from ..partition import tied_within
 from ..registry import register_primitive
 from ..schedule import Schedule
 
@@ -86,9 +85,8 @@ def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis
     if zero >= 2:
         from torch.distributed.fsdp import fully_shard
 
-        tied = tied_within(module, context.pipeline.units, context.pipeline.axis.size)
-        if tied:
-            raise ScheduleError(f"shard_data: {no_tied_stages(tied)}")
+        if context.pipeline.tied_within:
+            raise ScheduleError(f"shard_data: {no_tied_stages(context.pipeline.tied_within)}")
         for unit in context.pipeline.units:
             if not context.pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
                 fully_shard(unit.module, mesh=sch.mesh["dp"], reshard_after_forward=zero == 3)
