@@ -22,6 +22,7 @@ _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _COUNT = re.compile(r"0|[1-9][0-9]{0,17}")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _UNREAL = ("nan", "inf", "-inf")
+_STATUSES = frozenset(map(str, Status))
 
 
 class Table:
@@ -121,15 +122,15 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
     *lines, rest = text.split("\n")
     names = _columns(path, lines[0] if lines else rest, problems)
     found: dict[int, list[str]] = {}
+    checked = [(place, name) for place, name in enumerate(names) if name in FIXED and (name == "status" or name not in TEXTS)]
+    trial = names.index("trial")
     for number, each in enumerate(lines[1:], start=2):
         if each.strip():
-            cells, fault = _cells(each, names)
-            if fault is None and int(cells[names.index("trial")]) in found:
-                problems.append(
-                    f"{path}, line {number}: trial {cells[names.index('trial')]} again; the later row counts"
-                )
+            cells, fault = _cells(each, len(names), checked)
+            if fault is None and int(cells[trial]) in found:
+                problems.append(f"{path}, line {number}: trial {cells[trial]} again; the later row counts")
             if fault is None:
-                found[int(cells[names.index("trial")])] = cells
+                found[int(cells[trial])] = cells
             else:
                 problems.append(f"{path}, line {number}: {fault}; the row is left out")
     if not lines:
@@ -159,18 +160,21 @@ def trials_of(
 ) -> list[Trial]:
     """The trials that the columns of `parse` tell of; as `trials`."""
     out = []
+    knobs = [(place, name[len(KNOB) :]) for place, name in enumerate(columns) if name.startswith(KNOB)]
+    measured = [(place, name) for place, name in enumerate(columns) if name in FIXED]
+    chosen = ("trial", "sampler", "predicted_throughput", "predicted_memory_mib")
+    number, sampler, throughput, memory = (list(columns).index(name) for name in chosen)
     for cells in zip(*columns.values()):
-        record = dict(zip(columns, cells))
-        knobs = {name[len(KNOB) :]: value for name, value in record.items() if name.startswith(KNOB)}
-        measured = {name: value for name, value in record.items() if value is not None and name in FIXED}
         out.append(
             Trial(
-                number=record["trial"],
-                config=make_config({name: value for name, value in knobs.items() if value is not None}),
-                sampler=record["sampler"],
-                predicted_throughput=record["predicted_throughput"],
-                predicted_memory_mib=record["predicted_memory_mib"],
-                measurement=Measurement.from_dict(measured),
+                number=cells[number],
+                config=make_config({name: cells[place] for place, name in knobs if cells[place] is not None}),
+                sampler=cells[sampler],
+                predicted_throughput=cells[throughput],
+                predicted_memory_mib=cells[memory],
+                measurement=Measurement.from_dict(
+                    {name: cells[place] for place, name in measured if cells[place] is not None}
+                ),
             )
         )
     return out
@@ -193,22 +197,25 @@ def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     return names
 
 
-def _cells(text: str, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """The cells of one line, and what is wrong with it."""
+def _cells(text: str, count: int, checked: Sequence[tuple[int, str]]) -> tuple[list[str], str | None]:
+    """The cells of one line, and what is wrong with it; `checked` are the places of the status and of numbers."""
     try:
         cells = next(csv.reader([text.removesuffix("\r")], strict=True))
     except csv.Error as error:
         return [], f"not CSV ({error})"
-    if len(cells) != len(names):
-        return cells, f"{len(cells)} cells instead of {len(names)}"
-    for name, value in zip(names, cells):
-        if name == "status" and value not in list(Status):
-            return cells, f"status '{value}' is none of {', '.join(Status)}"
-        if name not in FIXED or name in TEXTS or (value == "" and name != "trial"):
+    if len(cells) != count:
+        return cells, f"{len(cells)} cells instead of {count}"
+    for place, name in checked:
+        value = cells[place]
+        if name == "status":
+            if value not in _STATUSES:
+                return cells, f"status '{value}' is none of {', '.join(Status)}"
+        elif value == "" and name != "trial":
             continue
-        if name in INTEGERS and not _COUNT.fullmatch(value):
-            return cells, f"{name} '{value}' is not a whole number"
-        if name not in INTEGERS and value not in _UNREAL and not _REAL.fullmatch(value):
+        elif name in INTEGERS:
+            if not _COUNT.fullmatch(value):
+                return cells, f"{name} '{value}' is not a whole number"
+        elif not _REAL.fullmatch(value) and value not in _UNREAL:
             return cells, f"{name} '{value}' is not a number"
     return cells, None
 

@@ -19,7 +19,7 @@ from ..report.document import plain, rows
 from .discover import runs_under
 
 DISCOVERY_SECONDS = 1.0
-"""How long a list of folders is believed."""
+"""How long a list of folders is believed, or ten times as long as it took to make, in a folder that is huge."""
 
 DOCUMENTS = 8
 """Runs that are remembered whole; of the others only the line in the list is."""
@@ -70,7 +70,7 @@ class Library:
             raise StudyError(f"there is no folder '{root}'; give the folder that holds your runs")
         self.root = Path(root).resolve()
         self._found: list[str] = []
-        self._found_at = float("-inf")
+        self._found_until = float("-inf")
         self._entries: dict[str, _Entry] = {}
         self._wholes: OrderedDict[str, _Whole] = OrderedDict()
         self._lock = threading.RLock()
@@ -83,9 +83,11 @@ class Library:
     def ids(self) -> list[str]:
         """The runs there are, by their paths below the root."""
         with self._lock:
-            if time.monotonic() - self._found_at > DISCOVERY_SECONDS:
+            begin = time.monotonic()
+            if begin >= self._found_until:
                 self._found = runs_under(self.root)
-                self._found_at = time.monotonic()
+                took = time.monotonic() - begin
+                self._found_until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
                 for gone in self._entries.keys() - set(self._found):
                     del self._entries[gone]
                     self._wholes.pop(gone, None)
