@@ -73,7 +73,8 @@ class Layerwise:
         uniform = self.uniform.estimate
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
-        knobs = " ".join(f"{name}={value}" for name, value in self.config.items())
+        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
+        knobs = " ".join(f"{name}={value}" for name, value in words.items())
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the uniform winner, "
             f"at {self.peak_memory_mib / 1024:.1f} GiB instead of {uniform.peak_memory_mib / 1024:.1f} GiB",
