@@ -51,7 +51,9 @@ function logAndExports(id) {
     const formats = el("div", {});
     const log = el("pre", { class: "code log", tabindex: 0 }, "…");
     const told = el("p", { class: "under" });
-    box.append(el("h4", {}, "For the trainer you use"), formats, el("h4", {}, "Log"), told, log);
+    const parts = [[el("h4", {}, "For the trainer you use"), formats], [el("h4", {}, "Log"), told, log]];
+    // Of a trial that failed the log is what one wants to see.
+    box.append(...(row.status === "ok" ? parts : parts.reverse()).flat());
     const [list, text] = await Promise.all([ask("api/exports", { run: id, trial: row.trial }), ask("api/log", { run: id, trial: row.trial })]);
     formats.append(exportPanel(list) || "");
     if (text.why) {
