@@ -11,6 +11,8 @@ from .gaussian_process import Kernel, Posterior, Scales, fit_scales, left_out
 
 LIMIT = 400
 """Trials that a posterior is conditioned on at most."""
+FEW = 100
+"""Trials up to which the scales are fitted again once outliers are known."""
 SOFTNESS = 0.1
 """Scale of the logistic likelihood of an OOM, in log memory. Its tails are those of an outlier-tolerant
 likelihood: one fluke moves the belief by a bounded amount."""
@@ -130,7 +132,7 @@ def _robust_scales(
     if not 3 <= count <= LIMIT:
         return *fit_scales(points, values, basis, prior, extra=own, inflation=inflation), inflation
     # It begins with the scales expected: fitted to an outlier they would make it look ordinary.
-    for _ in range(2):
+    for _ in range(2 if count <= FEW else 1):
         for _ in range(3):
             noise = (scales.noise**2 + own) * inflation
             away = left_out(Kernel(scales, points.shape[1]), points, values, noise, basis)
