@@ -69,10 +69,20 @@ def make_prior(surface: Surface, kind: str, seed: int) -> Any:
 
 
 def estimator_of(surface: Surface) -> Any:
-    """redline's estimator for the model, training and hardware that the table's YAML states."""
+    """redline's estimator for the model, training and hardware that the table's YAML states.
+
+    Raises:
+        LookupError: it states none, or none that the estimator knows.
+    """
     from estimator import load  # bench/estimator.py reads the YAML
 
-    return load(surface.path).estimator
+    missing = [part for part in ("model", "training", "hardware") if not surface.facts.get(part)]
+    if missing:
+        raise LookupError(f"no estimate, as no YAML beside the table states {' and '.join(missing)}")
+    try:
+        return load(surface.path).estimator
+    except rl.UsageError as error:
+        raise LookupError(f"no estimate: {error}") from error
 
 
 def replay(surface: Surface, name: str, seed: int, trials: int) -> dict[str, Any]:
@@ -178,7 +188,10 @@ def plot(path: Path, curves: Mapping[str, np.ndarray]) -> None:
 def infeasible(surface: Surface, name: str, seed: int) -> str:
     """What the whole search says of a table of which every row failed."""
     name, _, kind = name.partition("+")
-    prior = make_prior(surface, kind, seed) if kind else None
+    try:
+        prior = make_prior(surface, kind, seed) if kind else None
+    except LookupError as error:
+        return str(error)
     fn = surface.rows.__getitem__
     result = rl.tune(fn, surface.space, sampler=name, prior=prior, trials=100, seed=seed)
     run = sum(each.measurement.status is not Status.SKIPPED for each in result.all_trials)

@@ -72,6 +72,7 @@ class Search:
         self.listener = self.listener or SearchListener()
         self._watch = Stopwatch(self.budget.seconds)
         self._judge_at = 0
+        self._shortfall = ""
         self.ended = ""
         """Why the search ended, in words."""
 
@@ -160,7 +161,7 @@ class Search:
         successes = sum(trial.ok for trial in finished)
         misses = [trial for trial in finished if trial.measurement.status is Status.OOM]
         # A failure of another kind may be mended, and says nothing of what is feasible.
-        if not successes and (len(misses) < min(MISSES_TO_JUDGE, 3) or len(misses) < len(finished)):
+        if not successes and (not misses or len(misses) < len(finished)):
             return None
         outlook = self.judge.outlook(trials, self.budget.patience)
         if successes:
@@ -174,16 +175,27 @@ class Search:
                 f"the chance that {self.budget.patience} further trials bring another 1 % is "
                 f"{100 * outlook.gain:.2g} % (see patience)"
             )
-        if outlook.works >= SMALL_CHANCE and len(misses) < MISSES_TO_JUDGE:
-            return None
-        said = f"nothing feasible: {len(misses)} trials ran out of memory, and the best chance of another to fit is "
-        said += f"{100 * outlook.works:.2g} %"
-        limits = [
-            trial.measurement.memory_limit_mib for trial in misses if trial.measurement.memory_limit_mib
-        ]
+        limits = [t.measurement.memory_limit_mib for t in misses if t.measurement.memory_limit_mib]
         if outlook.need_mib and limits and outlook.need_mib > limits[-1]:
-            said += f"; the smallest predicted shortfall is {outlook.need_mib - limits[-1]:,.0f} MiB"
-        return said
+            lack = outlook.need_mib - limits[-1]
+            self._shortfall = f"; the smallest predicted shortfall is {lack:,.0f} MiB"
+        few = len(misses) < MISSES_TO_JUDGE and outlook.works >= SMALL_CHANCE
+        if few or len(misses) < min(MISSES_TO_JUDGE, 3):
+            return None
+        return (
+            f"nothing feasible: {_trials(len(misses))} ran out of memory, and the best chance of another to fit is "
+            f"{100 * outlook.works:.2g} %{self._shortfall}"
+        )
+
+    def _exhausted(self, trials: list[Trial]) -> str:
+        """Why the search ends where nothing is left to try, in words."""
+        tried = [trial for trial in trials if not trial.pending and not _skipped(trial)]
+        if tried and all(trial.measurement.status is Status.OOM for trial in tried):
+            return (
+                f"nothing feasible: {_trials(len(tried))} ran out of memory, and every other configuration needs at "
+                f"least as much{self._shortfall}"
+            )
+        return "every valid configuration was tried"
 
     def _choose(self, trials: list[Trial]) -> tuple[Config | None, str]:
         tried = {trial.config for trial in trials}
@@ -195,7 +207,7 @@ class Search:
             return self.fallback, "fallback"
         proposals = self.sampler.propose(trials, 1)
         if not proposals:
-            self.ended = "every valid configuration was tried"
+            self.ended = self._exhausted(trials)
             return None, ""
         return proposals[0], self.sampler.name
 
@@ -302,6 +314,10 @@ def reference(trials: list[Trial], number: int) -> Reference | None:
                 losses=measured.losses, samples_per_step=measured.samples_per_step, config_id=trial.config.id
             )
     return None
+
+
+def _trials(count: int) -> str:
+    return f"{count} trial{'s'[: count > 1]}"
 
 
 def _skipped(trial: Trial) -> bool:

@@ -94,6 +94,19 @@ def test_with_an_estimate_that_says_so_it_takes_fewer_trials():
     assert len(result.all_trials) <= 4
 
 
+def test_where_one_failure_rules_out_the_rest_that_is_nothing_feasible_too():
+    space = Space()
+    space.choice("micro_batch", [1, 2, 4, 8], monotone_memory=1)
+    result = rl.tune(
+        lambda config: Measurement(status=Status.OOM, reason="does not fit", memory_limit_mib=10.0),
+        space,
+        trials=9,
+    )
+    assert [each.measurement.status for each in result.all_trials] == [Status.OOM, *[Status.SKIPPED] * 3]
+    assert "nothing feasible: 1 trial ran out" in result.ended
+    assert "every other configuration needs at least as much" in result.ended
+
+
 def test_crashes_do_not_count_as_not_feasible():
     def fn(config):
         raise KeyError("a bug, which can be mended")
