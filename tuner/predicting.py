@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import RunnerError, UsageError
 from ..models import Workload
 from ..models.device import Device
 from ..space import Config, Space
@@ -91,6 +91,17 @@ def usable(estimator: "Estimator", space: Space, warn: Callable[[str], None]) ->
         warn("the search begins without an estimate: no configuration has a finite one")
         return None
     return estimator
+
+
+def estimate_to_begin_with(
+    workload: Workload, space: Space, warn: Callable[[str], None], **how: Any
+) -> "Estimator | None":
+    """What `estimator_of` makes; None, and why is said once, where this machine cannot be measured."""
+    try:
+        return estimator_of(workload, space, **how)
+    except RunnerError as error:
+        warn(f"the search begins without an estimate: {error}")
+        return None
 
 
 def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:

@@ -18,7 +18,7 @@ from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
 from .loggers import logging_to
-from .predicting import described, device_of, estimator_of, peak_rate, simulator, usable
+from .predicting import described, device_of, estimate_to_begin_with, peak_rate, simulator, usable
 from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
 from .samplers import make_sampler
@@ -182,15 +182,16 @@ def tune(
 
     given, estimator = prior, None
     if task.workload is not None:
-        estimator = estimator_of(
+        estimator = estimate_to_begin_with(
             task.workload,
             task.space,
+            warn,
             devices=task.devices,
             hardware=hardware,
             memory_limit_mib=limit_mib,
             free_batch=task.free_batch,
         )
-        if prior is None:
+        if prior is None and estimator is not None:
             listener.waiting("predicting")
             prior = usable(estimator, task.space, warn)
     if earlier:

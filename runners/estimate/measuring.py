@@ -139,9 +139,51 @@ def this_machine(folder: Path | None = None) -> Hardware:
         return Hardware.from_mapping(
             found["hardware"], name="this-cpu", where=f"the cached measurement {name}"
         )
-    made = measure(short=True).to_hardware()
+    if device.type == "cuda":
+        # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may live
+        # as long as a search.
+        written = _in_a_process("short_measurement", [], timeout_s=120)
+        made = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
+    else:
+        made = measure(short=True).to_hardware()
     facts_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
     return made
+
+
+def short_measurement() -> None:
+    """Prints the hardware of this machine by a short measurement, as JSON in the last line."""
+    print(json.dumps(asdict(measure(short=True).to_hardware())))
+
+
+def _command(function: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a process that calls a function of this module, and its environment."""
+    import sys
+
+    package = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
+    return [sys.executable, "-c", f"from {__name__} import {function}; {function}()"], environment
+
+
+def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
+    """The last line that a function of this module prints in a process of its own.
+
+    Raises:
+        RunnerError: it failed, or took longer.
+    """
+    import subprocess
+
+    command, environment = _command(function)
+    try:
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RunnerError(f"measuring this machine took more than {timeout_s:g} s") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RunnerError(f"measuring this machine failed: {last}")
+    return lines[-1]
 
 
 def table_entry(device: Device) -> Hardware | None:
@@ -225,14 +267,11 @@ def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
         RunnerError: a rank failed.
     """
     import subprocess
-    import sys
     import tempfile
 
-    package = Path(__file__).parents[2]
+    command, environment = _command("link_rank")
     with tempfile.TemporaryDirectory(prefix="redline-measure-") as folder:
         meeting = Path(folder, "rendezvous")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path])}
-        command = [sys.executable, "-c", f"from {__name__} import link_rank; link_rank()"]
         started = [
             subprocess.Popen(
                 [*command, kind, str(rank), str(ranks), str(meeting), str(Path(folder, "result"))],

@@ -1,5 +1,8 @@
 """Measuring the machine at hand, and the hardware file it leaves."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import redline as rl
 from redline.models.device import Device
@@ -52,6 +55,21 @@ def test_two_ranks_measure_their_link(monkeypatch):
 def test_a_rank_that_fails_is_named():
     with pytest.raises(rl.RunnerError, match="rank 0 of 2 failed"):
         measuring._links("no such device", 2)
+
+
+def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch):
+    gpu = Device(type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset())
+    asked = []
+    written = json.dumps(asdict(measure().to_hardware().but(name="this-machine", kind="cuda")))
+    monkeypatch.setattr(measuring, "detect", lambda: gpu)
+    monkeypatch.setattr(measuring, "_in_a_process", lambda function, *_, **__: asked.append(function) or written)
+    assert this_machine(tmp_path).name == "this-machine"
+    assert asked == ["short_measurement"]
+
+
+def test_a_process_that_fails_to_measure_is_told_with_its_last_line():
+    with pytest.raises(rl.RunnerError, match=r"measuring this machine failed: .*no_such_function"):
+        measuring._in_a_process("no_such_function", [], timeout_s=60)
 
 
 def test_this_machine_is_measured_once(quick, tmp_path, monkeypatch):

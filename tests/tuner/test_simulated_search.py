@@ -145,6 +145,18 @@ def test_a_model_that_cannot_be_traced_is_searched_without_an_estimate_and_that_
     assert "begins without an estimate" in said[0] and "aten._local_scalar_dense" in said[0]
 
 
+def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
+    def fails(*_):
+        raise rl.RunnerError("measuring this machine failed: no driver")
+
+    monkeypatch.setattr("redline.runners.estimate.question.machine_of", fails)
+    said = []
+    made = predicting.estimate_to_begin_with(
+        rl.workload("gpt2-tiny"), rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None
+    )
+    assert made is None and said == ["the search begins without an estimate: measuring this machine failed: no driver"]
+
+
 @pytest.mark.slow
 def test_a_real_search_begins_with_predictions_and_ends_with_mfu(tmp_path):
     result = rl.tune(
