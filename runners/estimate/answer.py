@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpaceError, UsageError
 from ...space import Config, Space
 from .columns import columns
+from .facts import TracedFacts
+from .facts_ahead import trace_ahead, variants_of
 from .layerwise import Layerwise, refine
 from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
@@ -122,6 +124,8 @@ def answer(
         chosen = checked_config(question.space, config)
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen)),)
     else:
+        if isinstance(estimator.source, TracedFacts):
+            trace_ahead(estimator.source, variants_of(question.space, estimator.training))
         whole = plan(estimator, question.space, top=top)
         ranked = whole.best
         reference = whole.smallest if not ranked else None

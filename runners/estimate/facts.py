@@ -68,6 +68,23 @@ class TracedFacts:
                 raise
         return self._known[variant]
 
+    def is_known(self, variant: tuple[Any, ...]) -> bool:
+        """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the disk."""
+        if variant in self._known:
+            return True
+        precision, attention, fusion, kernels = variant
+        named = {"precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels}
+        found = facts_cache.load(
+            facts_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder
+        )
+        if found is not None:
+            self._known[variant] = found
+        return found is not None
+
+    def add(self, found: Mapping[tuple[Any, ...], ModelFacts]) -> None:
+        """Takes over variants that another process traced."""
+        self._known.update(found)
+
 
 def trace_facts(
     workload: Workload,

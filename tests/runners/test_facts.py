@@ -206,3 +206,35 @@ def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
     found = facts_cache.load("key", tmp_path)
     assert found is not None and found.parts == facts.parts
     assert [each.name for each in (tmp_path / "facts").iterdir()] == ["key.json"]
+
+
+def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monkeypatch):
+    from redline.runners.estimate import TrainingSetup, facts_ahead
+    from redline.runners.estimate.facts import TracedFacts
+
+    workload = rl.workload("gpt2-tiny")
+    space = rl.Space()
+    space.choice("precision", ["fp32", "bf16"])
+    variants = facts_ahead.variants_of(space, TrainingSetup())
+    assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
+    source = TracedFacts(workload, folder=tmp_path / "ahead")
+    monkeypatch.setattr(facts_ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(facts_ahead.threading, "active_count", lambda: 1)
+    facts_ahead.trace_ahead(source, variants)
+    monkeypatch.setattr("redline.runners.estimate.facts._trace", None)  # nothing is left to trace
+    made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
+    monkeypatch.undo()
+    assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
+
+
+def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_path, monkeypatch):
+    from redline.runners.estimate import facts_ahead
+    from redline.runners.estimate.facts import TracedFacts
+
+    source = TracedFacts(rl.Workload(model=Reads, batch=own_batch, loss=own_loss), folder=tmp_path)
+    monkeypatch.setattr(facts_ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(facts_ahead.threading, "active_count", lambda: 1)
+    facts_ahead.trace_ahead(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
+    for _ in range(2):
+        with pytest.raises(TracingError, match="683 parameters"):
+            source.facts(precision="fp32", attention="sdpa", fusion=False)
