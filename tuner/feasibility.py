@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..results import Status, Trial
+from ..results import Status, Trial, summary
 from ..space import Config, Space
 
 
@@ -55,3 +55,17 @@ class OutOfMemoryKnowledge:
         return f"needs at least the memory of trial {trial.number}, which did not fit" + (
             f" ({more})" if more else ""
         )
+
+
+def tight_winner(trials: Sequence[Trial], headroom: float) -> str:
+    """What to say where the winner leaves less memory free than `headroom`, a share; empty where it does not."""
+    winner = summary.best(trials)
+    if winner is None:
+        return ""
+    peak, limit = winner.measurement.peak_memory_mib, winner.measurement.memory_limit_mib
+    if not peak or not limit or peak <= (1.0 - headroom) * limit:
+        return ""
+    return (
+        f"the winner, trial {winner.number}, takes {100 * peak / limit:.1f} % of the memory, more than the headroom of "
+        f"{100 * headroom:g} % leaves; it may run out of memory in a long run"
+    )

@@ -16,6 +16,7 @@ from ..results import RunFolder
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
+from .feasibility import tight_winner
 from .listener import SearchListener
 from .loggers import logging_to
 from .predicting import described, device_of, estimate_to_begin_with, peak_rate, simulator, usable
@@ -77,7 +78,7 @@ def tune(
     hardware: Any = None,
     sampler: str = DEFAULT_SAMPLER,
     prior: Any = None,
-    warm_start: Sequence[str | Path] = (),
+    warm_start: str | Path | Sequence[str | Path] = (),
     headroom: float = DEFAULT_HEADROOM,
     seed: int = 0,
     out: str | Path | None = None,
@@ -169,7 +170,7 @@ def tune(
         raise UsageError(f"concurrency must be at least 1, but got {concurrency}")
     asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
     budget.check_against(asked_timeout, concurrency or 1, task.devices)
-    earlier, names = read_runs(warm_start)
+    earlier, names = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start)
     if task.simulated and time is not None:
         raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
     asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
@@ -247,6 +248,8 @@ def tune(
                 except KeyboardInterrupt:
                     interrupted, ended = True, "interrupted"
             done = folder.trials()
+            if (tight := tight_winner(done, headroom)) and not interrupted:
+                warn(tight)
             command = command_of(task, target, limit_mib, seed, made_of=done)
             folder.write_best(command, devices=task.device.to_dict())
             result = make_result(

@@ -4,7 +4,7 @@ import pytest
 import redline as rl
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.feasibility import OutOfMemoryKnowledge
+from redline.tuner.feasibility import OutOfMemoryKnowledge, tight_winner
 
 
 def make_space():
@@ -114,3 +114,23 @@ def test_a_resumed_run_knows_what_did_not_fit(tmp_path):
     earlier = [each for each in result.all_trials if each.config in before]
     assert any(each.measurement.status is Status.OOM for each in earlier)
     assert not any(knowledge.blocked_by(each, earlier) for each in after)
+
+
+@pytest.mark.parametrize(("peak", "said"), [(980.0, True), (951.0, True), (949.0, False), (None, False)])
+def test_a_winner_without_headroom_is_flagged(peak, said):
+    measured = Measurement(status=Status.OK, throughput=1.0, peak_memory_mib=peak, memory_limit_mib=1000.0)
+    message = tight_winner([Trial(number=7, config=config(1, 0, 0), measurement=measured)], 0.05)
+    assert bool(message) is said
+    if said:
+        assert "trial 7" in message and "headroom of 5 %" in message
+
+
+def test_tune_says_that_its_winner_is_tight():
+    def fn(at):
+        memory = 990.0 if at["micro_batch"] == 16 else 100.0
+        speed = float(at["micro_batch"])
+        return Measurement(status=Status.OK, throughput=speed, peak_memory_mib=memory, memory_limit_mib=1000.0)
+
+    result = rl.tune(fn, make_space(), trials=90, sampler="grid", patience=0)
+    assert result.best.config["micro_batch"] == 16
+    assert any("takes 99.0 % of the memory" in note for note in result.notes)

@@ -113,7 +113,7 @@ def test_a_search_begins_where_an_earlier_run_ended(tmp_path):
     rl.tune(speed, make_space(), trials=40, patience=0, out=tmp_path / "a")
     best = max(speed(config) for config in make_space())
     after = {}
-    for name, start in (("cold", []), ("warm", [tmp_path / "a"])):
+    for name, start in (("cold", []), ("warm", str(tmp_path / "a"))):
         result = rl.tune(lambda config: speed(config, 55.0), make_space(), trials=4, warm_start=start, seed=3)
         after[name] = result.best.throughput / 55.0 / best
     assert any("warm start from" in note and "40 of 40 trials count" in note for note in result.notes)

@@ -29,7 +29,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
 @workload_options
-@click.option("--trials", type=int, metavar="N", help="Trials in all.  [default: 16, or no limit with --time]")
+@click.option("--trials", type=int, metavar="N", help="Trials in all.  [default: 16, or no limit with --time or --device-hours]")
 @click.option("--time", "duration", metavar="TIME", help="Wall time, such as 90s, 30m or 1h30m.")
 @click.option("--device-hours", type=float, metavar="H", help="Device time of all trials, hours.")
 @click.option(
