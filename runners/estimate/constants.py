@@ -17,6 +17,8 @@ class Constants:
     """CUDA context, libraries' workspaces, NCCL's buffers: what the allocator does not know of, MiB a device."""
     workspace_mib: float = 300.0
     """Of it, what the allocator does know of and a measured peak contains, MiB."""
+    compiled_mib: float = 0.0
+    """What a compiled model takes beyond its tensors: code, guards, the compiler's own data, MiB."""
     loss_factor: float = 1.0
     """Copies of the logits that the framework makes, against those of the facts."""
     slack: float = 0.04
@@ -140,3 +142,32 @@ PROFILES: Mapping[str, Constants] = {
     ),
 }
 """Constants by the framework that trains."""
+CPU = Constants(
+    # A rank's memory counts from the fork: what is left are pools of threads and of operators.
+    context_mib=0.0,
+    workspace_mib=45.0,
+    compiled_mib=40.0,
+    slack=0.0,
+    # Caches are near, kernels need no grid to fill, and a launch is a call.
+    half_rows=40.0,
+    half_width=16.0,
+    bandwidth_efficiency=0.4,
+    launch_us=12.0,
+    # Ranks meet over sockets.
+    collective_us=300.0,
+    overlap=0.0,
+    max_overlap=0.0,
+    straggler_ms=0.0,
+    retry_factor=1.0,
+    # Nobody else need be at rest on the machine.
+    compute_std=0.4,
+    launch_std=0.5,
+    link_std=0.7,
+    time_noise=0.2,
+    network_noise=0.25,
+    static_std=0.1,
+    activation_std=0.15,
+    overhead_std=0.35,
+    memory_noise=0.1,
+)
+"""Constants of redline's own training on a CPU."""

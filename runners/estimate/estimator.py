@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import UsageError
 from .calibration import Correction, fit
 from .columns import Columns, columns
-from .constants import PROFILES, Constants
+from .constants import CPU, PROFILES, Constants
 from .estimate import Estimate, EstimateTable
 from .groups import (
     MEMORY_GROUPS,
@@ -60,7 +60,8 @@ class Estimator:
         self.hardware = _hardware(hardware)
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
-        self.constants = constants if constants is not None else PROFILES[setup.framework]
+        own_cpu = self.hardware.kind == "cpu" and setup.framework == "redline"
+        self.constants = constants or (CPU if own_cpu else PROFILES[setup.framework])
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[tuple[str, str, bool, bool], ModelFacts] = {}

@@ -162,7 +162,11 @@ def stage_peak(
     scattered = np.where((zero >= 2) & (dp > 1), np.minimum(2 * block + ends, weights) * form.gradient, 0.0)
     # Without views into them, DistributedDataParallel's buckets are a second copy of the gradients.
     bucket = np.where(
-        (zero <= 1) & (dp > 1), weights * form.gradient if setup.bucket_copy else 2 * setup.bucket_mib * MIB, 0.0
+        (zero <= 1) & (dp > 1),
+        weights * form.gradient
+        if setup.bucket_copy
+        else np.minimum(2 * setup.bucket_mib * MIB, weights * form.gradient),
+        0.0,
     )
     buffers = gathered + np.maximum(scattered, bucket)
     weight_copies = np.where(zero >= 3, 0.0, weight_copies)  # gathered in that dtype already
@@ -232,7 +236,7 @@ def stage_peak(
     lasting = parameters + gradients + optimizer + master + weight_copies + gradient_copies + buffers
     slack = constants.slack * (activations + checkpoints + loss + recomputation) + constants.slack_lasting * lasting
     slack = slack if setup.reserved_memory else none
-    context = none + constants.workspace_mib * MIB
+    context = none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     values = (
         parameters, gradients, optimizer, master, weight_copies, gradient_copies, activations, checkpoints,
         recomputation, loss, buffers, slack, context,

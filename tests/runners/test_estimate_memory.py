@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from redline.errors import UsageError
-from redline.runners.estimate import Estimator, ModelFacts, TrainingSetup
+from redline.runners.estimate import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.runners.estimate.columns import columns
 from redline.runners.estimate.constants import Constants
 from redline.runners.estimate.memory import MEMORY_TERMS, peak_memory
@@ -134,6 +134,29 @@ def test_gradients_are_there_only_when_they_are():
     assert terms(GPT2, setup, micro_batch=32)["gradients"] * MIB == 124_439_808 * 4
     # Little to keep: the peak is at the end, with all gradients.
     assert terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
+
+
+def test_gradient_buckets_are_no_larger_than_the_gradients():
+    small = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 256}
+    found = terms(small, TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
+    assert 0 < found["buffers"] <= found["gradients"]
+    large = terms(setup=TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
+    assert large["buffers"] == pytest.approx(50)
+
+
+def test_a_cpu_rank_has_no_cuda_context():
+    tiny = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 256}
+    cpu = Hardware(
+        name="cpu", memory_gib=4, tflops={"fp32": 0.1}, memory_gb_per_s=20, devices_per_node=1, kind="cpu",
+        intra_node=Link(name="memory", gb_per_s=3, latency_us=100), inter_node=Link(name="net", gb_per_s=1, latency_us=50),
+    )  # fmt: skip
+    setup = TrainingSetup(seq_len=64, global_batch=4, precision="fp32")
+    plain = Estimator(tiny, cpu, setup)
+    # Measured from the fork on, a dry run of a model of a megabyte takes some tens of MiB; compiled, some more.
+    assert plain({}).peak_memory_mib < 80
+    assert plain({"fusion": True}).peak_memory_mib > plain({}).peak_memory_mib + 20
+    assert plain.memory_limit_mib == 4096
+    assert Estimator(tiny, "h100", setup).memory_limit_mib < 79.1 * 1024
 
 
 def test_an_offloaded_optimizer_leaves_the_device():
