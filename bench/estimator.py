@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from redline.errors import RedlineError
 from redline.results import Measurement, Status, Trial
 from redline.runners.estimate import Estimator, EstimateTable, Hardware, Link, Shape, TrainingSetup, find_hardware
 from redline.runners.estimate.constants import PROFILES
@@ -109,7 +110,8 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
     """The set-up of a YAML, and in words what was inferred from the framework rather than read."""
     notes = []
     recompute = str(data.get("checkpointing", "none")).lower()
-    ratio = 0.0 if recompute in ("none", "no", "false", "off") else 1.0
+    selective = "selective" in recompute
+    ratio = 0.0 if selective or recompute in ("none", "no", "false", "off") else 1.0
     if "not stated" in recompute:
         notes.append("checkpointing not stated: every block, Megatron-LM's habit before selective recomputation")
     master = str(data.get("master_weights", "fp32"))
@@ -120,6 +122,11 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
         notes.append("peak memory is the first stage's, as rank 0 logs it; blocks cut by cost; flash attention")
         notes.append("bf16 gradients beside the fp32 accumulator")
     batch = data.get("global_batch_sequences")
+    attention = "flash_attention_2" if nanotron or "flash" in str(data.get("attention", "")).lower() else "eager"
+    order = str(data.get("pipeline", "1f1b")).lower()
+    pipeline = (
+        "interleaved" if "interleav" in order else "gpipe" if any(each in order for each in ("gpipe", "afab")) else "1f1b"
+    )
     setup = TrainingSetup(
         devices=gpus if isinstance(gpus, int) else 1,
         seq_len=seq_len,
@@ -129,11 +136,13 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
         gradient_dtype=gradients,
         gradient_copy=True,
         scatter_transfers=not nanotron,
-        sequence_parallel="reduce_scatter" in tp_mode or "sequence" in tp_mode,
-        attention="flash_attention_2" if nanotron else "eager",
+        sequence_parallel="reduce_scatter" in tp_mode or "sequence" in tp_mode or bool(data.get("sequence_parallel")),
+        attention=attention,
+        recompute_attention=selective,
         kernels=not nanotron,
         checkpoint_ratio=ratio,
-        pipeline=str(data.get("pipeline", "1f1b")).lower(),
+        pipeline=pipeline,
+        virtual_stages=int(data.get("virtual_stages", 2 if pipeline == "interleaved" else 1)),
         balance="cost" if nanotron else "layers",
         reported_rank="first" if nanotron else "fullest",
         framework=framework,
@@ -354,7 +363,14 @@ def main() -> None:
     paths = [path for path in paths if path.with_suffix(".yaml").exists()]
     if not paths:
         parser.error(f"no table (a CSV with a YAML beside it) in {options.surfaces}")
-    surfaces = [load(path) for path in paths]
+    surfaces, unread = [], 0
+    for path in paths:
+        try:
+            surfaces.append(load(path))
+        except (RedlineError, KeyError) as error:
+            # The other tables are still worth their figures.
+            print(f"{path.stem} is left out: {error}", file=sys.stderr)
+            unread += 1
     if options.conventions:
         for surface in surfaces:
             print(f"{surface.name}: {'; '.join(surface.inferred)}")
@@ -374,6 +390,8 @@ def main() -> None:
             f"after {options.calibrate} random measurements, mean of {options.seeds} seeds, on the rest",
             {**after, "mean": means(after)},
         )
+    if unread:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
