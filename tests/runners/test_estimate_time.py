@@ -223,6 +223,34 @@ def test_llama2_7b_under_fsdp_is_as_fast_as_published(gpus, published):
     assert found.throughput / gpus * flops / 1e12 == pytest.approx(published, rel=bound)
 
 
+LLAMA2_13B = {"layers": 40, "hidden": 5120, "heads": 40, "intermediate": 13824, "vocabulary": 32000}
+LLAMA3_8B = {
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocabulary": 128256,
+}  # fmt: skip
+LLAMA2_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "intermediate": 28672, "vocabulary": 32000}
+
+
+@pytest.mark.parametrize(
+    ("shape", "seq_len", "micro_batch", "ratio", "published"),
+    [
+        (LLAMA3_8B, 8192, 1, 0.5, 2904),
+        (LLAMA2_13B, 4096, 2, 0.0, 2162),
+        (LLAMA2_13B, 4096, 2, 0.5, 1914),
+        (LLAMA2_70B, 4096, 2, 1.0, 353),
+        ({**LLAMA2_70B, "vocabulary": 128256}, 8192, 1, 1.0, 331),
+    ],
+)
+def test_torchtitans_published_speeds_are_met_although_nothing_was_fitted_to_them(
+    shape, seq_len, micro_batch, ratio, published
+):
+    # docs/performance.md of pytorch/torchtitan: tokens/s a device under FSDP2 on 64 A100-80GB.
+    setup = TrainingSetup(
+        devices=64, seq_len=seq_len, global_batch=64 * micro_batch, micro_batch=micro_batch, zero=3,
+        checkpoint_ratio=ratio, precision="bf16_pure", parameter_dtype="fp32", gradient_dtype="fp32", kernels=True,
+    )  # fmt: skip
+    assert Estimator(shape, "a100-80gb", setup)({}).throughput / 64 == pytest.approx(published, rel=0.1)
+
+
 def test_a_bare_machine_is_enough():
     hardware = Hardware(
         name="bare", memory_gib=4, tflops={"fp32": 0.05}, memory_gb_per_s=10, devices_per_node=1, kind="cpu",
