@@ -1,0 +1,277 @@
+"""Measures every configuration of a space, as a table: `python bench/record.py MODEL --out bench/surfaces/NAME.csv`.
+
+The table is what `redline.runners.replay` and `bench/search.py` read: one row a configuration, its knobs, `status`
+(`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for images),
+`step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, what the trial cost. A knob that does not apply to a
+configuration (`zero` on one replica) is written with its default. A YAML beside it holds the facts: the model's
+shape, the training, the hardware, the versions, and the command.
+
+Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call
+that is ended (or whose `--time` is up) loses at most one row: the same command goes on where it stopped.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from redline.errors import RedlineError, UsageError
+from redline.models.device import usable_cores
+from redline.results.environment import versions
+from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
+from redline.space import Config, Space
+from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
+from redline.tuner.cli.options import fixes_of, values_of
+from redline.tuner.tuning import Task, resolve_task
+
+MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total")
+# What a transformers configuration calls the numbers of a shape, by the column of the facts.
+SHAPE = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "n_head"),
+    "num_key_value_heads": ("num_key_value_heads", "num_attention_heads", "num_heads", "n_head"),
+    "intermediate_size": ("intermediate_size", "d_ff", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+}
+
+
+def knobs_of(space: Space, config: Config) -> dict[str, Any]:
+    """A value for every knob of the space; the default of one that does not apply."""
+    return {knob.name: config[knob.name] if knob.name in config else knob.default for knob in space.knobs}
+
+
+def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, Any]:
+    """What the YAML beside the table says."""
+    workload = task.workload
+    assert workload is not None
+    model: dict[str, Any] = {"name": workload.name}
+    configuration = getattr(workload.model, "configuration", None)
+    if configuration is not None:
+        found = configuration()
+        model["family"] = found.model_type
+        for word, names in SHAPE.items():
+            values = [getattr(found, name, None) for name in names]
+            value = next((each for each in values if each is not None), None)
+            if word == "intermediate_size" and value is None:
+                value = 4 * model["hidden_size"]
+            if value is not None:
+                model[word] = value
+    model["seq_len"] = workload.seq_len
+    knobs = task.space.by_name
+    precision = knobs["precision"].values if "precision" in knobs else ()
+    hardware = {
+        "device": "cpu" if terms.device.type == "cpu" else terms.device.name,
+        "name": terms.device.name,
+        "gpus": terms.devices,
+        "gpus_per_node": terms.devices,
+        "threads_per_rank": terms.threads,
+        "memory_limit_mib": terms.memory_limit_mib,
+    }
+    return {
+        "source": "redline's own, measured by bench/record.py",
+        "recorded": date.today().isoformat(),
+        "command": shlex.join(["python", "bench/record.py", *arguments]),
+        "versions": versions(),
+        "objective": "tokens_per_second" if workload.seq_len else "samples_per_second",
+        "model": model,
+        "training": {
+            "precision": precision[0] if len(precision) == 1 else "knob",
+            "optimizer": "adamw",
+            "master_weights": "as the precision says: fp32 but for bf16_pure",
+            "global_batch_sequences": workload.global_batch,
+            "checkpointing": "knob" if "checkpoint_ratio" in knobs else "none",
+            "seed": terms.seed,
+        },
+        "hardware": {key: value for key, value in hardware.items() if value is not None},
+    }
+
+
+class Table:
+    """The CSV: read where there is one, written whole after every row, so that it is never half a table."""
+
+    def __init__(self, path: Path, space: Space, objective: str) -> None:
+        self.path = path
+        self.space = space
+        self.columns = [*(knob.name for knob in space.knobs), "status", "reason", objective, *MEASURED[2:]]
+        self.objective = objective
+        self.order = {self.key(config): at for at, config in enumerate(space)}
+        self.rows: dict[tuple[str, ...], dict[str, str]] = {}
+        if path.is_file():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                if reader.fieldnames != self.columns:
+                    raise UsageError(
+                        f"'{path}' has the columns {reader.fieldnames}, but this space's table has {self.columns}; "
+                        "give the command that began it, or another --out"
+                    )
+                for row in reader:
+                    self.rows[tuple(row[knob.name] for knob in space.knobs)] = row
+        if strange := [key for key in self.rows if key not in self.order]:
+            raise UsageError(f"'{path}' has a row that is not in this space: {strange[0]}; give another --out")
+
+    def key(self, config: Config) -> tuple[str, ...]:
+        return tuple(str(value) for value in knobs_of(self.space, config).values())
+
+    def __contains__(self, config: Config) -> bool:
+        return self.key(config) in self.rows
+
+    def add(self, config: Config, measurement: Any) -> None:
+        """Keeps a row, and the table on disk."""
+        peak = measurement.peak_memory_mib
+        values = {
+            "status": str(measurement.status),
+            "reason": measurement.reason,
+            "step_ms": _text(measurement.step_ms, 2),
+            "step_ms_spread": _text(measurement.step_ms_spread, 2),
+            "peak_memory_gib": _text(None if peak is None else peak / 1024, 5),
+            "seconds_total": _text(measurement.seconds_total, 2),
+            self.objective: _text(getattr(measurement, self.objective), 1),
+        }
+        key = self.key(config)
+        self.rows[key] = {**dict(zip(self.columns, key)), **values}
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows[each] for each in sorted(self.rows, key=self.order.__getitem__))
+        os.replace(partial, self.path)
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def record(table: Table, runner: Runner, left: list[Config], reference: Reference | None, watch: Stopwatch) -> int:
+    """Measures configurations until none is left or the time is up; how many were measured."""
+    for done, config in enumerate(left):
+        if watch.left <= 0:
+            return done
+        measurement = runner.run(TrialRequest(config=config, number=done, reference=reference))
+        table.add(config, measurement)
+        said = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
+        print(f"{len(table.rows):5d}  {measurement.status:<8}{said:<62}{config}", flush=True)
+    return len(left)
+
+
+def reference_of(runner: Runner, space: Space) -> Reference | None:
+    """The losses that every configuration must reproduce: the default's, or with the largest micro-batch that fits."""
+    default = space.default()
+    fixed = {name: default[name] for name in default if name not in ("micro_batch", "grad_accum")}
+    alike = [config for config in space if all(config.get(name) == value for name, value in fixed.items())]
+    alike = [each for each in alike if each.get("micro_batch", 0) <= default.get("micro_batch", 0)]
+    for config in sorted(alike, key=lambda each: -each.get("micro_batch", 0)):
+        measurement = runner.run(TrialRequest(config=config, number=0))
+        if measurement.ok and measurement.losses:
+            return Reference(
+                losses=measurement.losses,
+                samples_per_step=measurement.samples_per_step,
+                config_id=config.id,
+            )
+    print("no reference: the default configuration does not run, so losses are not compared")
+    return None
+
+
+@contextlib.contextmanager
+def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, Runner]]:
+    """The terms of every trial, and the runner, ready."""
+    limit = parse_memory(options.memory_limit)
+    threads = options.threads or max(1, usable_cores() // task.devices)
+    terms = TrialTerms(
+        device=task.device,
+        devices=task.devices,
+        memory_limit_mib=limit,
+        timeout_s=parse_duration(options.trial_timeout, "trial timeout"),
+        threads=threads if task.device.type == "cpu" else None,
+        plan=TimingPlan(
+            warmup_min_steps=1,
+            warmup_max_steps=4,
+            steady_within=0.1,
+            seconds=parse_duration(options.measure_time, "measure time"),
+        ),
+        seed=options.seed,
+    )
+    assert task.workload is not None
+    task.workload.flops.per_sample  # noqa: B018: counted once, here
+    with LocalRunner(task.workload, terms) as runner:
+        runner.wait_ready()
+        yield terms, runner
+
+
+def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
+    """Writes the YAML beside the table.
+
+    Raises:
+        UsageError: there is one, of rows measured on other terms.
+    """
+    import yaml
+
+    if path.is_file():
+        before = yaml.safe_load(path.read_text())
+        for part in ("model", "training", "hardware"):
+            told = {key: value for key, value in before.get(part, {}).items() if key in facts[part]}
+            if told != facts[part]:
+                raise UsageError(
+                    f"the rows so far were measured with {part} {told}, but now it is {facts[part]}; "
+                    f"give the command in '{path}', or another --out"
+                )
+        return
+    path.write_text(yaml.safe_dump({"name": path.stem, **facts}, sort_keys=False, width=110))
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a preset, or FILE.py:NAME")
+    parser.add_argument("--out", type=Path, required=True, help="the table, a CSV")
+    parser.add_argument("--devices", type=int, default=1, help="ranks of a trial")
+    parser.add_argument("--threads", type=int, help="CPU threads of a rank (default: the cores, shared)")
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--global-batch", type=int)
+    parser.add_argument("--memory-limit", help="of a rank, as in 300MiB")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KNOB=A,B")
+    parser.add_argument("--fix", dest="fixed", action="append", default=[], metavar="KNOB=V")
+    parser.add_argument("--measure-time", default="1s", help="of each configuration (never fewer than 3 steps)")
+    parser.add_argument("--trial-timeout", default="60s")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
+    parser.add_argument("--time", help="stop after this long, as in 6m; the same command goes on")
+    parser.add_argument("--count", action="store_true", help="print how many configurations there are, and stop")
+    options = parser.parse_args(arguments)
+    watch = Stopwatch(parse_duration(options.time))
+    task = resolve_task(
+        options.model,
+        devices=options.devices,
+        seq_len=options.seq_len,
+        global_batch=options.global_batch,
+        override=values_of(tuple(options.overrides), "--set"),
+        fix=fixes_of(tuple(options.fixed)),
+    )
+    points = list(task.space)
+    objective = "tokens_per_second" if task.workload.seq_len else "samples_per_second"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    table = Table(options.out, task.space, objective)
+    left = [points[at] for at in np.random.default_rng(options.seed).permutation(len(points))]
+    left = [config for config in left if config not in table]
+    print(f"{len(points)} configurations, {len(points) - len(left)} of them recorded")
+    if options.count or not left:
+        return
+    at = arguments.index("--time") if "--time" in arguments else len(arguments)
+    asked = arguments[:at] + arguments[at + 2 :]
+    with made(task, options) as (terms, runner):
+        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked))
+        record(table, runner, left, reference_of(runner, task.space), watch)
+    print(f"{len(table.rows)} of {len(points)} configurations are in {options.out}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RedlineError as error:
+        raise SystemExit(f"record: {error}") from None
