@@ -267,9 +267,7 @@ class Space:
     def __len__(self) -> int:
         size = self._set().size
         if size > sys.maxsize:
-            raise SpaceError(
-                f"the space has {size} configurations, more than len() can return; use space.size"
-            )
+            raise SpaceError(f"the space has {size} configurations, more than len() can return; use space.size")
         return size
 
     def __bool__(self) -> bool:
@@ -279,15 +277,19 @@ class Space:
         return self._set().iterate()
 
     def at(self, index: int) -> Config:
-        """The configuration at an index, in the order of iteration.
+        """The configuration at an index, in the order of iteration; raises as `take`."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> list[Config]:
+        """The configurations at these indices.
 
         Raises:
             SpaceError: no such index, or too many configurations to list.
         """
-        index, size = operator.index(index), self._set().size
-        if not 0 <= index < size:
-            raise SpaceError(f"0 <= index < {size} must hold, but got {index}")
-        return self._set().at([index])[0]
+        picked, size = [operator.index(each) for each in indices], self._set().size
+        if wrong := [index for index in picked if not 0 <= index < size]:
+            raise SpaceError(f"0 <= index < {size} must hold, but got {wrong[0]}")
+        return self._set().at(picked) if picked else []
 
     def index(self, config: Mapping[str, Any]) -> int:
         """The index of a configuration: `space.at(space.index(config)) == config`.

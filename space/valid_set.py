@@ -178,10 +178,17 @@ class ValidSet:
         rows = zip(*columns) if columns else [()] * count
         if not absent:
             return configs(names, rows)
-        out = []
-        for row in rows:
-            here = [(name, value) for name, value in zip(names, row) if value is not _ABSENT]
-            out += configs([name for name, _ in here], [tuple([value for _, value in here])])
+        # Configurations that lack the same knobs are made together; `places` puts them back in order.
+        missing = np.stack([np.fromiter((v is _ABSENT for v in column), bool, count) for column in columns])
+        patterns, which = np.unique(missing, axis=1, return_inverse=True)
+        out: list[Config] = [None] * count  # type: ignore[list-item]
+        for at, pattern in enumerate(patterns.T):
+            here = [name for name, lacks in zip(names, pattern) if not lacks]
+            kept = [column for column, lacks in zip(columns, pattern) if not lacks]
+            places = np.flatnonzero(which.ravel() == at).tolist()
+            made = configs(here, zip(*([column[i] for i in places] for column in kept))) if kept else []
+            for place, config in zip(places, made or configs([], [()] * len(places))):
+                out[place] = config
         return out
 
     def _objects(

@@ -1,7 +1,7 @@
 """Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ FAVOURITES = 512
 """Of these, what is among the candidates of every round."""
 SET_ASIDE = 0.4
 """Chance of working below which a candidate is set aside, as long as there are others."""
+REMEMBERED = 65_536
+"""The prior's answers that are kept where the space is too large to be listed, at most."""
 LEADERS = 5
 """Best trials whose neighbours are always among the candidates."""
 CAUTION = 2.0
@@ -113,6 +115,9 @@ class BayesSampler(Sampler):
         self._headroom = headroom
         self._predicted: dict[Config, tuple[float, ...]] = {}
         self._favourites: list[Config] | None = None
+        self._table = np.empty((0, 5))
+        """What the prior says of a listed space, a row a configuration: as `Predictions`; `_asked` where it did."""
+        self._asked = np.empty(0, dtype=bool)
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
@@ -172,20 +177,34 @@ class BayesSampler(Sampler):
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """The prior's answers for these configurations, each asked for once."""
-        assert self._prior is not None
         new = [config for config in dict.fromkeys(configs) if config not in self._predicted]
+        if len(new) + len(self._predicted) > REMEMBERED:
+            self._predicted = {each: self._predicted[each] for each in configs if each in self._predicted}
         if new:
-            found = self._prior.predict(new)
-            columns = (found.log_throughput, found.log_memory, found.log_need, found.fits, found.log_std)
-            self._predicted.update(zip(new, zip(*(column.tolist() for column in columns))))
-        array = np.array([self._predicted[config] for config in configs], dtype=float).reshape(-1, 5)
-        return Predictions(
-            log_throughput=array[:, 0],
-            log_memory=array[:, 1],
-            log_need=array[:, 2],
-            fits=array[:, 3],
-            log_std=array[:, 4],
-        )
+            self._predicted.update(zip(new, map(tuple, self._ask(new).tolist())))
+        return _columns(np.array([self._predicted[config] for config in configs]).reshape(-1, 5))
+
+    def predict_candidates(self, candidates: Candidates) -> Predictions:
+        """The prior's answers for all candidates; those of a listed space are made only to be asked for."""
+        if candidates.rows is None:
+            return self.predict(candidates.configs(np.arange(len(candidates))))
+        if not len(self._asked):
+            self._asked = np.zeros(len(self._encoding.listed), dtype=bool)
+            self._table = np.full((len(self._asked), 5), np.nan)
+        new = np.flatnonzero(~self._asked[candidates.rows])
+        if len(new):
+            self._table[candidates.rows[new]] = self._ask(candidates.configs(new))
+            self._asked[candidates.rows[new]] = True
+        return _columns(self._table[candidates.rows])
+
+    def _ask(self, configs: Sequence[Config]) -> np.ndarray:
+        assert self._prior is not None
+        found = self._prior.predict(configs)
+        return np.column_stack([getattr(found, each.name) for each in fields(Predictions)])
+
+
+def _columns(array: np.ndarray) -> Predictions:
+    return Predictions(**{each.name: column for each, column in zip(fields(Predictions), array.T)})
 
 
 class _Round:
@@ -201,18 +220,11 @@ class _Round:
         left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
         self.candidates = self._thin(left, best).joined(sampler.favourites())
         # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
-        self.configs = (
-            [self.candidates.config(i) for i in range(len(self.candidates))]
-            if (pending or sampler._prior is not None)
-            else None
-        )
         self.open = np.ones(len(self.candidates), dtype=bool)
         self.pending: list[int] = []
-        if pending and self.configs is not None:
-            for index, config in enumerate(self.configs):
-                if config in pending:
-                    self.open[index] = False
-                    self.pending.append(index)
+        if pending:
+            self.pending = self.candidates.find(pending)
+            self.open[self.pending] = False
 
     def _thin(self, left: Candidates, best: np.ndarray) -> Candidates:
         if len(left) <= LIMIT:
@@ -303,8 +315,9 @@ class _Round:
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, at])
         predictions = None
-        if self.sampler._prior is not None and self.configs is not None:
-            predictions = self.sampler.predict([*(t.config for t in self.known), *self.configs])
+        if self.sampler._prior is not None:
+            tried = self.sampler.predict([trial.config for trial in self.known])
+            predictions = tried.joined(self.sampler.predict_candidates(self.candidates))
         self.cost = self._costs(points, at)
         self.works = self._chance(points, at, everything, predictions)
         self.best, self.speed = None, None

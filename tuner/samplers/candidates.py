@@ -1,6 +1,6 @@
 """What can still be proposed: the valid configurations that are in no trial."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -33,7 +33,8 @@ class Candidates:
         self.codes = codes
         self._seen = seen
         self._configs = configs
-        self._rows = rows
+        self.rows = rows
+        """Their positions in the listed space, shape (n,); None where it is not listed."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -42,7 +43,21 @@ class Candidates:
         """The candidate of row `index`."""
         if self._configs is not None:
             return self._configs[index]
-        return self.encoding.space.at(int(self._rows[index]))
+        return self.encoding.space.at(int(self.rows[index]))
+
+    def configs(self, indices: np.ndarray) -> list[Config]:
+        """The candidates of the rows `indices`, shape (m,)."""
+        if self._configs is not None:
+            return [self._configs[i] for i in indices]
+        return self.encoding.space.take(self.rows[indices].tolist())
+
+    def find(self, configs: Iterable[Config]) -> list[int]:
+        """The indices of those of these configurations that are candidates, ascending."""
+        if self._configs is not None:
+            wanted = set(configs)
+            return [index for index, config in enumerate(self._configs) if config in wanted]
+        rows = [row for row in map(self.encoding.row, configs) if row is not None]
+        return np.flatnonzero(np.isin(self.rows, rows)).tolist()
 
     def lookup(self, code: np.ndarray) -> Config | None:
         """The configuration of a code, in the sample or not; None where it is invalid or was tried."""
@@ -70,7 +85,7 @@ class Candidates:
     def take(self, indices: np.ndarray) -> "Candidates":
         """The candidates of the rows `indices`, shape (m,)."""
         configs = None if self._configs is None else [self._configs[i] for i in indices]
-        rows = None if self._rows is None else self._rows[indices]
+        rows = None if self.rows is None else self.rows[indices]
         return Candidates(self.encoding, self.codes[indices], self._seen, configs=configs, rows=rows)
 
     def joined(self, configs: Sequence[Config]) -> "Candidates":
@@ -85,7 +100,7 @@ class Candidates:
             return self
         added = [config for config, _ in new.values()]
         codes = np.concatenate([self.codes, stack([code for _, code in new.values()], self.codes.shape[1])])
-        rows = self._rows
+        rows = self.rows
         if rows is not None:
             rows = np.concatenate([rows, [self.encoding.row(config) for config in added]])
         own = None if self._configs is None else [*self._configs, *added]

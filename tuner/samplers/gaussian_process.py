@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.linalg import cho_solve, cholesky, solve_triangular
+from scipy.linalg.lapack import dpotri
 from scipy.optimize import minimize
 
 _SQRT5 = 5.0**0.5
@@ -52,31 +53,91 @@ class Kernel:
             scales, length=np.broadcast_to(np.asarray(scales.length, float), (columns,)).copy()
         )
 
-    def between(self, a: np.ndarray, b: np.ndarray, basis_a: np.ndarray, basis_b: np.ndarray) -> np.ndarray:
+    def between(
+        self, a: "Points | np.ndarray", b: "Points | np.ndarray", basis_a: np.ndarray, basis_b: np.ndarray
+    ) -> np.ndarray:
         """Covariances of points a (n, columns) and b (m, columns): shape (n, m).
 
         `basis_*` hold the basis functions times their deviations, shape (points, functions).
         """
+        a, b = Points.of(a), Points.of(b)
         out = basis_a @ basis_b.T
-        columns = a.shape[1]
-        if not columns:
+        if not a.columns:
             return out + self.scales.joint**2 + self.scales.additive**2
-        square = np.zeros((len(a), len(b)))
-        additive = np.zeros((len(a), len(b)))
-        for column in range(columns):
-            # Columns have few different values, so the function is evaluated on those alone.
-            values_a, rows_a = np.unique(a[:, column], return_inverse=True)
-            values_b, rows_b = np.unique(b[:, column], return_inverse=True)
-            apart = np.abs(values_a[:, None] - values_b[None, :]) / self.scales.length[column]
-            additive += matern(apart)[rows_a][:, rows_b]
-            square += (apart**2)[rows_a][:, rows_b]
-        out += self.scales.additive**2 / columns * additive
-        out += self.scales.joint**2 * matern(np.sqrt(square))
+        # Columns have few different values, so functions of two of them are evaluated on those alone.
+        apart = [
+            np.abs(levels[:, None] - others[None, :]) / length
+            for levels, others, length in zip(a.levels, b.levels, self.scales.length)
+        ]
+        joint = _spread([each**2 for each in apart], a, b)
+        np.sqrt(joint, out=joint)
+        out += self.scales.joint**2 * matern(joint)
+        share = self.scales.additive**2 / a.columns
+        out += _spread([share * matern(each) for each in apart], a, b)
         return out
 
     def diagonal(self, basis: np.ndarray) -> np.ndarray:
         """Prior variances of points, shape (n,)."""
         return (basis**2).sum(axis=1) + self.scales.additive**2 + self.scales.joint**2
+
+
+class Points:
+    """Points (n, columns) with the different values of each column, and which of them each point has."""
+
+    def __init__(self, points: np.ndarray) -> None:
+        self.rows, self.columns = points.shape
+        self.levels: list[np.ndarray] = []
+        """Values of each column, ascending."""
+        self.codes: list[np.ndarray] = []
+        """Position of each point's value among them, shape (n,) a column."""
+        for column in points.T:
+            levels, codes = np.unique(column, return_inverse=True)
+            self.levels.append(levels)
+            self.codes.append(codes)
+        self._one_hot: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, points: "Points | np.ndarray") -> "Points":
+        """These points; what is one already stays as it is."""
+        return points if isinstance(points, Points) else cls(points)
+
+    @property
+    def width(self) -> int:
+        """Levels of all columns together."""
+        return sum(map(len, self.levels))
+
+    @property
+    def one_hot(self) -> np.ndarray:
+        """1 for each level that a point has, shape (levels, n)."""
+        if self._one_hot is None:
+            self._one_hot = np.zeros((self.width, self.rows))
+            start, rows = 0, np.arange(self.rows)
+            for levels, codes in zip(self.levels, self.codes):
+                self._one_hot[start + codes, rows] = 1.0
+                start += len(levels)
+        return self._one_hot
+
+    def row(self, index: int) -> "Points":
+        """One of them."""
+        out = Points.__new__(Points)
+        out.rows, out.columns, out._one_hot = 1, self.columns, None
+        out.levels = [levels[[codes[index]]] for levels, codes in zip(self.levels, self.codes)]
+        out.codes = [np.zeros(1, dtype=int)] * self.columns
+        return out
+
+
+def _spread(tables: Sequence[np.ndarray], a: Points, b: Points) -> np.ndarray:
+    """Sum over columns of `table[level of a, level of b]`: shape (n, m).
+
+    Two matrix products where there are few levels: ten times as fast as looking every pair up.
+    """
+    if a.rows > 16 and b.width <= 32 * b.columns:
+        left = np.concatenate([table[codes] for table, codes in zip(tables, a.codes)], axis=1)
+        return left @ b.one_hot
+    out = np.zeros((a.rows, b.rows))
+    for table, codes_a, codes_b in zip(tables, a.codes, b.codes):
+        out += np.take(table[codes_a], codes_b, axis=1)
+    return out
 
 
 def matern(distance: np.ndarray) -> np.ndarray:
@@ -100,8 +161,15 @@ class _Evidence:
         self.values, self.prior, self.extra, self.inflation = values, prior, extra, inflation
         self.spread = np.full(points.shape[1] + 3, prior.spread)
         self.spread[-1] = prior.noise_spread
-        self.apart = np.abs(points.T[:, :, None] - points.T[:, None, :])
         self.columns, self.n = points.shape[1], len(values)
+        # As in `Kernel.between`: functions of two values of a column are evaluated on the few there are.
+        known = Points(points)
+        self.apart = [np.abs(levels[:, None] - levels[None, :]).ravel() for levels in known.levels]
+        starts = np.cumsum([0, *(len(each) for each in self.apart)])
+        self.pairs = np.empty((self.columns, self.n, self.n), dtype=np.intp)
+        """Where the tables of all columns, laid end to end, hold each pair of points."""
+        for column, (levels, codes) in enumerate(zip(known.levels, known.codes)):
+            self.pairs[column] = starts[column] + codes[:, None] * len(levels) + codes[None, :]
         self.fixed = basis @ basis.T
         self.centre = np.log(
             [*np.broadcast_to(prior.length, (self.columns,)), prior.joint, prior.additive, prior.noise]
@@ -111,11 +179,14 @@ class _Evidence:
         """Negative log density and gradient at the logarithms (length..., joint, additive, noise)."""
         lengths = np.exp(logs[: self.columns])
         joint, additive, noise = np.exp(2 * logs[self.columns :])
-        scaled = self.apart / lengths[:, None, None]
-        each = matern(scaled)
-        distance = np.sqrt((scaled**2).sum(axis=0))
-        all_of_them = matern(distance)
-        added = each.mean(axis=0) if self.columns else np.ones((self.n, self.n))
+        scaled = np.concatenate([*(each / length for each, length in zip(self.apart, lengths)), []])
+        squares = (scaled**2)[self.pairs]
+        distance = np.sqrt(squares.sum(axis=0))
+        decay = np.exp(-_SQRT5 * distance)
+        all_of_them = (1.0 + _SQRT5 * distance + 5.0 / 3.0 * distance**2) * decay
+        added = (
+            matern(scaled)[self.pairs].mean(axis=0) if self.columns else np.ones((self.n, self.n))
+        )
         covariance = self.fixed + joint * all_of_them + additive * added
         covariance[np.diag_indices(self.n)] += (noise + self.extra) * self.inflation + _JITTER
         try:
@@ -123,7 +194,8 @@ class _Evidence:
         except np.linalg.LinAlgError:
             return 1e25, np.zeros_like(logs)
         weights = cho_solve((lower, True), self.values, check_finite=False)
-        inverse = cho_solve((lower, True), np.eye(self.n), check_finite=False)
+        inverse = dpotri(lower, lower=1)[0]
+        inverse = np.tril(inverse) + np.tril(inverse, -1).T
         away = (logs - self.centre) / self.spread
         value = 0.5 * self.values @ weights + np.log(np.diag(lower)).sum() + 0.5 * self.n * np.log(2 * np.pi)
         value += 0.5 * (away**2).sum()
@@ -131,12 +203,12 @@ class _Evidence:
         slope = 0.5 * (inverse - np.outer(weights, weights))
         gradient = away / self.spread
         # d matern(r) / d log l_c = 5/3 (1 + sqrt5 r) exp(-sqrt5 r) s_c^2, with s_c the scaled distance along c.
-        whole = slope * joint * (5.0 / 3.0) * (1 + _SQRT5 * distance) * np.exp(-_SQRT5 * distance)
-        squares = scaled**2
-        gradient[: self.columns] += (squares * whole).sum(axis=(1, 2))
+        whole = slope * joint * (5.0 / 3.0) * (1 + _SQRT5 * distance) * decay
+        gradient[: self.columns] += squares.reshape(self.columns, self.n**2) @ whole.ravel()
         if self.columns:
-            steep = (5.0 / 3.0) * (1 + _SQRT5 * scaled) * np.exp(-_SQRT5 * scaled) * squares
-            gradient[: self.columns] += additive / self.columns * (steep * slope).sum(axis=(1, 2))
+            steep = (5.0 / 3.0) * (1 + _SQRT5 * scaled) * np.exp(-_SQRT5 * scaled) * scaled**2
+            sums = steep[self.pairs].reshape(self.columns, self.n**2) @ slope.ravel()
+            gradient[: self.columns] += additive / self.columns * sums
         gradient[self.columns] += 2 * joint * (slope * all_of_them).sum()
         gradient[self.columns + 1] += 2 * additive * (slope * added).sum()
         gradient[self.columns + 2] += 2 * noise * (np.diag(slope) * self.inflation).sum()
@@ -222,11 +294,12 @@ class Posterior:
         at: np.ndarray,
         at_basis: np.ndarray,
     ) -> None:
-        self.kernel, self._at, self._at_basis = kernel, at, at_basis
+        self.kernel, self._at, self._at_basis = kernel, Points.of(at), at_basis
+        points = Points.of(points)
         own = kernel.between(points, points, basis, basis)
-        own[np.diag_indices(len(points))] += noise + _JITTER
+        own[np.diag_indices(points.rows)] += noise + _JITTER
         lower = cholesky(own, lower=True, check_finite=False)
-        cross = kernel.between(points, at, basis, at_basis)
+        cross = kernel.between(points, self._at, basis, at_basis)
         self._projected = solve_triangular(lower, cross, lower=True, check_finite=False)
         """L^-1 K(points, candidates), shape (n, m)."""
         whitened = solve_triangular(lower, values, lower=True, check_finite=False)
@@ -239,7 +312,7 @@ class Posterior:
     def observe(self, index: int, noise: float) -> None:
         """Conditions on candidate `index` having its mean as value, with noise of that variance: the means
         stay, the variances around it shrink."""
-        here, basis = self._at[[index]], self._at_basis[[index]]
+        here, basis = self._at.row(index), self._at_basis[[index]]
         covariance = self.kernel.between(here, self._at, basis, self._at_basis)[0]
         covariance -= self._projected[:, index] @ self._projected
         for row in self._extra:

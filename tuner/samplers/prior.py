@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,13 @@ class Predictions:
     """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
     log_std: np.ndarray
     """Standard deviation of `log_throughput` as the prior itself sees it, NaN where unknown; shape (n,)."""
+
+    def joined(self, other: "Predictions") -> "Predictions":
+        """These, then those of `other`."""
+        names = [each.name for each in fields(self)]
+        return Predictions(
+            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
+        )
 
 
 class Prior:
