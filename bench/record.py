@@ -3,7 +3,8 @@
 The table is what `redline.runners.replay` and `bench/search.py` read: one row a configuration, its knobs, `status`
 (`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for images),
 `step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, what the trial cost. A knob that does not apply to a
-configuration (`zero` on one replica) is written with its default. A YAML beside it holds the facts: the model's
+configuration (`zero` on one replica) is written with its default. `--passes N` measures what ran N times, spread over
+the recording, and keeps the fastest (`measured` counts them): other load on the machine only ever adds time. A YAML beside it holds the facts: the model's
 shape, the training, the hardware, the versions, and the command.
 
 Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call
@@ -31,7 +32,7 @@ from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.cli.options import fixes_of, values_of
 from redline.tuner.tuning import Task, resolve_task
 
-MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total")
+MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")
 # What a transformers configuration calls the numbers of a shape, by the column of the facts.
 SHAPE = {
     "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
@@ -121,8 +122,10 @@ class Table:
     def key(self, config: Config) -> tuple[str, ...]:
         return tuple(str(value) for value in knobs_of(self.space, config).values())
 
-    def __contains__(self, config: Config) -> bool:
-        return self.key(config) in self.rows
+    def done(self, config: Config, passes: int) -> bool:
+        """Whether it was measured so often. What did not run once does not run again."""
+        row = self.rows.get(self.key(config))
+        return row is not None and (row["status"] != "ok" or int(row["measured"]) >= passes)
 
     def add(self, config: Config, measurement: Any) -> None:
         """Keeps a row, and the table on disk."""
@@ -137,6 +140,10 @@ class Table:
             self.objective: _text(getattr(measurement, self.objective), 1),
         }
         key = self.key(config)
+        before = self.rows.get(key)
+        values["measured"] = str(1 + (0 if before is None else int(before["measured"])))
+        if before is not None and measurement.ok and float(before["step_ms"]) <= measurement.step_ms:
+            values = {**before, "measured": values["measured"]}
         self.rows[key] = {**dict(zip(self.columns, key)), **values}
         partial = self.path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
@@ -152,11 +159,16 @@ def _text(value: float | None, digits: int) -> str:
 
 def record(table: Table, runner: Runner, left: list[Config], reference: Reference | None, watch: Stopwatch) -> int:
     """Measures configurations until none is left or the time is up; how many were measured."""
+    failed: set[Config] = set()
     for done, config in enumerate(left):
         if watch.left <= 0:
             return done
+        if config in failed:
+            continue
         measurement = runner.run(TrialRequest(config=config, number=done, reference=reference))
         table.add(config, measurement)
+        if not measurement.ok:
+            failed.add(config)
         said = _text(getattr(measurement, table.objective), 0) or measurement.reason[:60]
         print(f"{len(table.rows):5d}  {measurement.status:<8}{said:<62}{config}", flush=True)
     return len(left)
@@ -241,6 +253,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--measure-time", default="1s", help="of each configuration (never fewer than 3 steps)")
     parser.add_argument("--trial-timeout", default="60s")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
+    parser.add_argument("--passes", type=int, default=1, help="how often what runs is measured")
     parser.add_argument("--time", help="stop after this long, as in 6m; the same command goes on")
     parser.add_argument("--count", action="store_true", help="print how many configurations there are, and stop")
     options = parser.parse_args(arguments)
@@ -257,9 +270,9 @@ def main(arguments: list[str]) -> None:
     objective = "tokens_per_second" if task.workload.seq_len else "samples_per_second"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     table = Table(options.out, task.space, objective)
-    left = [points[at] for at in np.random.default_rng(options.seed).permutation(len(points))]
-    left = [config for config in left if config not in table]
-    print(f"{len(points)} configurations, {len(points) - len(left)} of them recorded")
+    points = [points[at] for at in np.random.default_rng(options.seed).permutation(len(points))]
+    left = [config for number in range(1, options.passes + 1) for config in points if not table.done(config, number)]
+    print(f"{len(points)} configurations, {len(table.rows)} of them recorded; {len(left)} measurements left")
     if options.count or not left:
         return
     at = arguments.index("--time") if "--time" in arguments else len(arguments)

@@ -33,7 +33,7 @@ RESULTS = {
         "mfu_percent",
         "mfu",
     ),
-    *("step_ms_spread", "seconds_total", "loss", "trial"),
+    *("step_ms_spread", "seconds_total", "measured", "loss", "trial"),
 }
 MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "tp": -1, "pp": -1}
 """Knobs of which more needs more memory (1) or less (-1)."""

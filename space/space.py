@@ -267,7 +267,7 @@ class Space:
     def __len__(self) -> int:
         size = self._set().size
         if size > sys.maxsize:
-            raise SpaceError(f"the space has {size} configurations, more than len() can return; use space.size")
+            raise SpaceError(f"{size} configurations are more than len() can return; use space.size")
         return size
 
     def __bool__(self) -> bool:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, Any]:
     """What run.yaml keeps of the request."""
     workload = task.workload
+    what = {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name}
+    if (lora := getattr(workload and workload.model, "lora", None)) is not None:
+        what["lora"] = str(lora)
     return {
         "model": task.name,
-        "workload": {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name},
+        "workload": what,
         "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.device.to_dict(), "used": task.devices},
         "seq_len": workload.seq_len if workload else None,

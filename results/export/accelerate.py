@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .common import note_attention, note_partial_checkpointing, note_pipeline, note_pure_bf16
+from .common import note_attention, note_lora, note_partial_checkpointing, note_pipeline, note_pure_bf16
 from .setup import Setup
 from .target import Target, hashed
 
@@ -103,6 +103,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
 
 
 def _note_the_rest(setup: Setup) -> None:
+    note_lora(setup)
     if setup.micro_batch is not None:
         setup.note(
             f"micro_batch={setup.micro_batch} is your DataLoader's batch_size, and "

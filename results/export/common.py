@@ -22,11 +22,35 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
 
 def note_pipeline(setup: Setup) -> None:
     """States that there are no pipeline stages."""
-    if setup.pp > 1:
+    if setup.order_of_stages() is not None:
         setup.note(
             f"pp={setup.pp} has no counterpart here: this file runs on {setup.tp * setup.dp} instead of "
             f"{setup.devices} devices, each holding {setup.pp} times the layers; torchtitan, megatron and "
             "python have pipelines"
+        )
+
+
+def note_gpipe(setup: Setup, done: str) -> None:
+    """States that a pipeline's forwards do not all come first."""
+    if setup.order_of_stages() == "gpipe":
+        setup.note(f"pipeline_schedule=gpipe has no counterpart here: {done}")
+
+
+def note_lora(setup: Setup) -> None:
+    """States that adapters are the model's own."""
+    if setup.lora:
+        given = dict(each.split("=", 1) for each in setup.lora.split(","))
+        target = given.get("target", "").split("+")
+        arguments = [f"r={given['r']}", f"lora_alpha={given.get('alpha', given['r'])}"]
+        if target == ["all-linear"]:
+            arguments.append("target_modules='all-linear'")
+        elif target != [""]:
+            arguments.append(f"target_modules={target}")
+        if "dropout" in given:
+            arguments.append(f"lora_dropout={given['dropout']}")
+        setup.note(
+            f"lora={setup.lora}: only adapters were trained; give the model theirs by "
+            f"peft.get_peft_model(model, peft.LoraConfig({', '.join(arguments)}))"
         )
 
 

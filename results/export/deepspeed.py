@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .common import note_attention
+from .common import note_attention, note_gpipe, note_lora
 from .setup import Setup, words
 from .target import Target
 
@@ -32,6 +32,7 @@ def config(setup: Setup) -> dict[str, Any]:
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
         )
+        note_gpipe(setup, "DeepSpeed's pipelines run 1F1B")
     _note_the_rest(setup)
     return out
 
@@ -78,6 +79,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
 
 
 def _note_the_rest(setup: Setup) -> None:
+    note_lora(setup)
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
         setup.note(

@@ -2,6 +2,7 @@
 
 import shlex
 
+from .common import note_gpipe
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -30,6 +31,9 @@ def flags(setup: Setup) -> list[str]:
         out.append(f"--attention-backend {_ATTENTION.get(attention, 'auto')}")
         if attention not in _ATTENTION:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
+    note_gpipe(setup, "Megatron's pipelines run 1F1B")
+    if setup.lora:
+        setup.note(f"lora={setup.lora}: Megatron-LM itself has no adapters; all weights would be trained")
     if setup.knob("fusion"):
         setup.note(
             "fusion=true: Megatron does not use torch.compile; its own fused kernels are on by default"

@@ -15,6 +15,7 @@ def _content(setup: Setup) -> dict[str, Any]:
     trial = setup.trial
     out: dict[str, Any] = {
         "model": setup.model or None,
+        "lora": setup.lora or None,
         "trial": trial.number,
         "devices": setup.devices,
         "seq_len": setup.seq_len,
@@ -39,6 +40,7 @@ def _json(setup: Setup, comment: str) -> str:
 def _env(setup: Setup, comment: str) -> str:
     values = {
         "model": setup.model or None,
+        "lora": setup.lora or None,
         "devices": setup.devices,
         "seq_len": setup.seq_len,
         "global_batch": setup.global_batch,

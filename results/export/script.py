@@ -50,7 +50,7 @@ def main():
     if world_size > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
 
-    workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<data>)
+    workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<lora><data>)
     training = Training(workload, CONFIG, device, seed=args.seed, rank=rank, world_size=world_size, fresh_data=True)
     begin = time.perf_counter()
     for step in range(1, args.steps + 1):
@@ -104,6 +104,7 @@ def _python(setup: Setup, comment: str) -> str:
         "seed": repr(int(setup.seed)),
         "config": config,
         "data_option": "" if own else _DATA,
+        "lora": f", lora={setup.lora!r}" if setup.lora else "",
         "data": "" if own else ", data=args.data",
     }
     # One pass, so that a value that looks like a placeholder stays what it is.

@@ -12,6 +12,7 @@ NEUTRAL: Mapping[str, Any] = {
     "dp": 1,
     "zero": 0,
     "sequence_parallel": False,
+    "pipeline_schedule": None,
     "micro_batch": 1,
     "grad_accum": 1,
     "checkpoint_ratio": 0,
@@ -53,6 +54,8 @@ class Setup:
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
         """How it was asked for: a preset's name, a path, a hub id, `file.py:name`; empty if a callable was."""
+        self.lora: str = str(workload.get("lora") or "")
+        """The adapters that are trained, as `--lora` takes them; empty where all weights are."""
         self.seq_len: int | None = asked.get("seq_len")
         """Tokens of a sample."""
         self.seed: int = asked.get("seed") or 0
@@ -69,6 +72,8 @@ class Setup:
         self.devices = self.tp * self.pp * self.dp
         """Devices of one training."""
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
+        if self.pp == 1:
+            self._used.add("pipeline_schedule")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @property
@@ -101,6 +106,11 @@ class Setup:
         """The whole configuration, carried over as it is."""
         self._used.update(self.config)
         return dict(self.config)
+
+    def order_of_stages(self) -> str | None:
+        """`1f1b` or `gpipe`, how a pipeline's micro-batches are ordered; None without a pipeline."""
+        kind = self.knob("pipeline_schedule")
+        return (kind or "1f1b") if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""

@@ -2,7 +2,7 @@
 
 import shlex
 
-from .common import note_partial_checkpointing
+from .common import note_lora, note_partial_checkpointing
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -43,6 +43,8 @@ def flags(setup: Setup) -> list[str]:
     give("parallelism.pipeline_parallel_degree", setup.pp)
     if setup.pp > 1:
         give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
+        give("parallelism.pipeline_parallel_schedule", {"gpipe": "GPipe"}.get(setup.order_of_stages(), "1F1B"))
+    note_lora(setup)
     if setup.knob("offload") == "optimizer":
         if zero:
             out.append("--training.enable_cpu_offload")

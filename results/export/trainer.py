@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .common import note_attention, note_pipeline, note_pure_bf16
+from .common import note_attention, note_lora, note_pipeline, note_pure_bf16
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -92,6 +92,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
 
 def _note_the_rest(setup: Setup) -> None:
     note_pipeline(setup)
+    note_lora(setup)
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "

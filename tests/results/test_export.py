@@ -16,7 +16,7 @@ from redline.results.export import chosen_trial, export_targets, form_of, render
 FULL = {
     "tp": 2, "pp": 2, "dp": 4, "zero": 1, "sequence_parallel": True, "micro_batch": 4, "grad_accum": 2,
     "checkpoint_ratio": 0.25, "precision": "bf16", "attention": "eager", "fusion": True,
-    "fused_optimizer": False, "kernels": True, "offload": "optimizer",
+    "fused_optimizer": False, "kernels": True, "offload": "optimizer", "pipeline_schedule": "1f1b",
 }  # fmt: skip
 DOCUMENT = {
     "asked": {
@@ -245,6 +245,35 @@ def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
     assert value(given, "--recompute-method") == "uniform"
     assert value(given, "--data-parallel-sharding-strategy") == "optim_grads_params"
     assert "--bf16" not in given and "--sequence-parallel" not in given
+
+
+def test_the_order_of_a_pipeline_is_kept_or_stated():
+    for kind, word in (("1f1b", "1F1B"), ("gpipe", "GPipe")):
+        given, _ = flags("torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind)
+        assert value(given, "--parallelism.pipeline_parallel_schedule") == word
+        for target in ("deepspeed", "megatron"):
+            notes = render(target, trial(pp=2, pipeline_schedule=kind), DOCUMENT).notes
+            stated = [note for note in notes if note.startswith("pipeline_schedule=gpipe has no counterpart")]
+            assert bool(stated) is (kind == "gpipe")
+    for target in TARGETS:
+        notes = render(target, trial(pp=1, pipeline_schedule="gpipe"), DOCUMENT).notes
+        assert not any("pipeline_schedule" in note for note in notes)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_adapters_are_carried_over_or_stated(target):
+    lora = "r=16,alpha=32,target=q_proj+v_proj"
+    workload = {"id": "3f2a", "spec": "llama3-8b", "lora": lora}
+    made = render(target, trial(micro_batch=2), {"asked": {**DOCUMENT["asked"], "workload": workload}})
+    if target in ("yaml", "json", "env", "python"):
+        assert lora in made.text
+        return
+    (note,) = [note for note in made.notes if note.startswith(f"lora={lora}: ")]
+    if target in ("accelerate", "trainer", "deepspeed"):
+        call = "peft.LoraConfig(r=16, lora_alpha=32, target_modules=['q_proj', 'v_proj'])"
+        assert call in note
+        peft = pytest.importorskip("peft")
+        assert eval(call, {"peft": peft}).target_modules == {"q_proj", "v_proj"}
 
 
 def test_env_is_read_back_by_a_shell():

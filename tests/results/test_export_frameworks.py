@@ -28,7 +28,7 @@ CONFIGURATIONS = {
     "tp and dp": {"micro_batch": 4, "grad_accum": 4, "tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
     "tp, pp, dp": {
         "micro_batch": 4, "grad_accum": 4, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
-        "fused_optimizer": True,
+        "fused_optimizer": True, "pipeline_schedule": "gpipe",
     },
 }  # fmt: skip
 every_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -188,6 +188,7 @@ def test_torchtitan_parses_its_flags(name, tmp_path):
     )
     assert made.parallelism.tensor_parallel_degree == config.get("tp", 1)
     assert made.parallelism.pipeline_parallel_degree == config.get("pp", 1)
+    assert made.parallelism.pipeline_parallel_schedule == ("GPipe" if pipelined else "1F1B")
     degrees = made.parallelism
     assert degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree == config.get("dp", 1)
     if config.get("tp", 1) > 1:
