@@ -156,7 +156,11 @@ def _difference(first: Side, other: Side) -> Difference | None:
 
 
 def _knob_sets(side: Side) -> set[str]:
-    return {name for trial in side.trials for name in trial.config}
+    """The knobs of a run's space; of its trials where run.yaml does not say, conditional ones perhaps missing."""
+    space = ((side.document or {}).get("asked") or {}).get("space") or {}
+    declared = space.get("knobs") if isinstance(space, Mapping) else None
+    names = {each["name"] for each in declared or () if isinstance(each, Mapping) and "name" in each}
+    return names | {name for trial in side.trials for name in trial.config}
 
 
 def _check(sides: Sequence[Side]) -> None:
@@ -245,6 +249,12 @@ def _notes(sides: Sequence[Side]) -> list[str]:
             notes.append(f"{side.name} or {sides[0].name} has no run.yaml: what was asked is not compared")
             continue
         for key in _NOTED:
+            if key == "workload" and asked.get("model") != first.get("model"):
+                notes.append(
+                    f"{side.name} trained {asked.get('model')}, {sides[0].name} {first.get('model')}: that one is "
+                    "faster says nothing of its configuration"
+                )
+                continue
             notes += [
                 f"{side.name} differs from {sides[0].name} in {each}"
                 for each in request.conflicts({key: first.get(key)}, {key: asked.get(key)})

@@ -85,6 +85,13 @@ def render(
         _write(shown, [*outcome, *knobs], console, reasons=not asked)
     if common:
         console.print(Text("the same in all: " + ", ".join(common)), soft_wrap=not console.is_terminal)
+    again = [str(trial.number) for trial in shown if trial.remeasured]
+    if again and not asked:
+        many = len(again) > 1
+        told = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
+        console.print(
+            Text(f"{told}: they stand first, by the median"), soft_wrap=not console.is_terminal
+        )
     if more:
         console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
 

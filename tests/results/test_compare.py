@@ -91,15 +91,27 @@ def test_what_else_differs_is_noted(make, asked):
     assert "seq_len: was 128, now 256" in note
 
 
+def test_another_model_is_noted_in_words(make, asked):
+    other = make("b", asked={**asked, "model": "bert-tiny", "workload": {"id": "77", "spec": "bert-tiny"}})
+    (note,) = [each for each in compare([make("a"), other]).notes if "trained" in each]
+    assert "b trained bert-tiny, " in note and "a gpt2-tiny" in note and "says nothing" in note
+
+
+def test_a_conditional_knob_that_no_trial_of_one_run_had_does_not_make_it_another_space(make):
+    made = compare([make("a"), make("b", knobs={"zero": 1})])
+    assert dict(made.knobs)["zero"] == ("-", "1")
+
+
 def test_a_run_without_a_winner_is_shown(make, oom):
     made = compare([make("a"), make("b", winner=oom(900.0))])
     assert made.differences[0].ratio == pytest.approx(0.5)  # its default still ran
     assert dict(made.numbers)["winner is trial"] == ("1", "0")
 
 
-def test_other_spaces_and_units_are_refused(make):
+def test_other_spaces_and_units_are_refused(make, asked):
+    fewer = [each for each in asked["space"]["knobs"] if each["name"] != "zero"]
     with pytest.raises(UsageError, match="do not have the same space: only '.*b' has zero"):
-        compare([make("a"), make("b", knobs={"zero": 1})])
+        compare([make("a", asked={**asked, "space": {"knobs": fewer}}), make("b", knobs={"zero": 1})])
     samples = Measurement(status=Status.OK, throughput=300.0, unit="samples/s")
     with pytest.raises(UsageError, match="do not count in the same unit"):
         compare([make("c"), make("d", winner=samples)])

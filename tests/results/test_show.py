@@ -70,6 +70,8 @@ def test_re_measurements_are_shown(run):
     text = shown(run)
     assert "best: trial 1, 190 tokens/s, 2.11 times" in text
     assert "measured again: 200, 180, 190; the first time 300" in text
+    assert "trials 1, 0 were measured again: they stand first, by the median" in text
+    assert "stand first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
 
 
 def test_hostile_reasons_are_printed_as_they_are_on_one_line(run):
