@@ -1,7 +1,8 @@
 """What a proposal costs: `python bench/ask.py [--sampler bayes] [--out bench/results/ask.json]`.
 
-A space of 50,000 valid configurations (two cluster's worth of knobs), trials measured by a formula, a quarter of them
-out of memory, with an estimate that is off by a third. Timed: one proposal after 100 and after 1,000 trials, and a
+A space of 50,000 valid configurations (a cluster of 128 devices and every knob), trials measured by a formula, some of
+them out of memory, guided by redline's estimator for a model of 7 B parameters on H100s (`--prior none` for without;
+`noise` for a callable that is asked configuration by configuration). Timed: one proposal after 100 and after 1,000 trials, and a
 batch of 64, each in a fresh sampler as `--resume` makes it ("first"), and again after one more trial, as a search
 goes on ("next", median). Then memory: the process's resident set while 5,000 trials are proposed, in batches of 64.
 
@@ -16,39 +17,38 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 from redline.models.device import usable_cores
 from redline.results import Measurement, Status, Trial
 from redline.results.environment import host, versions
+from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler, sampler_names
 
 LIMIT_MIB = 81920.0
+DEVICES = 128
 GOALS = {"one at 100 trials": 0.5, "one at 1,000 trials": 2.0, "64 at 100 trials": 5.0, "64 at 1,000 trials": 5.0}
 
 
-def space_of(points: int) -> Space:
-    """About that many valid configurations: every knob of a large cluster, less what rules forbid."""
+def space_of() -> Space:
+    """50,000 valid configurations: every knob of a cluster, less what rules forbid."""
     space = Space()
     tp = space.choice("tp", [1, 2, 4, 8])
-    pp = space.choice("pp", [1, 2, 4, 8, 16])
-    micro = space.choice("micro_batch", [1, 2, 4, 8, 16, 32], monotone_memory=1)
+    pp = space.choice("pp", [1, 2, 4, 8])
+    micro = space.choice("micro_batch", [1, 2, 4, 8, 16], monotone_memory=1)
     space.choice("zero", [0, 1, 2, 3], monotone_memory=-1)
     space.choice("checkpoint_ratio", [0, 0.25, 0.5, 0.75, 1], default=1, monotone_memory=-1)
     space.flag("sequence_parallel", when=tp > 1)
     space.choice("precision", ["bf16", "bf16_pure", "fp8"])
     space.choice("attention", ["eager", "sdpa", "flash_attention_2"])
     space.flag("fusion")
-    space.flag("kernels")
-    space.choice("offload", ["none", "optimizer"])
-    space.require(tp * pp <= 64, "two replicas at least")
-    space.require(tp * pp * 64 >= micro, "global batch")
-    while len(space) > points * 1.05:
-        # Whole values are taken away, from the knobs with most, until about so many are left.
-        knob = max((each for each in space.free if len(each.values) > 2), key=lambda each: len(each.values))
-        space.override(knob.name, knob.values[:-1] if knob.name != "checkpoint_ratio" else knob.values[1:])
+    space.derive("dp", DEVICES // (tp * pp))
+    space.derive("grad_accum", 512 * tp * pp // (DEVICES * micro))
+    space.require(tp * pp <= DEVICES // 2, "two replicas at least")
+    space.require(512 * tp * pp % (DEVICES * micro) == 0, "global batch")
     return space
 
 
@@ -59,11 +59,10 @@ def measure(config: Config) -> Measurement:
     rng = np.random.default_rng(int(config.id, 16))
     speed = micro / (micro + 0.4 * tp) / (1 + ratio / 3) / (1 + 0.15 * (tp - 1)) / (1 + 0.05 * (pp - 1))
     speed *= {"bf16": 1.0, "bf16_pure": 1.06, "fp8": 1.2}[config["precision"]]
-    speed *= (1.15 if config["fusion"] else 1.0) * (1.08 if config["kernels"] else 1.0) / (1 + 0.07 * zero)
+    speed *= (1.15 if config["fusion"] else 1.0) / (1 + 0.07 * zero)
     speed *= {"eager": 0.8, "sdpa": 1.0, "flash_attention_2": 1.05}[config["attention"]]
-    speed *= 0.6 if config["offload"] == "optimizer" else 1.0
-    state = 9e4 / (tp * pp) / (1 + 0.5 * zero) * (0.6 if config["offload"] == "optimizer" else 1.0)
-    need = state + micro * 6000.0 / tp * (1 - 0.85 * ratio) * (1.6 if config["attention"] == "eager" else 1.0)
+    state = 2e5 / (tp * pp) / (1 + zero)
+    need = state + micro * 9000.0 / tp * (1 - 0.85 * ratio) * (1.6 if config["attention"] == "eager" else 1.0)
     need *= math.exp(rng.normal(0, 0.02))
     memory = {"peak_memory_mib": need, "memory_limit_mib": LIMIT_MIB, "seconds_total": 20.0}
     if need > LIMIT_MIB:
@@ -71,7 +70,15 @@ def measure(config: Config) -> Measurement:
     return Measurement(status=Status.OK, throughput=1e5 * speed * math.exp(rng.normal(0, 0.01)), **memory)
 
 
-def estimate(config: Config) -> float:
+def estimator() -> Estimator:
+    """The estimate of a Llama of 7 B parameters on H100s."""
+    shape = Shape(
+        name="llama", layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000, gated=True, tied=False
+    )
+    return Estimator(shape, "h100", TrainingSetup(devices=DEVICES, seq_len=4096, global_batch=512))
+
+
+def noise(config: Config) -> float:
     """A prior that is off by a third, more or less at random, the same for the same configuration."""
     wrong = np.random.default_rng(int(config.id, 16) + 1).normal(0, 0.3)
     return 1e5 * config["micro_batch"] / (config["micro_batch"] + config["tp"]) * math.exp(wrong)
@@ -83,7 +90,7 @@ def trials_of(space: Space, count: int, seed: int) -> list[Trial]:
     return [Trial(number=i, config=config, measurement=measure(config)) for i, config in enumerate(rows)]
 
 
-def timed(name: str, space: Space, options: dict, trials: int, batch: int, repeats: int) -> dict[str, float]:
+def timed(name: str, space: Space, options: dict[str, Any], trials: int, batch: int, repeats: int) -> dict[str, float]:
     """Seconds of the first proposal of a fresh sampler, and the median and largest of those that follow."""
     done = trials_of(space, trials, seed=trials)
     sampler = make_sampler(name, space, seed=0, **options)
@@ -97,7 +104,7 @@ def timed(name: str, space: Space, options: dict, trials: int, batch: int, repea
     return {"first": seconds[0], "next": statistics.median(seconds[1:]), "worst_next": max(seconds[1:])}
 
 
-def memory(name: str, space: Space, options: dict, trials: int, batch: int) -> Iterator[tuple[int, float, float]]:
+def memory(name: str, space: Space, options: dict[str, Any], trials: int, batch: int) -> Iterator[tuple[int, float, float]]:
     """Trials, resident set in MiB, and seconds of the batch, while a search of so many trials goes on."""
     process = psutil.Process()
     sampler = make_sampler(name, space, seed=0, **options)
@@ -115,37 +122,40 @@ def memory(name: str, space: Space, options: dict, trials: int, batch: int) -> I
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sampler", default="bayes", choices=sampler_names())
-    parser.add_argument("--points", type=int, default=50_000)
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--repeats", type=int, default=5, help="proposals after the first")
-    parser.add_argument("--no-prior", action="store_true", help="without an estimate")
+    parser.add_argument("--prior", default="estimator", choices=["estimator", "noise", "none"])
     parser.add_argument("--memory-trials", type=int, default=0, help="also measure memory over so many trials")
     parser.add_argument("--out", type=Path, help="JSON with the figures, the machine and the versions")
     arguments = parser.parse_args()
-    space = space_of(arguments.points)
-    guided = arguments.sampler == "bayes" and not arguments.no_prior
-    options = {"prior": estimate, "warn": print} if guided else {}
+    space = space_of()
+    prior = arguments.prior if arguments.sampler == "bayes" else "none"
+    options: dict[str, Any] = {}
+    if prior != "none":
+        options = {"prior": estimator() if prior == "estimator" else noise, "warn": print}
     report = {
         "sampler": arguments.sampler,
-        "prior": guided,
+        "prior": prior,
         "points": len(space),
         "host": {**host(), "name": None, "cores": usable_cores()},
         "versions": versions(),
         "seconds": {},
     }
-    print(f"{arguments.sampler}{' with an estimate' * guided}, {len(space):,} valid configurations, {usable_cores()} cores")
+    print(f"{arguments.sampler}, prior {prior}: {len(space):,} valid configurations, {usable_cores()} cores")
     for count in arguments.trials:
         for batch in arguments.batch:
             what = f"{'one' if batch == 1 else batch} at {count:,} trials"
             found = timed(arguments.sampler, space, options, count, batch, arguments.repeats if batch == 1 else 1)
             goal = GOALS.get(what)
             told = "" if goal is None else f"goal {goal:g} s: {'met' if max(found.values()) <= goal else 'MISSED'}"
-            print(f"{what:22}first {found['first']:.3f} s   next {found['next']:.3f} s (worst {found['worst_next']:.3f})   {told}")
+            after = f"next {found['next']:.3f} s (worst {found['worst_next']:.3f})"
+            print(f"{what:22}first {found['first']:.3f} s   {after}   {told}", flush=True)
             report["seconds"][what] = {key: round(value, 4) for key, value in found.items()}
     if arguments.memory_trials:
         rows = list(memory(arguments.sampler, space, options, arguments.memory_trials, max(arguments.batch)))
-        marks = [min(rows, key=lambda row: abs(row[0] - at * arguments.memory_trials)) for at in (0.1, 0.25, 0.5, 0.75, 1)]
+        shares = [share * arguments.memory_trials for share in (0.1, 0.25, 0.5, 0.75, 1)]
+        marks = [min(rows, key=lambda row: abs(row[0] - count)) for count in shares]
         for trials, mib, seconds in marks:
             print(f"{trials:>6} trials: {mib:8.1f} MiB resident, the batch took {seconds:.2f} s")
         report["memory_mib"] = {str(trials): round(mib, 1) for trials, mib, _ in marks}

@@ -41,7 +41,10 @@ from redline.results import Measurement, Status, Trial
 from redline.runners.estimate import Estimator, EstimateTable, Hardware, Link, Shape, TrainingSetup, find_hardware
 from redline.runners.estimate.constants import PROFILES
 
-KNOBS = ("tp", "pp", "dp", "zero", "micro_batch", "grad_accum")
+KNOBS = (
+    "tp", "pp", "dp", "zero", "micro_batch", "grad_accum",
+    "checkpoint_ratio", "sequence_parallel", "precision", "attention", "fusion", "fused_optimizer",
+)  # fmt: skip
 Z80 = 1.2815515655446004
 
 
@@ -150,16 +153,33 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
     return setup, notes
 
 
+def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
+    """The machine and the set-up of a table that `bench/record.py` took: what varies is in the table's columns."""
+    machine, training = about["hardware"], about["training"]
+    precision = training["precision"]
+    return Hardware.from_mapping(machine["numbers"], name=machine["name"], where=about["name"]), TrainingSetup(
+        devices=machine["gpus"],
+        seq_len=about["model"]["seq_len"],
+        global_batch=training["global_batch_sequences"],
+        memory_limit_mib=machine.get("memory_limit_mib"),
+        precision="fp32" if precision == "knob" else precision,
+    )
+
+
 def load(path: Path, framework: str | None = None) -> Surface:
     """A table with its estimator."""
     about = yaml.safe_load(path.with_suffix(".yaml").read_text())
     words = f"{about.get('name', '')} {about.get('source', '')}".lower()
     named = next((name for name in PROFILES if name in words), "redline")
-    device, notes = hardware_of(about["hardware"])
-    setup, more = training_of(
-        about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework or named
-    )
     table = pd.read_csv(path)
+    if "numbers" in about["hardware"]:
+        device, setup, notes, more = *own(about), [], []
+        table = table.assign(**{knob: 1 for knob in ("tp", "pp", "dp") if knob not in table})
+    else:
+        device, notes = hardware_of(about["hardware"])
+        setup, more = training_of(
+            about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework or named
+        )
     samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
     if "step_ms" not in table:
         table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3

@@ -4,8 +4,8 @@ The table is what `redline.runners.replay` and `bench/search.py` read: one row a
 (`ok`, `oom`, `crash`, `timeout`, `wrong`) with `reason`, `tokens_per_second` (`samples_per_second` for images),
 `step_ms` and its spread, `peak_memory_gib`, and `seconds_total`, what the trial cost. A knob that does not apply to a
 configuration (`zero` on one replica) is written with its default. `--passes N` measures what ran N times, spread over
-the recording, and keeps the fastest (`measured` counts them): other load on the machine only ever adds time. A YAML beside it holds the facts: the model's
-shape, the training, the hardware, the versions, and the command.
+the recording, and keeps the fastest (`measured` counts them): other load on the machine only ever adds time. A YAML
+beside the table holds the facts: the model's shape, the training, the hardware, the versions, and the command.
 
 Configurations are measured in an order drawn from `--seed`, so that an unfinished table is a fair sample. A call
 that is ended (or whose `--time` is up) loses at most one row: the same command goes on where it stopped.
@@ -17,7 +17,8 @@ import csv
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from redline.errors import RedlineError, UsageError
 from redline.models.device import usable_cores
 from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
+from redline.runners.estimate.measuring import measure
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.cli.options import fixes_of, values_of
@@ -69,7 +71,7 @@ def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, A
     model["seq_len"] = workload.seq_len
     knobs = task.space.by_name
     precision = knobs["precision"].values if "precision" in knobs else ()
-    hardware = {
+    hardware: dict[str, Any] = {
         "device": "cpu" if terms.device.type == "cpu" else terms.device.name,
         "name": terms.device.name,
         "gpus": terms.devices,
@@ -94,6 +96,22 @@ def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, A
         },
         "hardware": {key: value for key, value in hardware.items() if value is not None},
     }
+
+
+def numbers_of(terms: TrialTerms) -> dict[str, Any] | None:
+    """The machine as the estimator takes it, where it is not in its table: measured, a rank's share of it."""
+    if terms.device.type != "cpu":
+        return None
+    found = measure(ranks=terms.devices, short=True).to_hardware()
+    share = min(1.0, usable_cores() / terms.devices)
+    data = asdict(found) | {
+        "tflops": {name: round(rate * share, 5) for name, rate in found.tflops.items()},
+        "memory_gb_per_s": round(found.memory_gb_per_s * share, 3),
+        "sources": dict(found.sources),
+    }
+    if terms.memory_limit_mib is not None:
+        data["memory_gib"] = terms.memory_limit_mib / 1024
+    return data
 
 
 class Table:
@@ -175,7 +193,7 @@ def record(table: Table, runner: Runner, left: list[Config], reference: Referenc
 
 
 def reference_of(runner: Runner, space: Space) -> Reference | None:
-    """The losses that every configuration must reproduce: the default's, or with the largest micro-batch that fits."""
+    """The losses that all must reproduce: the default configuration's, at the largest micro-batch that fits."""
     default = space.default()
     fixed = {name: default[name] for name in default if name not in ("micro_batch", "grad_accum")}
     alike = [config for config in space if all(config.get(name) == value for name, value in fixed.items())]
@@ -218,8 +236,8 @@ def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, 
         yield terms, runner
 
 
-def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
-    """Writes the YAML beside the table.
+def write_facts(path: Path, facts: dict[str, Any], terms: TrialTerms, anew: bool) -> None:
+    """Writes the YAML beside the table, where there is none or `anew`; the machine is measured for it.
 
     Raises:
         UsageError: there is one, of rows measured on other terms.
@@ -229,13 +247,17 @@ def write_facts(path: Path, facts: Mapping[str, Any]) -> None:
     if path.is_file():
         before = yaml.safe_load(path.read_text())
         for part in ("model", "training", "hardware"):
-            told = {key: value for key, value in before.get(part, {}).items() if key in facts[part]}
-            if told != facts[part]:
+            told, now = ({k: v for k, v in each.get(part, {}).items() if k != "numbers"} for each in (before, facts))
+            if told != now:
                 raise UsageError(
-                    f"the rows so far were measured with {part} {told}, but now it is {facts[part]}; "
+                    f"the rows so far were measured with {part} {told}, but now it is {now}; "
                     f"give the command in '{path}', or another --out"
                 )
-        return
+        if not anew:
+            return
+        facts = facts | {key: before[key] for key in ("recorded", "command", "versions") if key in before}
+    if (numbers := numbers_of(terms)) is not None:
+        facts["hardware"]["numbers"] = numbers
     path.write_text(yaml.safe_dump({"name": path.stem, **facts}, sort_keys=False, width=110))
 
 
@@ -255,6 +277,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights, data, and the order")
     parser.add_argument("--passes", type=int, default=1, help="how often what runs is measured")
     parser.add_argument("--time", help="stop after this long, as in 6m; the same command goes on")
+    parser.add_argument("--facts", action="store_true", help="only write the YAML anew, its numbers measured again")
     parser.add_argument("--count", action="store_true", help="print how many configurations there are, and stop")
     options = parser.parse_args(arguments)
     watch = Stopwatch(parse_duration(options.time))
@@ -273,12 +296,14 @@ def main(arguments: list[str]) -> None:
     points = [points[at] for at in np.random.default_rng(options.seed).permutation(len(points))]
     left = [config for number in range(1, options.passes + 1) for config in points if not table.done(config, number)]
     print(f"{len(points)} configurations, {len(table.rows)} of them recorded; {len(left)} measurements left")
-    if options.count or not left:
+    if options.count or not (left or options.facts):
         return
     at = arguments.index("--time") if "--time" in arguments else len(arguments)
     asked = arguments[:at] + arguments[at + 2 :]
     with made(task, options) as (terms, runner):
-        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked))
+        write_facts(options.out.with_suffix(".yaml"), facts_of(task, terms, asked), terms, anew=options.facts)
+        if options.facts:
+            return
         record(table, runner, left, reference_of(runner, task.space), watch)
     print(f"{len(table.rows)} of {len(points)} configurations are in {options.out}")
 

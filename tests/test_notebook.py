@@ -1,0 +1,42 @@
+"""The example notebook runs from its first cell to its last, as it stands, and shows what it says."""
+
+from pathlib import Path
+
+import pytest
+import redline
+
+NOTEBOOK = Path(redline.__file__).parent / "examples" / "quickstart.ipynb"
+nbformat = pytest.importorskip("nbformat", reason="nbclient is not installed: pip install 'redline[test]'")
+
+
+def shown(cell):
+    """What a cell shows, by MIME type."""
+    found = {}
+    for output in cell.outputs:
+        found |= output.get("data", {})
+        if output.output_type == "stream":
+            found["stdout"] = found.get("stdout", "") + output.text
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_the_notebook_runs_and_shows_the_result(tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'redline[test]'")
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    cells = {cell.source.splitlines()[-1]: shown(cell) for cell in book.cells if cell.cell_type == "code"}
+    result = cells["result"]["text/html"]
+    assert "tokens/s" in result and "<svg" in result and "4 ok" in result
+    assert "application/vnd.plotly.v1+json" in cells["result.plot()"]
+    (trials,) = [each["text/html"] for name, each in cells.items() if name.startswith("result.trials")]
+    assert trials.count("<tr") == 5
+    (script,) = [each["stdout"] for name, each in cells.items() if name.startswith("print(render")]
+    assert "per_device_train_batch_size" in script
+    (own,) = [each["text/html"] for name, each in cells.items() if name.startswith("rl.tune(throughput")]
+    assert "oom" in own
+    assert (tmp_path / "runs" / "notebook" / "best.yaml").is_file()
+
+
+def test_the_notebook_is_kept_without_outputs():
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in book.cells)
