@@ -1,6 +1,6 @@
 """How well the estimator predicts redline's own dry runs on this machine: memory and time over a grid of knobs.
 
-    python bench/dry_runs.py [--model gpt2-tiny] [--devices 1] [--trials 16] [--calibrate 3]
+    python bench/dry_runs.py [--model gpt2-tiny] [--devices 1] [--trials 16] [--calibrate 3] [--save FILE]
 
 Tries configurations spread over the model's default space with the local runner and prints what was measured beside
 what was predicted: the largest differences, and median absolute errors before and after `--calibrate` trials, on the
@@ -8,6 +8,7 @@ others. On a machine without GPUs ranks are processes and memory is a rank's own
 """
 
 import argparse
+import json
 import platform
 import random
 import statistics
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--calibrate", type=int, default=3)
+    parser.add_argument("--save", metavar="FILE", help="keep configurations and measurements, as JSON")
+    parser.add_argument("--load", metavar="FILE", help="of such a file, instead of trying any")
     parser.add_argument("--fix", action="append", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
 
@@ -45,12 +48,16 @@ def main() -> None:
         fix=dict(_knob(each) for each in options.fix),
     )
     estimator = asked.estimator
+    if options.load:
+        kept = json.loads(Path(options.load).read_text())
+        return show(options, estimator, [_trial(asked.space, each) for each in kept])
     configs = sorted(asked.space, key=lambda config: sorted(config.items(), key=str).__repr__())
     random.Random(0).shuffle(configs)
     configs = configs[: options.trials]
     device = detect()
     terms = TrialTerms(
         device=device,
+        devices=options.devices,
         plan=TimingPlan(**PLAN),
         threads=max(usable_cores() // options.devices, 1) if device.type == "cpu" else None,
     )
@@ -63,8 +70,16 @@ def main() -> None:
             if not measured.ok:
                 print(f"{dict(config)}: {measured.status}: {measured.reason}")
             done.append(Trial(number=number, config=config, measurement=measured))
+            if options.save:
+                kept = [{"config": dict(each.config), **each.measurement.to_dict()} for each in done]
+                Path(options.save).write_text(json.dumps(kept, default=str))
+    print(f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; {len(done)} dry runs")
+    show(options, estimator, done)
+
+
+def show(options, estimator, done) -> None:
+    """Prints what was measured beside what is predicted."""
     ok = [trial for trial in done if trial.measurement.ok]
-    print(f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; {len(ok)} dry runs")
     shown = [name for name in KNOBS if any(name in trial.config for trial in ok)]
     table = estimator.table([trial.config for trial in ok])
     print("".join(f"{name[:9]:>10}" for name in shown) + f"{'MiB':>10}{'predicted':>10}{'ms':>10}{'predicted':>10}")
@@ -83,6 +98,14 @@ def main() -> None:
         ]
         memory, time = (statistics.mean(each[at] for each in found) for at in (0, 1))
         print(f"after {options.calibrate} of them: memory {100 * memory:.1f} %, time {100 * time:.1f} %")
+
+
+def _trial(space, kept):
+    from redline.results import Measurement, Trial
+
+    free = {knob.name for knob in space.free}
+    config = space.config({name: value for name, value in kept.pop("config").items() if name in free})
+    return Trial(number=0, config=config, measurement=Measurement.from_dict(kept))
 
 
 def errors(estimator, trials) -> tuple[float, float]:
