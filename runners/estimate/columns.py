@@ -58,7 +58,9 @@ class Columns:
             yield key, np.flatnonzero(codes == code)
 
 
-def columns(configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]", setup: TrainingSetup) -> Columns:
+def columns(
+    configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]", setup: TrainingSetup
+) -> Columns:
     """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
 
     `dp` follows from the setup's devices and `grad_accum` from its global batch where they are not knobs.

@@ -28,7 +28,9 @@ def truth(plain, rng, noise_time=0.08, noise_memory=0.05, factors=None):
         value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("time.")
     )
     memory = sum(
-        value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("memory.")
+        value * factors.get(name, 1.0)
+        for name, value in table.breakdown.items()
+        if name.startswith("memory.")
     )
     return (
         time * np.exp(noise_time * rng.standard_normal(len(time))),
@@ -130,7 +132,10 @@ def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
         peak *= np.exp(constants.memory_noise * rng.standard_normal(len(peak)))
         chosen = rng.permutation(len(CONFIGS))[:5]
         keep = np.setdiff1d(np.arange(len(CONFIGS)), chosen)
-        for estimator, into in ((plain, inside_before), (plain.calibrate(trials(chosen, step, peak)), inside_after)):
+        for estimator, into in (
+            (plain, inside_before),
+            (plain.calibrate(trials(chosen, step, peak)), inside_after),
+        ):
             table = estimator.table(CONFIGS)
             off = np.abs(np.log(table.step_ms / step))
             into.append(np.mean((off <= 1.2816 * table.log_throughput_std)[keep]))
@@ -141,11 +146,13 @@ def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
     assert 0.72 < np.mean(inside_memory) < 0.88
 
 
-def test_memory_alone_or_time_alone_is_enough(plain):
+def test_time_alone_is_enough(plain):
     rng = np.random.default_rng(2)
-    step, memory = truth(plain, rng)
+    step, _ = truth(plain, rng)
     given = [
-        Trial(number=0, config=CONFIGS[at], measurement=Measurement(status=Status.OK, step_ms=float(step[at])))
+        Trial(
+            number=0, config=CONFIGS[at], measurement=Measurement(status=Status.OK, step_ms=float(step[at]))
+        )
         for at in range(0, 40, 8)
     ]
     found = plain.calibrate(given)

@@ -25,7 +25,9 @@ def terms(shape=LLAMA2_7B, setup=None, rank="fullest", **config):
     setup = setup or TrainingSetup(seq_len=4096, devices=64, global_batch=4096, **MIXED)
     made = columns([config], setup)
     variant, _ = next(made.variants())
-    facts = ModelFacts.from_shape(**shape).facts(**dict(zip(("precision", "attention", "fusion", "kernels"), variant)))
+    facts = ModelFacts.from_shape(**shape).facts(
+        **dict(zip(("precision", "attention", "fusion", "kernels"), variant))
+    )
     found = peak_memory(facts, made, setup, Constants(), rank)
     return {name: float(value[0]) for name, value in found.items()}
 
@@ -56,7 +58,13 @@ def test_activations_are_korthikantis(sequence_parallel, recompute, expected):
     shape = {**GPT2, "layers": 24, "hidden": 2048, "heads": 16}
     seq, micro, tp = 1024, 4, 8
     setup = TrainingSetup(
-        seq_len=seq, devices=8, global_batch=32, attention="eager", kernels=True, recompute_attention=recompute, **MIXED
+        seq_len=seq,
+        devices=8,
+        global_batch=32,
+        attention="eager",
+        kernels=True,
+        recompute_attention=recompute,
+        **MIXED,
     )
     one = terms(shape, setup, tp=tp, micro_batch=micro, sequence_parallel=sequence_parallel)["activations"]
     two = terms({**shape, "layers": 25}, setup, tp=tp, micro_batch=micro, sequence_parallel=sequence_parallel)
@@ -88,9 +96,7 @@ def test_the_fullest_rank_is_never_emptier_than_the_first():
         assert sum(terms(**knobs).values()) >= sum(terms(rank="first", **knobs).values())
 
 
-@pytest.mark.parametrize(
-    ("gpus", "published_mib"), [(8, 39596), (16, 34776), (32, 32366), (64, 31161)]
-)
+@pytest.mark.parametrize(("gpus", "published_mib"), [(8, 39596), (16, 34776), (32, 32366), (64, 31161)])
 def test_llama2_7b_under_fsdp_is_what_was_published(gpus, published_mib):
     # Published: A100-80GB, micro-batch 4, sequence 4096, peak allocated. Inferred: fp32 shards with bf16 products
     # (the differences between the rows are 12 bytes a parameter), seven of eight blocks checkpointed.
@@ -98,7 +104,9 @@ def test_llama2_7b_under_fsdp_is_what_was_published(gpus, published_mib):
         devices=gpus, seq_len=4096, global_batch=4 * gpus, micro_batch=4, zero=3, checkpoint_ratio=0.875,
         precision="bf16_pure", parameter_dtype="fp32", gradient_dtype="fp32", reserved_memory=False,
     )  # fmt: skip
-    assert Estimator(LLAMA2_7B, "a100-80gb", setup)({}).peak_memory_mib == pytest.approx(published_mib, rel=0.1)
+    assert Estimator(LLAMA2_7B, "a100-80gb", setup)({}).peak_memory_mib == pytest.approx(
+        published_mib, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("knob", ["tp", "zero", "checkpoint_ratio"])
@@ -106,7 +114,8 @@ def test_memory_does_not_grow_with_what_saves_it(knob):
     values = {"tp": [1, 2, 4, 8], "zero": [0, 1, 2, 3], "checkpoint_ratio": [0, 0.25, 0.5, 0.75, 1.0]}[knob]
     for micro, accumulate in ((1, 1), (4, 8)):
         found = [
-            sum(terms(micro_batch=micro, dp=8, grad_accum=accumulate, **{knob: each}).values()) for each in values
+            sum(terms(micro_batch=micro, dp=8, grad_accum=accumulate, **{knob: each}).values())
+            for each in values
         ]
         # ZeRO 2 and 3 add a little for buckets and gathers.
         assert all(later <= earlier * 1.001 for earlier, later in itertools.pairwise(found))
@@ -133,14 +142,21 @@ def test_gradients_are_there_only_when_they_are():
     assert terms(GPT2, setup, micro_batch=64)["gradients"] * MIB == 50257 * 768 * 4
     assert terms(GPT2, setup, micro_batch=32)["gradients"] * MIB == 124_439_808 * 4
     # Little to keep: the peak is at the end, with all gradients.
-    assert terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
+    assert (
+        terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB
+        == 124_439_808 * 4
+    )
 
 
 def test_gradient_buckets_are_no_larger_than_the_gradients():
     small = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 256}
-    found = terms(small, TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
+    found = terms(
+        small, TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2
+    )
     assert 0 < found["buffers"] <= found["gradients"]
-    large = terms(setup=TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
+    large = terms(
+        setup=TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2
+    )
     assert large["buffers"] == pytest.approx(50)
 
 
@@ -194,7 +210,9 @@ def test_a_tied_head_is_in_both_end_stages():
     from redline.runners.estimate.memory import local_parameters
 
     one = np.ones(1)
-    whole = sum(local_parameters(stage, facts, one)[0] for stage in stages(facts, 12, "layers") if stage.first)
+    whole = sum(
+        local_parameters(stage, facts, one)[0] for stage in stages(facts, 12, "layers") if stage.first
+    )
     last = next(stage for stage in stages(facts, 12, "layers") if stage.last)
     assert local_parameters(last, facts, one)[0] > 50257 * 768
     assert whole > 50257 * 768

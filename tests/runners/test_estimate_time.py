@@ -137,7 +137,9 @@ def test_accumulating_is_what_it_is_called():
 def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_above():
     reduced = {
         zero: [
-            terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)["data parallel"]
+            terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)[
+                "data parallel"
+            ]
             for n in (1, 8)
         ]
         for zero in (0, 1, 2)
@@ -176,7 +178,9 @@ def test_a_small_model_waits_for_the_host():
 
 
 def test_fusion_moves_less_memory():
-    assert terms(dp=8, micro_batch=2, fusion=True)["memory-bound"] < terms(dp=8, micro_batch=2)["memory-bound"]
+    assert (
+        terms(dp=8, micro_batch=2, fusion=True)["memory-bound"] < terms(dp=8, micro_batch=2)["memory-bound"]
+    )
 
 
 def test_an_offloaded_optimizer_costs_time_in_place_of_memory():
@@ -227,7 +231,14 @@ LLAMA2_13B = {"layers": 40, "hidden": 5120, "heads": 40, "intermediate": 13824, 
 LLAMA3_8B = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocabulary": 128256,
 }  # fmt: skip
-LLAMA2_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "intermediate": 28672, "vocabulary": 32000}
+LLAMA2_70B = {
+    "layers": 80,
+    "hidden": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "intermediate": 28672,
+    "vocabulary": 32000,
+}
 
 
 @pytest.mark.parametrize(

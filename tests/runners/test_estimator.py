@@ -101,7 +101,8 @@ def test_a_memory_limit_decides_what_fits():
     config = {"micro_batch": 8}
     need = made()(config).peak_memory_mib
     tight, wide = (
-        Estimator(SHAPE, "h100", SETUP.but(memory_limit_mib=limit))(config) for limit in (0.7 * need, 1.4 * need)
+        Estimator(SHAPE, "h100", SETUP.but(memory_limit_mib=limit))(config)
+        for limit in (0.7 * need, 1.4 * need)
     )
     assert not tight.fits and tight.probability_fits < 0.1
     assert wide.fits and wide.probability_fits > 0.9
@@ -131,7 +132,11 @@ def test_an_impossible_configuration_is_an_error_in_words(config, words):
 
 @pytest.mark.parametrize(
     ("knob", "given", "nearest"),
-    [("precision", "bf61", "bf16"), ("offload", "optimiser", "optimizer"), ("attention", "flash", "flash_attention_2")],
+    [
+        ("precision", "bf61", "bf16"),
+        ("offload", "optimiser", "optimizer"),
+        ("attention", "flash", "flash_attention_2"),
+    ],
 )
 def test_an_unknown_word_names_the_nearest(knob, given, nearest):
     with pytest.raises(UsageError, match=nearest):
