@@ -114,7 +114,10 @@ class Pipeline:
                 self._add(tensors)
         for each in self.after_step:
             each()
-        total = torch.stack(losses).sum().detach() if last else torch.zeros((), device=self.device)
+        # float32 on all ranks, whatever the loss is computed in: the others cannot know.
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
+        if last:
+            total += torch.stack(losses).float().sum().detach()
         source = dist.get_global_rank(self.axis.group, (self.num_stages - 1) % self.axis.size)
         dist.broadcast(total, source, group=self.axis.group)
         return total
