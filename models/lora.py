@@ -5,15 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependency, ScheduleError, WorkloadError, unknown
-from .families import StandardSchedule, generic_schedule
+from ..errors import MissingDependency, WorkloadError, unknown
 from .huggingface import Architecture, quiet
 from .workload import Workload
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from ..schedule import Schedule
 
 EXAMPLE = "r=16, or r=16,alpha=32,target=q_proj+v_proj"
 
@@ -141,15 +138,7 @@ def with_lora(workload: Workload, lora: Lora) -> Workload:
         )
     own = {each.name: getattr(model, each.name) for each in fields(model)}
     adapted = AdaptedArchitecture(**own, lora=lora)
-    schedule = workload.schedule or generic_schedule
-    if isinstance(schedule, StandardSchedule):
-        schedule = replace(schedule, tensor_parallel=_not_cut)
-    made = replace(
-        workload,
-        model=adapted,
-        schedule=schedule,
-        identity={**(workload.identity or {}), "lora": str(lora)},
-    )
+    made = replace(workload, model=adapted, identity={**(workload.identity or {}), "lora": str(lora)})
     import torch
 
     with torch.device("meta"):
@@ -182,10 +171,6 @@ def _materialise(model: "nn.Module") -> None:
                     # Adapters start as nothing, though the family's own rule would draw any linear layer.
                     each.starts_as_zero = True
                     nn.init.zeros_(each.weight)
-
-
-def _not_cut(sch: "Schedule", blocks: Any, sequence_parallel: bool) -> None:
-    raise ScheduleError("tp: the layers of an adapter are not cut")
 
 
 def _linear(module: "nn.Module") -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ScheduleError
 from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
-from .tensor_parallel import Regions, columns, rows, sequence, vocabulary
+from .tensor_parallel import Regions, columns, is_adapted, rows, sequence, vocabulary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,8 +43,8 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     """Cuts a model as transformers plans it.
 
     Raises:
-        ScheduleError: it has no plan, the plan has a style that has no counterpart, heads would be cut apart,
-            or the sequence cannot be cut around it.
+        ScheduleError: it has no plan, the plan has a style that has no counterpart, or the sequence cannot be
+            cut around it.
     """
     plan = tensor_plan(sch)
     if not plan:
@@ -52,7 +52,6 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
     strange = sorted(set(plan.values()) - set(STYLES))
     if strange:
         raise ScheduleError(f"tp: transformers' plan of this model has the style {', '.join(strange)}, not known here")
-    _check_heads(sch)
     places = {place: style for path, style in plan.items() for place in _places(sch, path)}
     _cut_vocabulary(sch, places)
     drops = _drops(sch)
@@ -83,17 +82,6 @@ def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     return even_ends(list(sch[lists[0]]), stages)
 
 
-def _check_heads(sch: "Schedule") -> None:
-    from ...schedule.collectives import axis_of
-
-    ranks = axis_of(sch.mesh, "tp").size
-    config = sch.module.config.get_text_config()
-    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count % ranks:
-            raise ScheduleError(f"tp: {ranks} ranks must divide the {count} {what}")
-
-
 def _places(sch: "Schedule", path: str) -> list[str]:
     """The modules or parameters that a path of a plan stands for; none where this model has none."""
     from fnmatch import fnmatchcase
@@ -119,7 +107,7 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
         for name, module in sch[parent].module.named_modules()
         if any(each is not None for each in module._parameters.values())
     ]
-    styles = [places.get(each) for each in holders]
+    styles = [places.get(layer) for layer in {_layer(sch, each): None for each in holders}]
     if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
         return parent
     return ""
@@ -131,6 +119,16 @@ def _drops(sch: "Schedule") -> bool:
     config = sch.module.config.get_text_config().to_dict()
     numbers = [value for name, value in config.items() if "drop" in name or "noise" in name]
     return not numbers or any(isinstance(each, int | float) and each > 0 for each in numbers)
+
+
+def _layer(sch: "Schedule", holder: str) -> str:
+    """The layer that a module with weights belongs to: an adapted layer's are its original and its adapters."""
+    parts = holder.split(".")
+    for depth in range(1, len(parts)):
+        path = ".".join(parts[:depth])
+        if is_adapted(sch[path]):
+            return path
+    return holder
 
 
 def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, drops: bool) -> None:

@@ -146,6 +146,7 @@ class StandardSchedule:
             raise ScheduleError(f"tp: {NO_TENSOR_PARALLEL}")
         if sequence_parallel and self.no_sequence_parallel:
             raise ScheduleError(f"sequence_parallel: {self.no_sequence_parallel}")
+        _check_heads(sch)
         self.tensor_parallel(sch, blocks, sequence_parallel)
 
     def _stage_ends(self, sch: "Schedule", blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
@@ -169,6 +170,20 @@ def _padding(sch: "Schedule") -> str:
                 what = "columns" if shard.dim else "rows"
                 found.setdefault(size, f"the {size:,} {what} of '{path}.{name}' are padded to {filled:,}")
     return ", ".join(found.values())
+
+
+def _check_heads(sch: "Schedule") -> None:
+    """Refuses heads that would be cut apart, in the words of a model's configuration where it has one."""
+    from ...schedule.collectives import axis_of
+
+    config = getattr(sch.module, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return
+    ranks = axis_of(sch.mesh, "tp").size
+    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+        count = getattr(config.get_text_config(), name, None)
+        if isinstance(count, int) and count % ranks:
+            raise ScheduleError(f"tp: {ranks} ranks must divide the {count} {what}")
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":

@@ -43,15 +43,43 @@ class Regions:
 
 
 def columns(module: "Schedule", parts: int = 1) -> None:
-    """Cuts a linear layer along its output, bias included; `parts` projections are fused in it."""
+    """Cuts a linear layer along its output, bias included; `parts` projections are fused in it.
+
+    Of an adapted layer (LoRA) the inner half of the adapter stays whole, and has its gradient from all ranks.
+    """
+    if is_adapted(module):
+        columns(module["base_layer"], parts)
+        for inner, outer in _adapters(module):
+            inner.sync("bwd_post", "all_reduce", on="parameters")
+            columns(outer, parts)
+        return
     module.shard("weight", axis=_axes(module)[0], parts=parts)
     if module.module.bias is not None:
         module.shard("bias", axis=0, parts=parts)
 
 
 def rows(module: "Schedule") -> None:
-    """Cuts a linear layer along its input: its output is a partial sum."""
+    """Cuts a linear layer along its input: its output is a partial sum.
+
+    Of an adapted layer (LoRA) the outer half of the adapter stays whole: it makes partial sums of partial sums.
+    """
+    if is_adapted(module):
+        rows(module["base_layer"])
+        for inner, outer in _adapters(module):
+            rows(inner)
+            outer.sync("bwd_post", "all_reduce", on="parameters")
+        return
     module.shard("weight", axis=_axes(module)[1])
+
+
+def is_adapted(module: "Schedule") -> bool:
+    """Whether it is a layer that peft put an adapter around."""
+    return "base_layer" in module and "lora_A" in module
+
+
+def _adapters(module: "Schedule") -> "list[tuple[Schedule, Schedule]]":
+    """The inner and outer halves of a layer's adapters."""
+    return [(module[f"lora_A.{name}"], module[f"lora_B.{name}"]) for name in module.module.lora_A]
 
 
 def _axes(module: "Schedule") -> tuple[int, int]:

@@ -157,7 +157,11 @@ def _heads(
     sch: Schedule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str
 ) -> list[Follow]:
     """What the attention module around a projection counts, and that no head is cut apart."""
-    parent = sch.tree.module.get_submodule(path.rpartition(".")[0])
+    around = path.rpartition(".")[0]
+    parent = sch.tree.module.get_submodule(around)
+    if getattr(parent, "base_layer", None) is not None:  # an adapted projection (peft) stands in between
+        around = around.rpartition(".")[0]
+        parent = sch.tree.module.get_submodule(around)
     width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
     if path == "" or not isinstance(width, int):
         return []
@@ -165,7 +169,7 @@ def _heads(
         if size % width == 0 and (size // width) % ranks.size:
             raise ScheduleError(
                 f"{label}: {ranks.size} ranks must divide the {size // width} heads of "
-                f"'{path.rpartition('.')[0]}'"
+                f"'{around}'"
             )
     if side != "output":
         return []
