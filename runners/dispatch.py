@@ -10,6 +10,7 @@ from ..results import Measurement, RankReport, Status
 from ..space import Config
 from . import truth
 from .dry_run import DryRun, DryRunReport
+from .estimate.hardware import recognise
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .runner import Runner, TrialRequest
 from .timing import TimingPlan
@@ -132,6 +133,7 @@ class DryRunner(Runner):
             step_ms_spread=slowest.spread_ms,
             peak_memory_mib=max(each.peak_memory_mib for each in reports),
             tflops_per_device=tflops,
+            mfu=self._utilisation(tflops, str(config.get("precision", "fp32"))),
             loss=slowest.losses[0],
             losses=slowest.losses,
             samples_per_step=slowest.samples_per_step,
@@ -139,6 +141,14 @@ class DryRunner(Runner):
             **timed,
             **common,
         )
+
+    def _utilisation(self, tflops: float | None, precision: str) -> float | None:
+        """MFU; None where the device's peak is not known, as for a CPU."""
+        device = self.terms.device
+        if tflops is None or device.type != "cuda":
+            return None
+        hardware = recognise(device.name, device.memory_mib)
+        return None if hardware is None else tflops * 1e12 / hardware.rate(precision)
 
 
 def _rank_report(outcome: RankOutcome) -> RankReport:

@@ -1,6 +1,7 @@
 """Devices and the links between them, in the numbers that the estimator needs."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -200,6 +201,24 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     if text.endswith((".yaml", ".yml")) or Path(text).is_file():
         return Hardware.from_yaml(text)
     raise UsageError(f"{unknown('hardware', text, [*DEVICES, *ALIASES])} A YAML file works too.")
+
+
+def recognise(name: str, memory_mib: float) -> Hardware | None:
+    """The hardware that a device's driver calls so; None where it is not in `DEVICES`.
+
+    Args:
+        name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-40GB`.
+        memory_mib: its memory, by which variants of one chip are told apart.
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if "h100" in words and words & {"pcie", "nvl"}:
+        return None  # other clocks than the SXM module's
+    found = [
+        each
+        for key, each in DEVICES.items()
+        if all(part in words for part in key.split("-") if not part.endswith("gb"))
+    ]
+    return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
 
 
 # Latencies are what nccl-tests report for the smallest messages on such machines.
