@@ -204,6 +204,13 @@ _TABLE: tuple[tuple[str, str, Task, int, int | None, int, dict[str, Any]], ...] 
         },
     ),
     (
+        "llama3.2-1b", "llama", "causal", 1_235_814_400, 4096, 32,
+        _decoder(16, 2048, 32, 128256, kv_heads=8, intermediate=8192, positions=131072, rms_norm_eps=1e-5,
+                 tie_word_embeddings=True, bos_token_id=128000, eos_token_id=128001,
+                 rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}),
+    ),
+    (
         "llama2-7b", "llama", "causal", 6_738_415_616, 4096, 16,
         _decoder(32, 4096, 32, 32000, kv_heads=32, intermediate=11008, positions=4096, rms_norm_eps=1e-5),
     ),

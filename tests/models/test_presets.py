@@ -19,6 +19,7 @@ PUBLISHED_MILLIONS = {
     "mistral-7b": 7241.7,
     "mixtral-8x7b": 46702.8,
     "gpt-neox-20b": 20554.6,
+    "llama3.2-1b": 1235.8,
     "llama2-7b": 6738.4,
     "llama3-8b": 8030.3,
     "qwen3-0.6b": 596.0,
