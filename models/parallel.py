@@ -45,7 +45,7 @@ def declare(
     total, degrees = workload.global_batch, divisors(devices)
     refused = {"tp": {}, "pp": {}}
     for degree in degrees[1:]:
-        refused["tp"][degree] = support.tp(degree) or _beyond_host(degree, device)
+        refused["tp"][degree] = support.tp(degree) or _beyond_host(degree, devices, device)
         refused["pp"][degree] = support.pp(degree)
     ways = [
         (tp, pp)
@@ -137,9 +137,13 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _beyond_host(tp: int, device: Device) -> str:
-    if device.type == "cuda" and tp > device.count:
-        return f"ranks that share a layer must be on one host, which has {device.count} devices"
+def _beyond_host(tp: int, devices: int, device: Device) -> str:
+    """Why neighbours among the ranks would not be on one host, where hosts have as many ranks each, as few as do."""
+    if device.type != "cuda":
+        return ""
+    mine = max(each for each in divisors(devices) if each <= max(1, device.count))
+    if mine % tp:
+        return f"ranks that share a layer must be on one host, which has {mine} of the {devices} devices"
     return ""
 
 

@@ -95,7 +95,9 @@ def _agree(expression: Expression, rule: Predicate, point: Config) -> bool:
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
     for name, knob in knobs.items():
         if knob.derived and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
-            return f": derived knob '{name}' = `{knob.rule.text}` has no value"
+            inner = [f"{each} = `{knobs[each].rule.text}`" for each in knob.rule.names if knobs[each].derived]
+            where = f", where {' and '.join(inner)}" if inner else ""
+            return f": derived knob '{name}' = `{knob.rule.text}` has no value{where}"
     return ""
 
 

@@ -323,6 +323,8 @@ def resolve_task(
         made.override(knob, values)
     for knob, value in (fix or {}).items():
         made.fix(knob, value)
+    for knob, value in (fix or {}).items():
+        _check_effect(made, knob, value)
     return Task(
         name=name,
         space=made,
@@ -334,6 +336,24 @@ def resolve_task(
         simulated=simulated is not None,
         notes=notes,
     )
+
+
+def _check_effect(space: Space, name: str, value: Any) -> None:
+    """Refuses to fix a knob that no configuration has.
+
+    Raises:
+        UsageError: so it is.
+    """
+    when = space[name].when
+    if when is None:
+        return
+    try:
+        space.copy().require(when)
+    except SpaceError:
+        raise UsageError(
+            f"{name}={value} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
+            "left has that"
+        ) from None
 
 
 def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]:

@@ -165,7 +165,11 @@ def test_a_model_without_a_plan_says_so(cpu, compiler):
 def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
     space = default_space(workload("llama2-7b"), cuda(count=4), 8)
     reasons = {each.text: each.reason for each in space.constraints}
-    assert reasons["tp not in [8]"] == "ranks that share a layer must be on one host, which has 4 devices"
+    said = "ranks that share a layer must be on one host, which has {} of the {} devices"
+    assert reasons["tp not in [8]"] == said.format(4, 8)
+    # Six on hosts of four are three and three: of pairs the second would be on both.
+    space = default_space(workload("gpt2-tiny", global_batch=24), cuda(count=4), 6)
+    assert {each.reason: each.text for each in space.constraints}[said.format(3, 6)] == "tp not in [2]"
 
 
 def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):

@@ -68,6 +68,15 @@ BAD = [
     (["tune", "gpt2-tiny", "--time", "10s", "--trial-timeout", "60s"], "more than the 10 s of the whole search"),
     (["tune", "gpt2-tiny", "--runner", "rays"], "did you mean 'ray'"),
     (["tune", "gpt2-tiny", "--devices", "0"], "devices must be a whole number of at least 1"),
+    (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were asked for"),
+    (["tune", "gpt2-tiny", "--devices", "7", "--global-batch", "31"], "31 is not one of 7; 28 is"),
+    (["tune", "llama-tiny", "--devices", "8", "--fix", "tp=8"], "8 ranks must divide the 4 key-value heads"),
+    (["tune", "gpt2-tiny", "--devices", "3", "--global-batch", "9", "--fix", "tp=3"], "must divide the 8 attention heads"),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "pp=2", "--fix", "tp=2"], "where dp = `2 // (tp * pp)`"),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "tp=2", "--fix", "zero=3"], "zero=3 would have no effect"),
+    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "'zero' has no value 4"),
+    (["tune", "gpt2-tiny", "--lora", "rank=16"], "unknown part of lora 'rank'"),
+    (["tune", "gpt2-tiny", "--lora", "r=0"], "r of at least 1"),
     (["tune", "gpt2-tiny", "--seq-len", "0"], "seq_len must be a whole number of at least 1"),
     (["tune", "gpt2-tiny", "--global-batch", "-8"], "global_batch must be a whole number of at least 1"),
     (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
@@ -105,6 +114,29 @@ def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_
     assert code == 2
     assert message in err
     assert "Traceback" not in err + out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
+    from redline.models.device import Device
+
+    monkeypatch.chdir(tmp_path)
+    there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
+    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: there)
+    code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
+    assert code == 2
+    assert "4 devices were asked for, but there are 2 (NVIDIA H100)" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_id_without_a_network_is_refused(capsys, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, _, err = run(capsys, "tune", "somebody/some-model", "--devices", "2")
+    assert code == 2
+    assert "'somebody/some-model' is no preset" in err and "HF_HUB_OFFLINE forbids to ask the hub" in err
     assert list(tmp_path.iterdir()) == []
 
 

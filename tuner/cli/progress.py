@@ -45,17 +45,15 @@ class LineListener(ProgressListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._plan: SearchPlan | None = None
 
     def began(self, plan: SearchPlan) -> None:
-        self._plan = plan
         self._print(headline(plan))
 
     def waiting(self, what: str) -> None:
         self._print(f"{what} ...")
 
     def finished(self, trial: Trial) -> None:
-        self._print(trial_line(trial, self._plan).plain)
+        self._print(trial_line(trial).plain)
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
         if done == 0:
@@ -105,7 +103,7 @@ class TerminalListener(ProgressListener):
     def finished(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
-        self._console.print(trial_line(trial, self._plan), no_wrap=True, overflow="ellipsis")
+        self._console.print(trial_line(trial), no_wrap=True, overflow="ellipsis")
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
         self._what = f"measuring the leaders again, in turns: {done} of {total}" if done < total else ""
@@ -118,7 +116,7 @@ class TerminalListener(ProgressListener):
         if self._plan is None:
             return Group(*lines)
         done = self._plan.done + len(self._finished)
-        status = Text(f"trial {done}{f'/{self._plan.trials}' if self._plan.trials else ''}", style="bold")
+        status = Text(f"{done}{f' of {self._plan.trials}' if self._plan.trials else ''} trials done", style="bold")
         for name, style in _STYLES.items():
             count = sum(trial.measurement.status is name for trial in self._finished)
             if count:
@@ -148,8 +146,9 @@ class TerminalListener(ProgressListener):
 def headline(plan: SearchPlan) -> str:
     """What is tuned, on what, out of how many, by whom."""
     valid = f"{plan.valid:,} valid configurations" if plan.valid is not None else "more valid configurations than can be counted"
+    trials = f", {plan.trials} trials" if plan.trials else ""
     resumed = f", resumed after {plan.done} trials" if plan.done else ""
-    return f"{plan.name} on {plan.where}: {valid}, sampler {plan.sampler}, runner {plan.runner}{resumed}"
+    return f"{plan.name} on {plan.where}: {valid}{trials}, sampler {plan.sampler}, runner {plan.runner}{resumed}"
 
 
 def words(trial: Trial) -> str:
@@ -157,11 +156,11 @@ def words(trial: Trial) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in trial.config.items())
 
 
-def trial_line(trial: Trial, plan: SearchPlan | None) -> Text:
+def trial_line(trial: Trial) -> Text:
     """A finished trial on one line."""
     measured = trial.measurement
-    total = f"/{plan.trials}" if plan and plan.trials else ""
-    line = Text(f"{trial.number + 1:>3}{total}  ")
+    # The number that files, logs and the final word call it by; the first is 0.
+    line = Text(f"{trial.number:>4}  ")
     line.append(f"{measured.status:<8}", style=_STYLES[measured.status])
     memory = f"{measured.peak_memory_mib:,.0f} MiB" if measured.peak_memory_mib else ""
     if measured.ok:
