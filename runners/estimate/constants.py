@@ -83,10 +83,8 @@ class Constants:
     """Chance that a run that stalls leaves no measurement: it hangs, or outlives its deadline."""
 
     # A full device.
-    retry_share: float = 1.0
-    """Share of the limit at which the allocator must free and ask again, which stops the device."""
     retry_factor: float = 1.5
-    """By what that multiplies the step."""
+    """By what the step is longer where the allocator must free and ask again, which stops the device."""
 
     # Uncertainty before any measurement, as standard deviations of natural logarithms.
     compute_std: float = 0.15

@@ -96,7 +96,7 @@ class Estimator:
         noise = self.constants.memory_noise
         peak, memory_std = self._memory.apply(memory_groups(memory), noise)
         full, full_std = self._memory.apply(memory_groups(fullest), noise)
-        pressed = self._add_retries(time, full, full_std)
+        pressed = self._add_retries(time, fullest, full, full_std)
         far = leaves_node(cols, self.hardware.devices_per_node)
         step, time_std = self._time.apply(time_groups(time, far), self._time_noise(cols))
         corrected = corrected_time(time, far, step, self._time) | corrected_memory(memory, self._memory)
@@ -180,7 +180,8 @@ class Estimator:
         if timed:
             cols = columns([config for config, _ in timed], self.training)
             time, _, fullest, _ = self._raw(cols)
-            made._add_retries(time, *made._memory.apply(memory_groups(fullest), self.constants.memory_noise))
+            full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise)
+            made._add_retries(time, fullest, *full)
             groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
             made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
         return made
@@ -261,14 +262,23 @@ class Estimator:
             flops[at] = facts.model_flops(self.training.seq_len or 1)
         return time, memory, fullest, flops
 
-    def _add_retries(self, time: dict[str, np.ndarray], full: np.ndarray, std: np.ndarray) -> np.ndarray:
-        """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that."""
-        c = self.constants
-        share = np.log(np.where(np.isfinite(full), full, np.inf) / (c.retry_share * self.memory_limit_mib))
-        chance = _normal(share / std)
-        total = sum(time.values())
-        time["allocator retries"] = total * np.expm1(chance * np.log(c.retry_factor))
-        return np.sqrt(chance * (1 - chance)) * np.log(c.retry_factor)
+    def _add_retries(
+        self, time: dict[str, np.ndarray], fullest: Mapping[str, np.ndarray], full: np.ndarray, std: np.ndarray
+    ) -> np.ndarray:
+        """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that.
+
+        A run that lives had room for its tensors; it had to free and ask again where there was none for slack.
+        """
+        factor = np.log(self.constants.retry_factor)
+        known = np.isfinite(full)
+        total = np.where(known, sum(fullest.values()), 1.0)
+        live = 1 - np.where(known, fullest["slack"], 0.0) / total
+        room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
+        # Far beyond the limit both chances vanish; their ratio is taken from logarithms.
+        chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
+        step = sum(time.values())
+        time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
+        return np.sqrt(chance * (1 - chance)) * factor
 
     def _time_prior(self) -> np.ndarray:
         c = self.constants
@@ -308,6 +318,12 @@ def _normal(z: np.ndarray) -> np.ndarray:
     from scipy.special import ndtr
 
     return ndtr(z)
+
+
+def _log_normal(z: np.ndarray) -> np.ndarray:
+    from scipy.special import log_ndtr
+
+    return log_ndtr(z)
 
 
 def _hardware(spec: Any) -> Hardware:

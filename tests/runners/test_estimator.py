@@ -108,6 +108,28 @@ def test_a_memory_limit_decides_what_fits():
     assert wide.fits and wide.probability_fits > 0.9
 
 
+def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
+    config = {"micro_batch": 8}
+    need = made()(config).peak_memory_mib
+
+    def retries(limit, **more):
+        setup = SETUP.but(memory_limit_mib=limit * need, **more)
+        return Estimator(SHAPE, "h100", setup)(config).breakdown["time.allocator retries"]
+
+    assert retries(3) < 1e-6
+    assert retries(1.0) > 0
+    # Where what is live does not fit either the run fails, or it lived because it needed less than predicted.
+    assert retries(0.9) > retries(1.3)
+    # Measured by live tensors there is no slack that could be freed.
+    assert retries(1.0, reserved_memory=False) == 0
+
+
+def test_more_stages_than_blocks_never_finish():
+    table = made().table([{"pp": 16, "micro_batch": 1}, {"micro_batch": 1}])
+    assert table.step_ms[0] == math.inf and table.throughput[0] == 0 and table.probability_runs[0] == 0
+    assert not np.isnan(table.step_ms).any() and not np.isnan(table.log_throughput_std).any()
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
