@@ -110,7 +110,9 @@ class Constants:
 
 
 # Their constants were fitted to runs of theirs, which leaves less to doubt.
-_FITTED = {"compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "time_noise": 0.07, "network_noise": 0.14}
+_FITTED = {
+    "compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07, "network_noise": 0.14,
+}  # fmt: skip
 PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),
     "megatron": Constants(
