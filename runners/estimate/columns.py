@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError, unknown
-from .setup import OFFLOADS, PRECISIONS, TrainingSetup
+from .setup import OFFLOADS, PIPELINES, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
     "tp": int, "pp": int, "zero": int, "micro_batch": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
-_WORDS = ("precision", "attention", "fusion", "kernels", "offload")
-_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS}
+_WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule")
+_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,7 @@ class Columns:
     fusion: np.ndarray
     kernels: np.ndarray
     offload: np.ndarray
+    pipeline_schedule: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -78,7 +79,7 @@ def columns(
     for name, kind in _NUMBERS.items():
         values[name] = table.numbers(name, kind, getattr(setup, name))
     for name in _WORDS:
-        default = getattr(setup, name)
+        default = setup.pipeline if name == "pipeline_schedule" else getattr(setup, name)
         values[name] = table.words(name, default)
         if name in _KNOWN:
             for value in set(values[name].tolist()) - set(_KNOWN[name]):
@@ -167,7 +168,10 @@ class _Table:
 
     def words(self, name: str, default: Any) -> np.ndarray:
         got = self._get(name, default)
-        return np.asarray(got, dtype=bool if isinstance(default, bool) else object)
+        if isinstance(default, bool):
+            return np.asarray(got, dtype=bool)
+        # A table has something for a conditional knob where it does not apply, too: None or NaN.
+        return np.asarray([default if each is None or each != each else each for each in got], dtype=object)
 
     def show(self, at: int) -> str:
         if self._columns:

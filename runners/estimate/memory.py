@@ -172,7 +172,8 @@ def stage_peak(
     weight_copies = np.where(zero >= 3, 0.0, weight_copies)  # gathered in that dtype already
 
     # Activations of the micro-batches in flight.
-    flying = in_flight(stage.index, pp, cols.grad_accum, setup)
+    gpipe = cols.pipeline_schedule == "gpipe"
+    flying = in_flight(stage.index, pp, cols.grad_accum, setup, gpipe)
     ratio = cols.checkpoint_ratio
     keeps_scores = not setup.recompute_attention
     kept, boundaries, working, rebuilt = none, none, none, none
@@ -195,7 +196,7 @@ def stage_peak(
         else:
             kept = kept + amount
     # Only the gpipe schedule has several micro-batches behind the head at once.
-    loss_flying = flying if setup.pipeline == "gpipe" else np.minimum(flying, 1.0)
+    loss_flying = np.where(gpipe, flying, np.minimum(flying, 1.0))
     activations = kept * tokens * flying
     checkpoints = boundaries * tokens * flying
     loss = (loss_parts * loss_flying + spike) * tokens * constants.loss_factor
@@ -244,13 +245,14 @@ def stage_peak(
     return {name: np.asarray(value, float) / MIB for name, value in zip(MEMORY_TERMS, values, strict=True)}
 
 
-def in_flight(stage: int, pp: int, grad_accum: np.ndarray, setup: TrainingSetup) -> np.ndarray:
-    """Micro-batches whose activations a stage holds at once."""
+def in_flight(
+    stage: int, pp: int, grad_accum: np.ndarray, setup: TrainingSetup, gpipe: "np.ndarray | bool"
+) -> np.ndarray:
+    """Micro-batches whose activations a stage holds at once; all where the schedule is `gpipe`."""
     accum = grad_accum.astype(float)
-    if setup.pipeline == "gpipe":
-        return accum
     depth = float(pp - stage)
     if setup.pipeline == "interleaved" and pp > 1:
         # arXiv:2205.05198, section 4.2.3: 1 + (p - 1) / (p * m) of what 1F1B holds in the first stage.
         depth *= 1 + (pp - 1) / (pp * setup.virtual_stages)
-    return np.minimum(accum, depth)
+    # Without stages every micro-batch is done with before the next.
+    return np.where((pp > 1) & np.asarray(gpipe), accum, np.minimum(accum, depth))

@@ -85,9 +85,18 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_are_left(stage):
     from redline.runners.estimate.memory import in_flight
 
     setup = TrainingSetup()
-    assert in_flight(stage, 4, np.array([64]), setup)[0] == 4 - stage
-    assert in_flight(stage, 4, np.array([1]), setup)[0] == 1
-    assert in_flight(stage, 4, np.array([64]), setup.but(pipeline="gpipe"))[0] == 64
+    assert in_flight(stage, 4, np.array([64]), setup, False)[0] == 4 - stage
+    assert in_flight(stage, 4, np.array([1]), setup, False)[0] == 1
+    assert in_flight(stage, 4, np.array([64]), setup, True)[0] == 64
+    assert in_flight(0, 1, np.array([64]), setup, True)[0] == 1
+
+
+def test_gpipe_as_a_knob_holds_all_micro_batches():
+    config = {"pp": 4, "dp": 1, "grad_accum": 16, "micro_batch": 1}
+    kept = {kind: terms(**config, pipeline_schedule=kind)["activations"] for kind in ("1f1b", "gpipe")}
+    assert kept["gpipe"] == pytest.approx(4 * kept["1f1b"], rel=0.1)
+    setup = TrainingSetup(seq_len=4096, devices=64, global_batch=4096, pipeline="gpipe", **MIXED)
+    assert terms(setup=setup, **config)["activations"] == kept["gpipe"]
 
 
 def test_the_fullest_rank_is_never_emptier_than_the_first():
