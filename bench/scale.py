@@ -109,7 +109,7 @@ def main() -> None:
             search.run()
             seconds = time.perf_counter() - begin
             stamps = sorted(trial.measurement.started + trial.measurement.seconds_total for trial in run.trials())
-        view = View(folder)
+        view = View(folder, Config)
         trials = view.trials()
         statuses = collections.Counter(str(trial.measurement.status) for trial in trials if not trial.pending)
         table = len((Path(folder) / "trials.csv").read_text().splitlines()) - 1

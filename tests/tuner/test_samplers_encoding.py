@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redline.results import Measurement, Status, Trial
-from redline.space import Space
+from redline.space import Config, Space
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.conformance import (
     boundless_space,
@@ -35,7 +35,7 @@ class TestEncoding:
         assert len({code.tobytes() for code in codes}) == len(space)
         assert [encoding.decode(code) for code in codes] == list(space)
         assert np.array_equal(encoding.listed, codes)
-        assert [encoding.row(config) for config in space] == list(range(len(space)))
+        assert encoding.rows(space) == list(range(len(space)))
 
     def test_derived_and_single_valued_knobs_are_completed(self):
         space = Space()
@@ -226,3 +226,12 @@ class TestObservations:
         other.choice("micro_batch", [3])
         trials = finished([other.default(), *wide_space().sample(2, 0)], lambda config: ok(1.0))
         assert len(observe(Encoding(wide_space()), trials).codes) == 2
+
+
+def test_a_configuration_with_other_derived_values_has_no_row():
+    space = Space()
+    micro = space.choice("micro_batch", [1, 2, 4])
+    space.derive("grad_accum", 4 // micro)
+    encoding = Encoding(space)
+    strange = Config(micro_batch=2, grad_accum=7)
+    assert encoding.rows([space.at(1), strange, Config(micro_batch=3), space.at(2)]) == [1, None, None, 2]

@@ -56,7 +56,7 @@ class Candidates:
         if self._configs is not None:
             wanted = set(configs)
             return [index for index, config in enumerate(self._configs) if config in wanted]
-        rows = [row for row in map(self.encoding.row, configs) if row is not None]
+        rows = [row for row in self.encoding.rows(configs) if row is not None]
         return np.flatnonzero(np.isin(self.rows, rows)).tolist()
 
     def lookup(self, code: np.ndarray) -> Config | None:
@@ -102,7 +102,7 @@ class Candidates:
         codes = np.concatenate([self.codes, stack([code for _, code in new.values()], self.codes.shape[1])])
         rows = self.rows
         if rows is not None:
-            rows = np.concatenate([rows, [self.encoding.row(config) for config in added]])
+            rows = np.concatenate([rows, self.encoding.rows(added)])
         own = None if self._configs is None else [*self._configs, *added]
         return Candidates(self.encoding, codes, self._seen, configs=own, rows=rows)
 
@@ -123,7 +123,7 @@ def remaining(
     seen = frozenset(trial.config for trial in trials)
     if encoding.listed is not None:
         left = np.ones(len(encoding.listed), dtype=bool)
-        left[[row for row in map(encoding.row, seen) if row is not None]] = False
+        left[[row for row in encoding.rows(seen) if row is not None]] = False
         rows = np.flatnonzero(left)
         return Candidates(encoding, encoding.listed[rows], seen, rows=rows)
     drawn = encoding.space.sample(sample + len(seen), int(rng.integers(2**31)))

@@ -1,6 +1,6 @@
 """Configurations as rows of small integers: what models learn from and distances are measured in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -93,11 +93,21 @@ class Encoding:
             codes[:, column] = columns[name]
         return codes
 
-    def row(self, config: Config) -> int | None:
-        """The row of `config` in `listed`; None where it is not in the space. Looked up once each."""
-        if config not in self._rows:
-            self._rows[config] = self.space.index(config) if config in self.space else None
-        return self._rows[config]
+    def rows(self, configs: Iterable[Config]) -> list[int | None]:
+        """The rows of configurations in `listed`; None for one that is not in the space. Looked up once each."""
+        configs = list(configs)
+        new = [config for config in dict.fromkeys(configs) if config not in self._rows]
+        codes = [self.encode(config) for config in new]
+        found = [None if code is None else self._row_of_code.get(code.tobytes()) for code in codes]
+        # A code says nothing of derived knobs.
+        real = iter(self.space.take([row for row in found if row is not None]))
+        for config, row in zip(new, found):
+            self._rows[config] = row if row is not None and next(real) == config else None
+        return [self._rows[config] for config in configs]
+
+    @cached_property
+    def _row_of_code(self) -> dict[bytes, int]:
+        return {code.tobytes(): row for row, code in enumerate(self.listed)}
 
 
 def stack(codes: Sequence[np.ndarray], knobs: int) -> np.ndarray:
