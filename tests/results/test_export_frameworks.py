@@ -94,39 +94,48 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
         assert made.optim == "adamw_torch_fused"
 
 
-@every_configuration
-def test_deepspeed_accepts_its_config(name, tmp_path):
+@pytest.fixture(scope="module")
+def deepspeed_reads(tmp_path_factory):
+    """What DeepSpeed makes of every configuration's export: in one process, as it takes seconds to import."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    path = tmp_path / "ds.json"
-    config = export("deepspeed", name, path)
+    folder = tmp_path_factory.mktemp("deepspeed")
     code = """
 import json, sys
 from deepspeed.runtime.config import DeepSpeedConfig
-
-class Ranks:
-    def get_data_parallel_world_size(self):
-        return int(sys.argv[2])
-
 import deepspeed.runtime.config as module
 module.dist.get_rank = lambda: 0  # no process group here: the size is the one given
-made = DeepSpeedConfig(sys.argv[1], mpu=Ranks())
-print("RESULT", json.dumps({
-    "batch": [made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps],
-    "world": made.world_size, "stage": int(made.zero_config.stage), "bf16": made.bfloat16_config.enabled,
-    "offload": made.zero_config.offload_optimizer is not None and str(made.zero_config.offload_optimizer.device),
-    "tp": made.tensor_parallel_config.autotp_size, "stages": made.pipeline["stages"],
-}))
+
+class Ranks:
+    def __init__(self, size):
+        self.size = size
+
+    def get_data_parallel_world_size(self):
+        return self.size
+
+for name, (path, replicas) in json.loads(sys.argv[1]).items():
+    made = DeepSpeedConfig(path, mpu=Ranks(replicas))
+    print("RESULT", json.dumps([name, {
+        "batch": [made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps],
+        "world": made.world_size, "stage": int(made.zero_config.stage), "bf16": made.bfloat16_config.enabled,
+        "offload": made.zero_config.offload_optimizer is not None and str(made.zero_config.offload_optimizer.device),
+        "tp": made.tensor_parallel_config.autotp_size, "stages": made.pipeline["stages"],
+    }]))
 """
+    asked = {}
+    for number, name in enumerate(CONFIGURATIONS):
+        path = folder / f"{number}.json"
+        asked[name] = [str(path), export("deepspeed", name, path).get("dp", 1)]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(config.get("dp", 1))],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
+        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr
-    (line,) = [each for each in done.stdout.splitlines() if each.startswith("RESULT ")]
-    made = json.loads(line.removeprefix("RESULT "))
+    lines = [each.removeprefix("RESULT ") for each in done.stdout.splitlines() if each.startswith("RESULT ")]
+    return dict(map(json.loads, lines))
+
+
+@every_configuration
+def test_deepspeed_accepts_its_config(name, deepspeed_reads):
+    config, made = CONFIGURATIONS[name], deepspeed_reads[name]
     micro, steps, replicas = config["micro_batch"], config["grad_accum"], config.get("dp", 1)
     assert made["world"] == replicas
     assert made["batch"] == [micro * steps * replicas, micro, steps]
