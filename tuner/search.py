@@ -198,12 +198,15 @@ class Search:
         return "every valid configuration was tried"
 
     def _choose(self, trials: list[Trial]) -> tuple[Config | None, str]:
-        tried = {trial.config for trial in trials}
+        def tried(config: Config) -> bool:
+            return any(trial.config == config for trial in trials)
+
         for config in self.first:
-            if config not in tried:
+            if not tried(config):
                 return config, "default" if config == self.first[0] else "user"
         base = next((trial for trial in trials if trial.sampler == "default"), None)
-        if base is not None and not base.pending and not base.ok and self.fallback not in (None, *tried):
+        failed = base is not None and not base.pending and not base.ok
+        if failed and self.fallback is not None and not tried(self.fallback):
             return self.fallback, "fallback"
         proposals = self.sampler.propose(trials, 1)
         if not proposals:
