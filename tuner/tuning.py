@@ -171,6 +171,8 @@ def tune(
     asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
     budget.check_against(asked_timeout, concurrency or 1, task.devices)
     earlier, names = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start)
+    if task.workload is None and hardware is not None:
+        raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
     if task.simulated and time is not None:
         raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
     asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)

@@ -95,6 +95,8 @@ def test_a_callable_cannot_be_simulated():
     space.choice("x", [1, 2])
     with pytest.raises(rl.UsageError, match="needs a model or a workload"):
         rl.tune(lambda config: 1.0, space, runner="simulate", hardware="h100")
+    with pytest.raises(rl.UsageError, match="hardware belongs to a workload"):
+        rl.tune(lambda config: 1.0, space, hardware="h100")
 
 
 def test_a_simulated_run_is_not_resumed_by_a_real_one(finished, capsys):
