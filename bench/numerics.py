@@ -184,7 +184,7 @@ cannot be: the same sentence with which the default space leaves it out.
   `redline space` says so beside `tp`. The odd vocabularies of the table are padded.
 - **Heads, key-value heads, feed-forward width, the sequence** (for `sequence_parallel`): excluded, for the rest of
   the model would compute on zeros. The degree is a constraint of the default space, with the numbers:
-  "8 ranks must divide the 12 heads of 'transformer.h.0.attn'".
+  "tp: 8 ranks must divide the 12 attention heads".
 - **Blocks and pipeline stages**: the first stages have a block more.
 - **Parameters and ZeRO**: padded by PyTorch, unseen.
 

@@ -5,6 +5,7 @@ measured optimizer step on its rank.
 """
 
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 from redline.models import Workload
 from redline.models.batches import make_batch, part, to_device
-from redline.runners.dry_run import _join
+from redline.runners.dry_run import join
 from redline.runners.rank import RankContext
 
 IMPORTS = ("accelerate", "transformers.trainer", "torch.distributed.fsdp", __name__)
@@ -48,7 +49,7 @@ class Side:
         }.items():
             os.environ[name] = str(value)
         torch.manual_seed(0)
-        _join(context)
+        join(context)
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
         context.phase("training")
         return self.train(context, device)[self.warmup :]
@@ -193,7 +194,7 @@ class Trainer(Side):
             if trainer.accelerator.num_processes != context.world_size:
                 raise RuntimeError(f"Trainer sees {trainer.accelerator.num_processes} of {context.world_size} ranks")
             trainer.train()
-        return [(end - begin) * 1e3 for begin, end in zip(marks, marks[1:])]
+        return [(end - begin) * 1e3 for begin, end in itertools.pairwise(marks)]
 
     def _samples(self, step: int) -> list[dict[str, Any]]:
         whole = make_batch(self.workload, self.workload.global_batch, step)

@@ -74,7 +74,7 @@ class DryRun:
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
         if context.world_size > 1:
             context.phase("rendezvous")
-            _join(context)
+            join(context)
         context.phase("build")
         training = Training(
             self.workload,
@@ -139,7 +139,8 @@ def is_stochastic(model: Any) -> bool:
     return False
 
 
-def _join(context: RankContext) -> None:
+def join(context: RankContext) -> None:
+    """Meets the other ranks in `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
     from datetime import timedelta
 
     import torch.distributed as dist

@@ -208,7 +208,7 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
 
     Args:
         name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-40GB`.
-        memory_mib: its memory, by which variants of one chip are told apart.
+        memory_mib: its memory, by which variants of one chip, and parts of one (MIG), are told apart.
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if "h100" in words and words & {"pcie", "nvl"}:
@@ -217,6 +217,7 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
         each
         for key, each in DEVICES.items()
         if all(part in words for part in key.split("-") if not part.endswith("gb"))
+        and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
     ]
     return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
 

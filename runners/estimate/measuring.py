@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import RunnerError
 from ...models.device import Device, detect
 from . import facts_cache
-from .hardware import DEVICES, Hardware, Link
+from .hardware import Hardware, Link, recognise
 
 SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of the square products that are timed."""
@@ -188,17 +188,7 @@ def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
 
 def table_entry(device: Device) -> Hardware | None:
     """The table's entry for a detected GPU, by its marketing name and memory; None where it has none."""
-    if device.type != "cuda":
-        return None
-    text = device.name.lower().replace(" ", "-")
-    fitting = [
-        each
-        for each in DEVICES.values()
-        if each.name.removesuffix("-" + each.name.rpartition("-")[2] if each.name.endswith("gb") else "")
-        in text
-        and abs(each.memory_gib * 1024 - device.memory_mib) < 0.1 * device.memory_mib
-    ]
-    return max(fitting, key=lambda each: len(each.name), default=None)
+    return recognise(device.name, device.memory_mib) if device.type == "cuda" else None
 
 
 def _dtypes(device: Device, short: bool) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def test_mfu_is_of_the_peak_at_the_precision():
         ("NVIDIA A10G", 22_731, "a10g"),
         ("AMD Instinct MI300X", 196_288, "mi300x"),
         ("NVIDIA H100 PCIe", 81_079, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864, None),
         ("NVIDIA L40S", 45_589, None),
     ],
 )
