@@ -241,7 +241,9 @@ class Search:
     def _with_mfu(self, config: Config, measured: Measurement) -> Measurement:
         if measured.mfu is not None or measured.tflops_per_device is None or self.peak_rate is None:
             return measured
-        return replace(measured, mfu=measured.tflops_per_device * 1e12 / self.peak_rate(config))
+        mfu = measured.tflops_per_device * 1e12 / self.peak_rate(config)
+        # What is exceeded is no peak: this machine's was measured while it was busy with something else.
+        return replace(measured, mfu=mfu) if mfu <= 1 else measured
 
     def _log(self, trial: Trial, free: bool) -> Path:
         path = self.run_folder.log_path(trial.number)
