@@ -32,7 +32,9 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
     parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
     parser.add_argument("--write", type=Path, help="a Markdown file")
-    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
+    parser.add_argument(
+        "--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again"
+    )
     options = parser.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
@@ -103,7 +105,9 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                 each.join()
 
 
-def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue") -> None:
+def serve(
+    rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue"
+) -> None:
     """One rank: checks the cells in order."""
     import torch
     import torch.distributed as dist

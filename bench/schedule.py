@@ -4,6 +4,7 @@ python bench/schedule.py
 """
 
 import argparse
+import ast
 import inspect
 import json
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 
 import redline as rl
 import torch
+from redline.models.families import bert, schedule_of
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -46,9 +48,8 @@ def apply_seconds(ranks: int) -> dict[str, float]:
         model = bert_large()
         start = time.perf_counter()
         sch = rl.create_schedule(model, mesh)
-        transformer_parallel.tensor_parallel(sch, "bert", sequence_parallel=True)
-        for block in sch.select("bert.encoder.layer.*")[::2]:
-            block.checkpoint()
+        knobs = {"tp": ranks, "sequence_parallel": True, "checkpoint_ratio": 0.5}
+        schedule_of("bert")(sch, knobs)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "steps": len(sch.tree.steps)}
     finally:
@@ -94,22 +95,23 @@ def lines() -> dict[str, int]:
         "kernel injection": [kernel_injection.flat],
         "block fusion": [block_fusion.linear_norm_activation, block_fusion.schedule],
         "parameter sharding": [parameter_sharding.schedule],
-        "tensor and sequence parallel BERT": [
-            transformer_parallel.tensor_parallel,
-            transformer_parallel._around,
-            transformer_parallel.bert_block,
-        ],
+        "every parallel knob of BERT": [bert],
     }
     return {name: sum(_code_lines(each) for each in group) for name, group in functions.items()}
 
 
-def _code_lines(function: Any) -> int:
-    """Lines of a function without its docstring, comments and blank lines."""
-    source = inspect.getsource(function)
-    doc = function.__doc__
-    if doc:
-        source = source.replace(f'"""{doc}"""', "")
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in source.splitlines())
+def _code_lines(thing: Any) -> int:
+    """Lines of a function or module without docstrings, comments and blank lines."""
+    source = inspect.getsource(thing)
+    left = dict(enumerate(source.splitlines(), 1))
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+            and ast.get_docstring(node) is not None
+        ):
+            for number in range(node.body[0].lineno, node.body[0].end_lineno + 1):
+                left.pop(number, None)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in left.values())
 
 
 def main() -> None:

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 KNOBS = ("checkpoint_ratio", "fusion")
 """Knobs that rewrite the model on one device, and that a StandardSchedule follows."""
 
-NO_TENSOR_PARALLEL = (
-    "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
-)
+NO_TENSOR_PARALLEL = "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
 NO_PIPELINE = (
     "neither transformers nor redline has a pipeline plan for this model; docs/add-a-model.md shows one"
 )

@@ -14,9 +14,7 @@ from ..schedule import Schedule
 
 
 @register_primitive
-def shard_data(
-    sch: Schedule, zero: int = 0, blocks: str | None = None, gathered: Sequence[str] = ()
-) -> None:
+def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None, gathered: Sequence[str] = ()) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
     | zero | cut over the ranks | by |
@@ -57,7 +55,12 @@ def shard_data(
 
 
 def _apply(
-    sch: Schedule, module: nn.Module, context: Any, zero: int, blocks: str | None, gathered: tuple[str, ...] = ()
+    sch: Schedule,
+    module: nn.Module,
+    context: Any,
+    zero: int,
+    blocks: str | None,
+    gathered: tuple[str, ...] = (),
 ) -> None:
     axis = axis_of(sch.mesh, "dp")
     if context.pipeline is not None:
@@ -105,7 +108,9 @@ def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis
 
 def no_tied_stages(tied: str) -> str:
     """Why ZeRO 2 and 3 cannot be: each part of a stage is cut by itself, as nothing runs around them."""
-    return f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
+    return (
+        f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
+    )
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:

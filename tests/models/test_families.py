@@ -21,9 +21,7 @@ def paths(blocks):
     return [each.path for each in blocks]
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "bert-base", "roberta-large", "opt-350m", "gpt-neo-1.3b"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "bert-base", "roberta-large", "opt-350m", "gpt-neo-1.3b"])
 def test_the_generic_schedule_finds_the_blocks_each_family_names(name):
     made = workload(name)
     with torch.device("meta"):

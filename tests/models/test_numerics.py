@@ -14,7 +14,11 @@ from redline.schedule.planned import PlannedMesh
 from transformers import BertConfig, LlamaConfig
 
 QUICK = [
-    *((family, cell) for family in ("bert", "t5", "mixtral") for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b")),
+    *(
+        (family, cell)
+        for family in ("bert", "t5", "mixtral")
+        for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b")
+    ),
     ("opt", "pp2 1f1b"),
     ("vit", "pp2 1f1b"),
     ("wide_resnet", "tp2"),

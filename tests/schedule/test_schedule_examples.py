@@ -1,15 +1,23 @@
 """The three classic demonstrations, at small sizes."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from redline.schedule import create_schedule, verify
 from torch import nn
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,3 +55,32 @@ def check_sharding():
 def test_parameter_sharding_has_the_gradients_of_one_rank(two):
     shapes = two.run(check_sharding)
     assert shapes == [((8, 8), (8, 8))] * 2
+
+
+def ran(*arguments):
+    """What a command printed, on one thread."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_whole_transformer_on_two_processes():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    out = ran(
+        *launcher, ROOT / "examples" / "transformer_parallel.py", "--model", "llama", "--sequence-parallel"
+    )
+    losses = [line.split("loss ")[1].split()[0] for line in out.splitlines() if "loss " in line]
+    assert len(losses) == 2 and float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_a_schedule_costs_is_measured():
+    out = json.loads(ran(ROOT / "bench" / "schedule.py", "--rounds", 3, "--json"))
+    # 24 blocks, six cuts and four exchanges in each.
+    assert out["apply"]["steps"] > 240 and out["apply"]["seconds"] > 0
+    assert 0 < min(out["lines"].values()) and out["lines"]["every parallel knob of BERT"] < 60
+    assert out["step"]["ratio"] > 0

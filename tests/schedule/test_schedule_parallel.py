@@ -65,6 +65,7 @@ def train(model, optimizer, steps=3):
 # A float32 sum of n terms in another order departs by about sqrt(n) * 2**-24 of its magnitude, n < 128 here;
 # AdamW divides by the gradient's own size, so that three steps carry a gradient's relative rounding (up to
 # 1e-4 where it is nearly zero) into a weight at the scale of lr = 1e-3: 1e-6 absolute beside weights of 0.02.
+# Gradients that are nothing but rounding, some 1e-9, must stay small beside eps.
 STEP_TOLERANCE = 2e-6
 
 
@@ -77,7 +78,7 @@ def check_transformer(make, name, sequence_parallel, checkpoint, axes):
                 block.checkpoint()
         if "dp" in axes:
             sch.shard_data(zero=0)
-    adamw = lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-6)  # noqa: E731
+    adamw = lambda params: torch.optim.AdamW(params, lr=1e-3, eps=1e-5)  # noqa: E731
     cut, optimizer = build(sch, optimizer=adamw, device=device())
     plain, reference = build(create_schedule(make(name)), optimizer=adamw, device=device())
     assert list(cut.state_dict()) == list(plain.state_dict())

@@ -1,6 +1,5 @@
 """Pipelines on real ranks: values, gradients, training steps, ties, refusals."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
