@@ -143,7 +143,7 @@ def supported(family):
 def test_reasons_name_the_numbers():
     assert supported("llama").tp(2) == ""
     assert "4 ranks must divide the 2 key-value heads" in supported("llama").tp(4)
-    assert "8 ranks must divide the 4 heads of" in supported("gpt2").tp(8)
+    assert "8 ranks must divide the 4 attention heads" in supported("gpt2").tp(8)
     assert "each of 3 stages needs a repeated block, but the model has 2" in supported("bert").pp(3)
     assert "2 encoder blocks remain for 3 stages" in supported("t5").pp(4)
     assert supported("t5").pp(3) == ""
