@@ -1,0 +1,100 @@
+"""Recorded surfaces: those that are kept can be replayed, and recording goes on where it was stopped."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import redline
+from redline.errors import UsageError
+from redline.results import Measurement, Status
+from redline.runners.replay import read_folder
+from redline.space import Space
+
+BENCH = Path(redline.__file__).parent / "bench"
+KEPT = {each.name: each for each in read_folder(BENCH / "surfaces")}
+
+
+def bench(name):
+    """A module of bench/."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+record = bench("record")
+
+
+def test_three_surfaces_of_our_own_are_kept():
+    assert set(KEPT) >= {"gpt2-tiny-1rank", "llama-tiny-2ranks", "bert-tiny-2ranks"}
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_a_kept_surface_is_a_whole_grid_with_real_failures(name):
+    surface = KEPT[name]
+    limit = surface.facts["hardware"]["memory_limit_mib"]
+    assert len(surface.rows) >= 150 and surface.causes_known
+    statuses = [each.status for each in surface.rows.values()]
+    assert 0.1 < statuses.count(Status.OOM) / len(statuses) < 0.5
+    assert set(statuses) == {Status.OK, Status.OOM}
+    for measured in surface.rows.values():
+        assert measured.memory_limit_mib == limit
+        assert measured.peak_memory_mib < limit or not measured.ok
+
+
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_the_estimator_is_made_from_a_kept_surfaces_facts(name):
+    surface = bench("estimator").load(BENCH / "surfaces" / f"{name}.csv")
+    table = surface.estimator.table(surface.configs)
+    assert (table.throughput > 0).all() and len(table.throughput) == len(KEPT[name].rows)
+
+
+@pytest.fixture
+def space():
+    space = Space()
+    dp = space.choice("dp", [1, 2])
+    space.choice("zero", [0, 1, 2], when=dp > 1)
+    space.choice("micro_batch", [4, 8])
+    return space
+
+
+def ok(step_ms):
+    speed = 1e6 / step_ms
+    return Measurement(status=Status.OK, tokens_per_second=speed, throughput=speed, step_ms=step_ms, peak_memory_mib=512.0)
+
+
+def test_recording_goes_on_where_it_was_stopped(space, tmp_path):
+    path = tmp_path / "table.csv"
+    first, second, *rest = space
+    table = record.Table(path, space, "tokens_per_second")
+    table.add(second, Measurement(status=Status.OOM, reason="too much", memory_limit_mib=100.0))
+    table.add(first, ok(20.0))
+    again = record.Table(path, space, "tokens_per_second")
+    assert [again.done(each, 1) for each in (first, second, *rest)] == [True, True, *[False] * len(rest)]
+    assert again.done(second, 2) and not again.done(first, 2)  # what failed is not tried again
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("dp,zero,micro_batch,status,reason,tokens_per_second,step_ms,")
+    assert lines[1] == "1,0,4,ok,,50000.0,20.00,,0.50000,,1"  # no replicas to share among: zero has its default
+    assert lines[2].startswith("1,0,8,oom,too much,")
+
+
+def test_of_several_passes_the_fastest_is_kept(space, tmp_path):
+    path = tmp_path / "table.csv"
+    config = next(iter(space))
+    for step_ms, kept in ((20.0, "20.00"), (30.0, "20.00"), (10.0, "10.00")):
+        record.Table(path, space, "tokens_per_second").add(config, ok(step_ms))
+        (row,) = record.Table(path, space, "tokens_per_second").rows.values()
+        assert row["step_ms"] == kept
+    assert row["measured"] == "3"
+
+
+def test_a_table_of_another_space_is_refused(space, tmp_path):
+    path = tmp_path / "table.csv"
+    record.Table(path, space, "tokens_per_second").add(space.at(0), ok(20.0))
+    space.fix("micro_batch", 8)
+    with pytest.raises(UsageError, match="a row that is not in this space"):
+        record.Table(path, space, "tokens_per_second")
+    other = Space()
+    other.choice("tp", [1, 2])
+    with pytest.raises(UsageError, match="give the command that began it"):
+        record.Table(path, other, "tokens_per_second")
