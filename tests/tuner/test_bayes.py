@@ -233,3 +233,11 @@ def test_in_a_vast_space_an_estimate_draws_the_candidates():
     (first,) = make_sampler("bayes", space, 0, prior=worth).propose([])
     drawn = sorted(worth(config) for config in space.sample(2048, 5))
     assert worth(first) > 1.15 * drawn[-1]
+
+
+def test_an_estimate_alone_decides_as_long_as_nothing_worked(capfd):
+    space = make_space()
+    trials = finished(space.sample(3, 2), lambda config: failed(Status.CRASH))
+    (proposal,) = make_sampler("bayes", space, 0, prior=Estimate).propose(trials)
+    assert Estimate(proposal).fits
+    assert capfd.readouterr() == ("", "")  # LAPACK complains on standard output

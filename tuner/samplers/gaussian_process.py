@@ -30,16 +30,6 @@ class Scales:
     """That of the noise: a handful of trials says little of it, and that it is nil they say by chance."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Basis:
-    """Known functions whose weights are learnt along: the mean is `weights @ values`."""
-
-    values: np.ndarray
-    """Their values, shape (n, functions)."""
-    deviation: np.ndarray
-    """Standard deviation of each weight around 0, shape (functions,)."""
-
-
 class Kernel:
     """Covariances: basis functions + one Matern 5/2 function a column + a joint Matern 5/2 of all columns.
 
@@ -236,6 +226,8 @@ def fit_scales(
         inflation: factors of the variances, shape (n,); by default 1.
         limit: more points than this are thinned evenly by value: hyperparameters need no more.
     """
+    if not len(values):
+        return prior, 0.0
     extra = np.zeros(len(values)) if extra is None else extra
     inflation = np.ones(len(values)) if inflation is None else inflation
     if len(values) > limit:
@@ -320,8 +312,3 @@ class Posterior:
         row = covariance / np.sqrt(max(float(covariance[index]), 1e-12) + noise + _JITTER)
         self._extra.append(row)
         self.variance = np.maximum(self.variance - row**2, 1e-12)
-
-
-def bases(*parts: Sequence[Basis]) -> np.ndarray:
-    """Basis functions times their deviations, side by side: shape (n, functions)."""
-    return np.concatenate([part.values * part.deviation for part in parts], axis=1)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError
-from ...results import Trial
 from ...space import Config
 
 COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
@@ -62,11 +61,6 @@ class Prior:
         self.source = source
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
         self._said = False
-
-    def calibrated(self, trials: Sequence[Trial]) -> Any:
-        """The source fitted to trials where it can be; else the source itself."""
-        calibrate = getattr(self.source, "calibrate", None)
-        return self.source if calibrate is None else calibrate(list(trials))
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
