@@ -35,6 +35,9 @@ HERE = Path(__file__).resolve().parent
 CPU_MODELS = ("llama-tiny", "bert-tiny")
 GPU_MODELS = ("gpt2", "bert-large", "llama3.2-1b")
 
+BUSY = 1.3
+"""How far the turns of a side may be apart on a quiet machine."""
+
 
 @dataclass
 class Row:
@@ -163,6 +166,12 @@ def report(
     lines += ["", f"Winner of {len(result.all_trials)} trials ({statuses}): {winner}."]
     if best_of_grid is not None:
         lines.append(f"The winner has {result.best.measurement.throughput / best_of_grid:.1%} of the grid's best throughput.")
+    apart = max((max(row.step_ms) / min(row.step_ms) for row in rows if row.step_ms), default=1.0)
+    if apart > BUSY:
+        lines.append(
+            f"\nTurns of one side differ by up to {apart:.1f} times: the machine was busy with other work, and smaller "
+            "ratios than that say little."
+        )
     where = host()
     lines += [
         "",
