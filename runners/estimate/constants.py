@@ -166,8 +166,8 @@ CPU = Constants(
     time_noise=0.2,
     network_noise=0.25,
     static_std=0.1,
-    activation_std=0.15,
+    activation_std=0.12,
     overhead_std=0.35,
-    memory_noise=0.1,
+    memory_noise=0.16,
 )
 """Constants of redline's own training on a CPU."""
