@@ -149,10 +149,10 @@ CPU = Constants(
     compiled_mib=40.0,
     slack=0.0,
     # Caches are near, kernels need no grid to fill, and a launch is a call.
-    half_rows=40.0,
+    half_rows=20.0,
     half_width=16.0,
-    bandwidth_efficiency=0.4,
-    launch_us=12.0,
+    bandwidth_efficiency=0.2,
+    launch_us=20.0,
     # Ranks meet over sockets.
     collective_us=300.0,
     overlap=0.0,
@@ -163,11 +163,11 @@ CPU = Constants(
     compute_std=0.4,
     launch_std=0.5,
     link_std=0.7,
-    time_noise=0.2,
-    network_noise=0.25,
+    time_noise=0.35,
+    network_noise=0.35,
     static_std=0.1,
     activation_std=0.12,
-    overhead_std=0.35,
-    memory_noise=0.16,
+    overhead_std=0.2,
+    memory_noise=0.19,
 )
 """Constants of redline's own training on a CPU."""
