@@ -39,7 +39,6 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2 1f1b": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
-    "tp2+sp+ckpt+fusion": {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4},
     "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
