@@ -324,3 +324,23 @@ def test_learners_find_faster_configurations_than_chance_does():
     chance = reached("random", 12)
     assert reached("tpe", 8) > chance + 0.05
     assert reached("gp", 4) > chance + 0.15
+
+
+def test_a_proposal_keeps_to_one_thread_and_leaves_the_others_as_they_were():
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    def threads():
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    space, during = Space(), []
+    space.choice("micro_batch", [1, 2, 4, 8])
+
+    def prior(config):
+        during.append(threads())
+        return 1.0
+
+    with threadpool_limits(limits=2, user_api="blas"):
+        before = threads()
+        make_sampler("bayes", space, prior=prior).propose([])
+        assert threads() == before
+    assert during and all(each == {1} for each in during)

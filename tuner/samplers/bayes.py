@@ -11,6 +11,7 @@ from ...errors import UsageError
 from ...results import Measurement, Status, Trial
 from ...space import Config, Space
 from .candidates import Candidates, remaining
+from .containment import one_blas_thread
 from .encoding import Encoding
 from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
@@ -123,13 +124,14 @@ class BayesSampler(Sampler):
         check_count(count)
         # Neither pending trials nor earlier members of a batch change what is drawn or fitted.
         finished = [trial for trial in trials if not trial.pending]
-        round_ = _Round(self, trials, finished)
-        return round_.choose(count)
+        with one_blas_thread():
+            return _Round(self, trials, finished).choose(count)
 
     def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
         """What can still be expected after these trials of the `ahead` most promising candidates."""
         finished = [trial for trial in trials if not trial.pending]
-        return _Round(self, trials, finished).outlook(ahead)
+        with one_blas_thread():
+            return _Round(self, trials, finished).outlook(ahead)
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:
         """Throughput and peak memory (MiB) that the prior states; None where it states none."""

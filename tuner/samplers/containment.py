@@ -46,7 +46,7 @@ def contained(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch, and BLAS where threadpoolctl is there, on one thread: the matrices are small, and trials
+    """Runs torch and BLAS on one thread: the matrices are small, and trials
     may be running on the other cores, in which case threads that wait for each other cost up to 25 times.
     """
     import torch
@@ -54,17 +54,17 @@ def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _one_blas_thread():
+        with one_blas_thread():
             yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _one_blas_thread() -> AbstractContextManager[object]:
-    try:
-        from threadpoolctl import threadpool_limits  # comes with scikit-learn
-    except ImportError:
-        return nullcontext()
+def one_blas_thread() -> AbstractContextManager[object]:
+    """Runs BLAS on one thread, for the reasons of `one_thread`: on two busy cores a proposal took ten times as long
+    with two threads."""
+    from threadpoolctl import threadpool_limits
+
     return threadpool_limits(limits=1, user_api="blas")
 
 
