@@ -73,7 +73,7 @@ def tune(
     trials: int | None = None,
     time: str | float | None = None,
     device_hours: float | None = None,
-    patience: int = DEFAULT_PATIENCE,
+    patience: int | None = None,
     runner: str = "ray",
     hardware: Any = None,
     sampler: str = DEFAULT_SAMPLER,
@@ -109,6 +109,7 @@ def tune(
         time: wall time, s or as in `30m`.
         device_hours: device time of all trials, h.
         patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
+            By default 5, and 0 for the sampler `grid`, of which all is wanted.
         runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here. A
             callable runs in this process.
         hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
@@ -145,6 +146,8 @@ def tune(
     listener = listener or SearchListener()
     if trials is None and time is None and device_hours is None:
         trials = DEFAULT_TRIALS
+    if patience is None:
+        patience = 0 if sampler == "grid" else DEFAULT_PATIENCE
     budget = Budget(
         trials=trials, seconds=parse_duration(time), device_hours=device_hours, patience=patience
     )

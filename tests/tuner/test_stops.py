@@ -40,6 +40,12 @@ def test_a_search_ends_early_when_a_further_gain_is_unlikely_and_says_so():
     assert result.best.throughput >= 0.98 * best
 
 
+def test_a_grid_is_tried_to_its_end_unless_patience_is_asked_for():
+    space = make_space()
+    result = rl.tune(lambda config: 7.0, space, trials=len(space), sampler="grid")
+    assert len(result.all_trials) == len(space)
+
+
 def test_without_patience_it_goes_on_to_the_end():
     space = make_space(sizes=(1, 2))
     result = rl.tune(measured, space, trials=200, patience=0)

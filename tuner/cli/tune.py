@@ -35,10 +35,8 @@ Examples:
 @click.option(
     "--patience",
     type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
     metavar="N",
-    help="Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.",
+    help="Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
 )
 @click.option(
     "--sampler", default="bayes", show_default=True, help="Who proposes: bayes, random, grid, tpe, gp or hebo."
