@@ -118,8 +118,23 @@ class PlainDDP(Side):
         return step
 
 
+def blocks_of(model: Any) -> set[str]:
+    """Class names of the modules that transformers keeps in one piece, but for those that hold tied weights (BERT's
+    embeddings): FSDP2 wants these in one group with what they are tied to."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (tied if id(parameter) in seen else seen).add(id(parameter))
+    names = set(model._no_split_modules or ())
+    return {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in names and not any(id(each) in tied for each in module.parameters())
+    }
+
+
 class FSDP2(Side):
-    """FSDP2 as accelerate sets it up: each block of `_no_split_modules` sharded, and the whole around them.
+    """FSDP2 as accelerate sets it up: each block that transformers names sharded, and the whole around them.
 
     accelerate itself on GPUs. On a CPU it does not do FSDP, so there `fully_shard` is called as it would.
     """
@@ -132,7 +147,11 @@ class FSDP2(Side):
         if device.type == "cuda":
             from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=sorted(blocks_of(model)),
+            )
             accelerator = Accelerator(
                 fsdp_plugin=plugin, mixed_precision=self.precision if self.precision == "bf16" else "no"
             )
@@ -140,7 +159,7 @@ class FSDP2(Side):
         else:
             from torch.distributed.fsdp import fully_shard
 
-            blocks = set(model._no_split_modules or ())
+            blocks = blocks_of(model)
             for module in list(model.modules()):
                 if type(module).__name__ in blocks:
                     fully_shard(module)
