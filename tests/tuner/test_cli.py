@@ -220,3 +220,22 @@ def test_doctor_names_what_is_missing_and_what_that_disables(capsys, monkeypatch
     assert "--sampler hebo" in out
     assert "pip install --no-deps HEBO==0.3.6" in out
     assert "fusion" in out
+
+
+def test_an_interrupt_in_the_midst_of_an_import_still_exits_130(tmp_path):
+    # Code made of text, as dataclasses make it, is where CPython would turn the exit into a death by SIGINT.
+    code = """
+import sys
+from redline.tuner.cli import main
+class Interrupted:
+    def main(self, *given, **options):
+        exec("raise KeyboardInterrupt")
+sys.modules["redline.tuner.cli.main"].redline = Interrupted()
+main(["tune", "gpt2-tiny"])
+"""
+    (tmp_path / "cut.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "cut"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr

@@ -121,7 +121,7 @@ def command(name, *arguments):
     return [
         sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", f"work.py:{name}",
         "--runner", "local", "--sampler", "random", "--out", "run", "--measure-time", "100ms",
-        *map(str, arguments),
+        "--patience", "0", *map(str, arguments),
     ]  # fmt: skip
 
 

@@ -85,8 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         click.echo("redline: interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         sys.stderr.close()
         sys.exit(EXIT_FOUND)
+    if code == EXIT_INTERRUPTED:
+        # CPython notes that an interrupt passed through code made of text, such as a dataclass in the making, and
+        # would kill itself by SIGINT at its exit, although the interrupt was caught; this takes the note back.
+        exec("")
     sys.exit(code if isinstance(code, int) else EXIT_FOUND)
