@@ -15,7 +15,7 @@ def test_ranks_that_share_a_layer_are_neighbours_and_stages_are_farthest_apart()
     assert [each.pp_rank for each in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("tp", "pp"), product([1, 2, 4], [1, 2]))
+@pytest.mark.parametrize(("tp", "pp"), list(product([1, 2, 4], [1, 2])))
 def test_every_place_is_taken_once(tp, pp):
     worlds = [World.of({"tp": tp, "pp": pp}, rank, 8) for rank in range(8)]
     assert {each.dp for each in worlds} == {8 // (tp * pp)}
