@@ -6,14 +6,19 @@ from typing import Any
 from ..results import Status, Trial, summary
 from ..space import Config, Space
 
+ACCUMULATION = "grad_accum"
+"""The standard knob of micro-batches per optimizer step, chosen or derived."""
+
 
 class OutOfMemoryKnowledge:
     """Which configurations need at least as much memory as one that is known not to fit.
 
     Knobs say how memory follows them (`monotone_memory`): a configuration that has, against a known OOM, at
     least as much of every knob that raises memory, at most as much of every one that lowers it, and the same
-    of all others, needs at least as much memory. Derived knobs follow the others and are left out. An OOM that
-    a success contradicts, because that needed at least as much, says nothing: it was a fluke.
+    of all others, needs at least as much memory. Derived knobs follow the others and are left out, but for one:
+    with a single micro-batch per step (`grad_accum`) gradients come into being while activations go, so that
+    an OOM beside gradients kept from an earlier micro-batch says nothing of it. An OOM that a success
+    contradicts, because that needed at least as much, says nothing either: it was a fluke.
     """
 
     def __init__(self, space: Space) -> None:
@@ -39,6 +44,8 @@ class OutOfMemoryKnowledge:
     def needs_as_much(self, config: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Whether `config` is known to need at least the memory of `other`."""
         if any(config.get(name) != other.get(name) for name in self._same):
+            return False
+        if config.get(ACCUMULATION) == 1 and other.get(ACCUMULATION, 1) != 1:
             return False
         for name, sign in self._signs.items():
             here, there = config.get(name), other.get(name)

@@ -231,11 +231,12 @@ def test_the_space_can_be_written_and_read(cpu, compiler, tmp_path):
     assert again.default() == space.default()
 
 
-def test_hints_say_what_takes_memory(cpu, compiler):
+def test_hints_say_what_takes_memory(cpu, cuda, compiler):
     space = default_space(workload("gpt2-tiny"), cpu)
     assert space["micro_batch"].monotone_memory == 1
     assert space["checkpoint_ratio"].monotone_memory == -1
-    space = default_space(workload("gpt2-tiny"), cpu, 2)
+    assert default_space(workload("gpt2-tiny"), cpu, 2)["zero"].monotone_memory == 0
+    space = default_space(workload("gpt2-tiny"), cuda(count=2), 2)
     assert space["zero"].monotone_memory == -1
     assert space["tp"].monotone_memory == space["pp"].monotone_memory == 0
 

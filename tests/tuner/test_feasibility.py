@@ -58,6 +58,16 @@ def test_a_fluke_that_a_success_contradicts_rules_nothing_out():
     assert knowledge.blocked_by(config(16, 0, 1), [OOM, smaller]) is OOM
 
 
+@pytest.mark.parametrize(
+    ("failed", "asked", "ruled_out"), [(4, 2, True), (4, 1, False), (1, 1, True), (None, 1, True)]
+)
+def test_a_failure_while_gradients_add_up_says_nothing_of_a_single_micro_batch(failed, asked, ruled_out):
+    known = config(4, 0, 0) if failed is None else Config({**config(4, 0, 0), "grad_accum": failed})
+    larger = Config({**config(16, 0, 0), "grad_accum": asked})
+    blocked = OutOfMemoryKnowledge(make_space()).blocked_by(larger, [trial(0, known, Status.OOM)])
+    assert (blocked is not None) == ruled_out
+
+
 def test_without_declared_knobs_nothing_is_ruled_out():
     space = Space()
     space.choice("micro_batch", [1, 2])
