@@ -118,10 +118,11 @@ class Schedule:
         return iter([Schedule(self.tree, join(self.path, name)) for name, _ in self.module.named_children()])
 
     def __contains__(self, path: str) -> bool:
-        try:
-            self[path]
-        except ScheduleError:
-            return False
+        module: nn.Module | None = self.module
+        for part in str(path).split(".") if path != "" else ():
+            module = module._modules.get(part)
+            if module is None:
+                return False
         return True
 
     def select(self, pattern: str) -> list["Schedule"]:
@@ -202,8 +203,7 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
     """
     module, walked = root, ""
     for part in path.split(".") if path else ():
-        children = dict(module.named_children())
-        if part not in children and part not in module._modules:
+        if part not in module._modules:
             where = walked or type(root).__name__
             raise ScheduleError(f"no module '{path}': {unknown(f'child of {where}', part, module._modules)}")
         child = module._modules[part]

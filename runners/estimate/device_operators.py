@@ -19,7 +19,7 @@ _UNDER_AUTOCAST_FP32 = (
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
 
 
-def function_mode(device_type: str, attended: Callable[..., None]) -> Any:
+def function_mode(device_type: str, attended: Callable[..., Any], grouped: Callable[..., None]) -> Any:
     """A mode under which operators are traced as on `device_type`.
 
     On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the dropout
@@ -30,6 +30,8 @@ def function_mode(device_type: str, attended: Callable[..., None]) -> Any:
         device_type: `cuda` or `cpu`.
         attended: told of every scaled dot-product attention as `attended(query, key, causal, run)`; on the CPU
             `run()` is what it is to return the result of.
+        grouped: told of every grouped product, of a mixture's experts, as `grouped(rows, weights)`: (r, k), sorted by
+            expert, and (experts, k, n).
     """
     import torch
     from torch.nn import functional as F
@@ -38,12 +40,17 @@ def function_mode(device_type: str, attended: Callable[..., None]) -> Any:
     fp32 = {getattr(F, name) for name in _UNDER_AUTOCAST_FP32}
     fp32 |= {torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.Tensor.softmax}
     fp32 |= {torch.Tensor.log_softmax}
+    # Without values they are refused in float32, though the devices have them:
+    # https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html
+    grouped_products = {F.grouped_mm, torch._grouped_mm}
 
     class AsOn(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func is F.scaled_dot_product_attention:
                 return _attention(func, args, kwargs, device_type, attended)
+            if func in grouped_products:
+                return _grouped(*args, **kwargs, told=grouped)
             if device_type == "cuda":
                 if func is F.dropout:
                     return _dropout(func, *args, **kwargs)
@@ -82,6 +89,13 @@ def _float(value: Any) -> Any:
 
 def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return _functions()[0].apply(input) if training and p > 0 else func(input, 0.0, False, inplace)
+
+
+def _grouped(mat_a: Any, mat_b: Any, *, told: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    told(mat_a, mat_b)
+    out = _functions()[2].apply(mat_a, mat_b)
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
 
 
 def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: Any) -> Any:
@@ -127,7 +141,20 @@ def _functions() -> tuple[Any, Any]:
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            query, key, value, *_ = ctx.saved_tensors
-            return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+            query, key, value, _, _, mask = ctx.saved_tensors
+            # A bias of relative positions is learned, and comes as a mask.
+            bias = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+            return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), bias
 
-    return Dropout, Attention
+    class Grouped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, weights: Any) -> Any:
+            ctx.save_for_backward(rows, weights)
+            return rows.new_empty((rows.shape[0], weights.shape[2]))
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            rows, weights = ctx.saved_tensors
+            return torch.empty_like(rows), torch.empty_like(weights)
+
+    return Dropout, Attention, Grouped

@@ -117,7 +117,8 @@ def trace_facts(
     """
     if not isinstance(workload.model, Architecture):
         attention = "sdpa" if attention is None else attention
-    attention = attention or workload.model.default_attention
+    elif attention is None or workload.model.default_attention == "eager":
+        attention = workload.model.default_attention
     variant = {
         "precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels, "device": device_type,
     }  # fmt: skip
@@ -220,6 +221,7 @@ class Layout:
             dim = self.cuts.get(product.weight)
             if dim is None:
                 return "none"
+            dim -= product.stacked  # counts the experts
             return "column" if dim == (0 if product.transposed else 1) else "row"
         # Megatron's way (arXiv:1909.08053): into a region by columns, out of it by rows.
         if not width or width not in (product.k, product.n):
@@ -255,7 +257,10 @@ def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
     maker = _Maker(workload, seen, layout, owned)
     before, between, tail = [], [], []
     kinds: dict[Any, list[Region]] = {}
-    for region in seen.regions:
+    reached = {region.path for region in seen.regions if region.block}
+    # Blocks that were not come to still have their parameters.
+    missed = [Region(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
+    for region in (*seen.regions, *missed):
         if region.block:
             kinds.setdefault(maker.signature(region), []).append(region)
         elif not layout.blocks:
@@ -350,7 +355,7 @@ class _Maker:
 
     def signature(self, region: Region) -> Any:
         """Equal for blocks that are alike."""
-        products = tuple((each.k, each.n, each.rows) for each in region.products)
+        products = tuple((each.k, each.n, each.rows, each.count) for each in region.products)
         calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in region.attention)
         return products, calls, self._count(self._names(region))
 
@@ -428,7 +433,7 @@ class _Maker:
         for region in regions:
             for product in region.products:
                 what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable)
-                counted[what] = counted.get(what, 0) + 1
+                counted[what] = counted.get(what, 0) + product.count
         return tuple(
             Matmul(k=k, n=n, split=split, rows=rows, trainable=trainable, count=count)
             for (k, n, split, rows, trainable), count in counted.items()

@@ -12,7 +12,7 @@ from typing import Any
 from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
-VERSION = 1
+VERSION = 2
 """Raised whenever tracing comes to see other things, so that older files are not read."""
 
 

@@ -6,6 +6,7 @@ https://docs.pytorch.org/functorch/stable/generated/functorch.compile.min_cut_re
 two graphs it makes are counted.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,7 +16,7 @@ from ...models import Workload
 from ...models.huggingface import Architecture, quiet
 from .model_facts import ModelFacts, Part, PerToken
 from .trace_record import Product, Spec, Trace
-from .tracing import HALVES, cast
+from .tracing import HALVES, cast, fake_model
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +35,9 @@ def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", 
     if not layout.blocks:
         return replace(facts, notes=(*facts.notes, "fusion: no repeated block to look at; as without it"))
     config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
-    # Fake tensors of the CPU rather than meta tensors, which autocast passes over.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), quiet(), fake:
-        model = workload.build_model(config).train()
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = fake_model(workload, config, fake).train()
     regions = {region.path: region for region in seen.regions if region.block}
     parts, notes = [], list(facts.notes)
     left = list(layout.blocks)
@@ -113,7 +113,8 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    with _opaque_attention(), autocast:
+    with _opaque_attention(), autocast, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is left out of a graph; whether that matters is told below
         try:
             torch._dynamo.reset()
             out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import SpaceError, UsageError
-from ...models.device import DESCRIBED, MIB, Device
+from ...models.device import DESCRIBED, Device
 from ...space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator

@@ -36,7 +36,7 @@ class Recorder:
         self._backward = False
         self._backward_region: Region | None = None
         self._start_live = 0.0
-        self._live = self._peak = self._tail_peak = self._forward_end = 0.0
+        self._live = self._tail_peak = self._forward_end = 0.0
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._saved: set[int] = set()
         self._weights: dict[int, str] = {}
@@ -169,6 +169,18 @@ class Recorder:
 
     # What is live.
 
+    @property
+    def live(self) -> float:
+        """Live bytes, parameters and their gradients not counted."""
+        return self._live
+
+    def keep(self, size: float) -> None:
+        """Counts bytes as live that no tensor shows; negative ones are freed."""
+        if size > 0:
+            self._grow(size)
+        else:
+            self._live += size
+
     def _track(self, storage: Any) -> None:
         key = id(storage)
         if key in self._sizes or (key in self._weights and key not in self._copies):
@@ -179,7 +191,6 @@ class Recorder:
 
     def _grow(self, size: float) -> None:
         self._live += size
-        self._peak = max(self._peak, self._live)
         if self._backward:
             if self._backward_region is not None:
                 region = self._backward_region
@@ -289,9 +300,14 @@ class Recorder:
             region.products.append(Product("", rows, k, n, False, False))
 
     def _weighted(self, weight: Any, rows: int, k: int, n: int, transposed: bool, region: Region) -> None:
-        name = self._weights[id(weight.untyped_storage())]
+        self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, region)
+
+    def _count_product(
+        self, name: str, rows: float, k: int, n: int, transposed: bool, region: Region, count: int = 1,
+        stacked: bool = False,
+    ) -> None:  # fmt: skip
         region.parameters.add(name)
-        product = Product(name, rows, k, n, name in self._trainable, transposed)
+        product = Product(name, rows, k, n, name in self._trainable, transposed, count=count, stacked=stacked)
         product.split = self._split(product, region.products, self._attended, self._width)
         region.products.append(product)
         self._inside = product.split == "column"
@@ -316,6 +332,15 @@ class Recorder:
         finally:
             self._in_attention = False
 
+    def grouped(self, rows: Any, weights: Any) -> None:
+        """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on average."""
+        experts, k, n = weights.shape
+        name = self._weights[id(weights.untyped_storage())]
+        region = self._here()
+        region.kernels += 1
+        transposed = weights.stride(1) == 1
+        self._count_product(name, rows.shape[0] / experts, k, n, transposed, region, count=experts, stacked=True)
+
     # The end.
 
     def started(self, func: Any) -> None:
@@ -338,16 +363,15 @@ class Recorder:
         name = _operator_in(text) or self._operator or "before the first operator"
         self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
 
-    def trace(self) -> Trace:
-        """What was seen."""
+    def trace(self, regions: list[Region] | None = None) -> Trace:
+        """What was seen, `regions` in place of its own."""
         named = dict(self._model.named_parameters())
         return Trace(
-            regions=self.regions,
+            regions=self.regions if regions is None else regions,
             parameters={name: tuple(each.shape) for name, each in named.items()},
             frozen={name for name, each in named.items() if not each.requires_grad},
             samples=self._samples,
             tail_transient=max(0.0, self._tail_peak - self._forward_end),
-            peak=self._peak,
             operator=self._operator if self._error else "",
             error=self._error,
         )

@@ -27,7 +27,7 @@ class Product:
     """A product with a weight: `rows` x `k` times `k` x `n`."""
 
     weight: str
-    rows: int
+    rows: float
     k: int
     n: int
     trainable: bool
@@ -35,6 +35,10 @@ class Product:
     """Whether the weight is stored n x k, as nn.Linear does."""
     split: str = "none"
     """What tensor parallelism divides of it: `column`, `row` or `none`."""
+    count: int = 1
+    """How many alike: a mixture's experts."""
+    stacked: bool = False
+    """Whether the weight is that of all of them, experts x k x n or experts x n x k."""
 
 
 @dataclass(slots=True)
@@ -119,8 +123,6 @@ class Trace:
     samples: int
     tail_transient: float
     """Peak of live bytes around the loss beyond what forward keeps."""
-    peak: float
-    """Peak of live bytes, parameters and their gradients not counted."""
     operator: str = ""
     """Operator at which tracing stopped, with where and why; empty where it came to the end."""
     error: str = ""
