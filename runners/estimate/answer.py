@@ -16,6 +16,7 @@ from .layerwise import Layerwise, refine
 from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
 from .question import Question
+from .uncollected import uncollected
 
 if TYPE_CHECKING:
     from ...results import Trial
@@ -93,6 +94,7 @@ def _plain(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+@uncollected()
 def answer(
     question: Question,
     *,

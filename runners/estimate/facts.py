@@ -15,6 +15,7 @@ from . import facts_cache
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 from .trace_record import AttentionCall, Product, Region, Tally, Trace
 from .tracing import trace
+from .uncollected import uncollected
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -132,6 +133,7 @@ def trace_facts(
     return made
 
 
+@uncollected()
 def _trace(
     workload: Workload,
     precision: str,

@@ -13,6 +13,7 @@ from .hardware import Hardware, find_hardware
 from .model_facts import Shape
 from .planning import device_of, shape_space
 from .setup import TrainingSetup
+from .uncollected import uncollected
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence of a model of which only shape numbers are given."""
@@ -40,6 +41,7 @@ class Question:
     """What was assumed."""
 
 
+@uncollected()
 def ask(
     target: str | Path | Workload | Shape,
     hardware: str | Path | Hardware | None = None,
