@@ -1,7 +1,7 @@
 """Configurations as arrays, one entry each."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ _NUMBERS = {
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule")
+BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
+"""Knobs that name blocks, as `0-3,7` or `none`: those that are recomputed, in place of `checkpoint_ratio`, and those
+whose weights ZeRO-3 keeps whole from forward to backward."""
 _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES}
 
 
@@ -37,6 +40,12 @@ class Columns:
     kernels: np.ndarray
     offload: np.ndarray
     pipeline_schedule: np.ndarray
+    checkpoint_blocks: np.ndarray
+    """Text, or None where `checkpoint_ratio` holds."""
+    gathered_blocks: np.ndarray
+    """Text, or None."""
+    gathered_ratio: np.ndarray
+    """Share of a stage's blocks that `gathered_blocks` names, 0 to 1; see `of_stage`."""
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -44,6 +53,23 @@ class Columns:
     def take(self, index: np.ndarray) -> "Columns":
         """Those at `index`."""
         return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+    def layouts(self) -> Iterator[tuple[tuple[int, str | None, str | None], np.ndarray]]:
+        """Each (pp, checkpoint_blocks, gathered_blocks) that occurs, and where."""
+        plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
+        for pp in np.unique(self.pp[plain]).tolist():
+            yield (pp, None, None), np.flatnonzero(plain & (self.pp == pp))
+        named: dict[tuple[int, str | None, str | None], list[int]] = {}
+        for at in np.flatnonzero(~plain).tolist():
+            key = (int(self.pp[at]), self.checkpoint_blocks[at], self.gathered_blocks[at])
+            named.setdefault(key, []).append(at)
+        for key, found in named.items():
+            yield key, np.array(found)
+
+    def of_stage(self, checkpointed: float | None, gathered: float) -> "Columns":
+        """As they are on one stage, of whose blocks these shares are named; None leaves `checkpoint_ratio`."""
+        changed = replace(self, gathered_ratio=np.full(len(self), gathered))
+        return changed if checkpointed is None else replace(changed, checkpoint_ratio=np.full(len(self), checkpointed))
 
     def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""
@@ -123,7 +149,8 @@ def columns(
             raise UsageError(
                 f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
             )
-    return Columns(dp=dp, grad_accum=accum, **values)
+    named = {name: table.texts(name) for name in BLOCK_KNOBS}
+    return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(size), **named, **values)
 
 
 class _Table:
@@ -172,6 +199,13 @@ class _Table:
             return np.asarray(got, dtype=bool)
         # A table has something for a conditional knob where it does not apply, too: None or NaN.
         return np.asarray([default if each is None or each != each else each for each in got], dtype=object)
+
+    def texts(self, name: str) -> np.ndarray:
+        if self._columns and name not in self._columns:
+            return np.full(self.size, None, dtype=object)
+        got = np.empty(self.size, dtype=object)
+        got[:] = [None if each is None or each != each else str(each) for each in self._get(name, None)]
+        return got
 
     def show(self, at: int) -> str:
         if self._columns:

@@ -13,23 +13,22 @@ from typing import Any
 import numpy as np
 
 from ...space import Config
-from .columns import Columns, columns
+from .columns import BLOCK_KNOBS, Columns, columns
 from .estimator import Estimator
 from .groups import MEMORY_GROUPS, TIME_GROUPS
-from .memory import MIB, formats, stage_peak
-from .model_facts import ModelFacts, Part
+from .memory import stage_peak
+from .model_facts import ModelFacts
 from .planning import Ranked
 from .stages import Stage, stages
 from .time import stage_times
 
-CHECKPOINT_KNOB = "checkpoint_blocks"
-"""Names the recomputed blocks, in place of `checkpoint_ratio`."""
-GATHERED_KNOB = "gathered_blocks"
-"""Names the blocks that ZeRO-3 keeps whole from forward to backward."""
+CHECKPOINT_KNOB, GATHERED_KNOB = BLOCK_KNOBS
 BUCKETS = 2000
 """Steps into which a stage's memory is divided."""
 MARGIN = 0.98
 """Share of the memory limit that may be filled: predictions of the rest differ from rank to rank."""
+SHARES = (0.98, 0.96, 0.93, 0.9, 0.85, 0.8)
+"""Shares of the memory limit that assignments are made for, the largest `MARGIN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,76 +137,97 @@ class _Choice:
 
 
 def _refined(estimator: Estimator, winner: Ranked, config: Config, facts: ModelFacts) -> Layerwise | None:
-    setup = estimator.training
-    plain = {**config, "checkpoint_ratio": 0.0}
-    cols = columns([plain, {**config, "checkpoint_ratio": 1.0}], setup)
-    pp = int(cols.pp[0])
-    table = estimator.table([plain, {**config, "checkpoint_ratio": 1.0}])
-    limit = estimator.memory_limit_mib * MARGIN
-    if not np.isfinite(table.step_ms).all() or not np.isfinite(limit):
+    """The fastest of the assignments that fit, as the estimator predicts them; None where none does."""
+    limit = estimator.memory_limit_mib
+    if not np.isfinite(limit):
         return None
-    times = [
-        _corrected(each, TIME_GROUPS, estimator, "time.") for each in _stage_times(estimator, facts, cols)
-    ]
-    checkpointed: list[int] = []
-    gathered: list[int] = []
-    slowest, fullest, first = 0.0, 0.0, 0
-    for stage, seconds in zip(stages(facts, pp, setup.balance, distinct=False), times, strict=True):
-        count = round(sum(number for _, number in stage.blocks))
-        memory = _corrected(
-            stage_peak(stage, pp, facts, cols, setup, estimator.constants),
-            MEMORY_GROUPS,
-            estimator,
-            "memory.",
-        )
-        full, least = (sum(each[at] for each in memory.values()) for at in (0, 1))
-        total0, total1 = (sum(each[at] for each in seconds.values()) for at in (0, 1))
-        whole = _whole_block_mib(stage, facts, cols, setup.but(), count)
-        saved = _saved_by_gathering(seconds, count, cols, pp)
-        choices = _choices(full - least, total1 - total0, count, whole, saved)
-        if full <= limit and not saved:
-            picked: tuple[float, float, list[_Choice]] | None = (
-                sum(each[0].seconds for each in choices), full - least, [each[0] for each in choices]
-            )  # fmt: skip
-        else:
-            picked = knapsack(choices, limit - least)
-        if picked is None:
-            return None
-        gain, used, taken = picked
-        # A stage's blocks have the same choices; what the last ones keep is needed first, and is freed first.
-        taken = sorted(taken, key=lambda each: (not each.checkpointed, each.gathered))
-        checkpointed += [first + index for index, each in enumerate(taken) if each.checkpointed]
-        gathered += [first + index for index, each in enumerate(taken) if each.gathered]
-        slowest = max(slowest, total1 + gain)
-        fullest = max(fullest, least + used)
-        first += count
-    # What the table says beyond its slowest stage, such as calibration's scale, holds for the refined one too.
-    scale = table.step_ms[1] / max(sum(each[1] for each in seconds.values()) for seconds in times) / 1e3
-    step_ms = float(slowest * scale * 1e3)
-    units = table.throughput[1] * table.step_ms[1]
+    # A block's own share of time and memory is what the program adds up. What blocks share, such as one that is rebuilt
+    # at a time, it cannot, and a full device has the allocator ask again: so several limits are tried.
+    found = {made: None for share in SHARES if (made := _assigned(estimator, config, facts, share * limit))}
+    if not found:
+        return None
+    configs = [_named(config, *made) for made in found]
+    table = estimator.table(configs)
+    fits = table.fullest_memory_mib <= MARGIN * limit
+    if not fits.any():
+        return None
+    at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))
+    checkpointed, gathered = list(found)[at]
+    row = table.row(at)
+    return Layerwise(
+        uniform=winner,
+        config=configs[at],
+        step_ms=row.step_ms,
+        throughput=row.throughput,
+        peak_memory_mib=row.peak_memory_mib,
+        checkpointed=checkpointed,
+        gathered=gathered,
+    )
+
+
+def _named(config: Config, checkpointed: tuple[int, ...], gathered: tuple[int, ...]) -> dict[str, Any]:
+    """A uniform configuration with the blocks by their indices."""
     knobs = {name: value for name, value in config.items() if name != "checkpoint_ratio"}
     knobs[CHECKPOINT_KNOB] = blocks_text(checkpointed)
     if gathered:
         knobs[GATHERED_KNOB] = blocks_text(gathered)
-    return Layerwise(
-        uniform=winner,
-        config=knobs,
-        step_ms=step_ms,
-        throughput=float(units / step_ms),
-        peak_memory_mib=float(fullest),
-        checkpointed=tuple(checkpointed),
-        gathered=tuple(gathered),
-    )
+    return knobs
+
+
+def _assigned(
+    estimator: Estimator, config: Config, facts: ModelFacts, limit: float
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Which blocks are recomputed and which stay gathered, where every stage is to stay below `limit` MiB; None where
+    one cannot."""
+    setup = estimator.training
+    cols = columns([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
+    pp = int(cols.pp[0])
+    cut = stages(facts, pp, setup.balance, distinct=False)
+    checkpointed: list[int] = []
+    gathered: list[int] = []
+    for stage in cut:
+        (kept, least), again = _ends(estimator, stage, pp, facts, cols)
+        (whole, _), fewer = _ends(estimator, stage, pp, facts, cols.of_stage(None, 1.0))
+        # Behind a further stage blocks would be gathered anew for each micro-batch in flight.
+        saved = max(again[0] - fewer[0], 0.0) if pp == 1 and int(cols.zero[0]) >= 3 else 0.0
+        choices = _choices(kept - least, again[1] - again[0], stage.count, whole - kept, saved)
+        if kept <= limit and not saved:
+            taken = [each[0] for each in choices]
+        elif (picked := knapsack(choices, limit - least)) is not None:
+            taken = picked[2]
+        else:
+            return None
+        # A stage's blocks have the same choices; what the last ones keep is needed first, and is freed first.
+        taken = sorted(taken, key=lambda each: (not each.checkpointed, each.gathered))
+        checkpointed += [stage.before + index for index, each in enumerate(taken) if each.checkpointed]
+        gathered += [stage.before + index for index, each in enumerate(taken) if each.gathered]
+    return (tuple(checkpointed), tuple(gathered)) if cut else None
+
+
+def _ends(
+    estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, cols: Columns
+) -> tuple[np.ndarray, np.ndarray]:
+    """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects them."""
+    setup, constants = estimator.training, estimator.constants
+    memory = _corrected(stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory.")
+    (seconds,) = stage_times([stage], pp, facts, cols, setup, estimator.hardware, constants)
+    return sum(memory.values()), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values())
 
 
 def _choices(
     kept_mib: float, recompute_s: float, count: int, whole_mib: float, saved_s: float
 ) -> list[list[_Choice]]:
     """The choices of each block of a stage, what keeps all first. Blocks of different kinds share evenly, as in a
-    uniform configuration."""
+    uniform configuration.
+
+    Args:
+        kept_mib, recompute_s: what all of them take more where they keep their activations, and longer where not.
+        count: how many they are.
+        whole_mib, saved_s: what all of them take more where they stay gathered, and what is saved then.
+    """
     if not count:
         return []
-    keep, again = kept_mib / count, recompute_s / count
+    keep, again, whole_mib, saved_s = (each / count for each in (kept_mib, recompute_s, whole_mib, saved_s))
     options = [_Choice(-again, keep, False, False), _Choice(0.0, 0.0, True, False)]
     if saved_s > 0:
         options += [
@@ -247,35 +267,9 @@ def knapsack(choices: list[list[_Choice]], budget: float) -> "tuple[float, float
     return sum(each.seconds for each in chosen), sum(each.mib for each in chosen), chosen
 
 
-def _stage_times(estimator: Estimator, facts: ModelFacts, cols: Columns) -> list[dict[str, np.ndarray]]:
-    pp = int(cols.pp[0])
-    found = stages(facts, pp, estimator.training.balance, distinct=False)
-    return stage_times(found, pp, facts, cols, estimator.training, estimator.hardware, estimator.constants)
-
-
 def _corrected(
     terms: Mapping[str, np.ndarray], groups: Mapping[str, tuple[str, ...]], estimator: Estimator, prefix: str
 ) -> dict[str, np.ndarray]:
     """Terms with what calibration learnt."""
     factors = {name: estimator.factors[prefix + group] for group, names in groups.items() for name in names}
     return {name: value * factors.get(name, 1.0) for name, value in terms.items()}
-
-
-def _whole_block_mib(stage: Stage, facts: ModelFacts, cols: Columns, setup: Any, count: int) -> float:
-    """A block's weights whole, on a tensor-parallel rank, MiB."""
-    if not count:
-        return 0.0
-    tp = float(cols.tp[0])
-
-    def local(part: Part) -> float:
-        return part.parameters - part.sharded + part.sharded / tp
-
-    total = sum(number * local(part) for part, number in stage.blocks)
-    return total / count * formats(setup, facts.precision).compute / MIB
-
-
-def _saved_by_gathering(seconds: Mapping[str, np.ndarray], count: int, cols: Columns, pp: int) -> float:
-    """Seconds a block saves where it is gathered once a micro-batch instead of twice; 0 where ZeRO-3 is not on."""
-    if int(cols.zero[0]) < 3 or pp > 1 or not count:
-        return 0.0
-    return float(seconds["parameter gathers"][0]) / 2 / count

@@ -13,7 +13,7 @@ from .columns import Columns
 from .constants import Constants
 from .model_facts import ModelFacts, Part, PerToken
 from .setup import OPTIMIZERS, TrainingSetup
-from .stages import Stage, stages
+from .stages import Stage, staged
 
 MIB = 1024.0**2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -107,12 +107,12 @@ def peak_memory(
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
     best["parameters"][:] = np.inf
-    for pp in np.unique(cols.pp).tolist():
-        at = np.flatnonzero(cols.pp == pp)
+    for (pp, checkpointed, gathered), at in cols.layouts():
         part = cols.take(at)
         worst: dict[str, np.ndarray] | None = None
-        for stage in stages(facts, pp, setup.balance)[: 1 if rank == "first" else None]:
-            terms = stage_peak(stage, pp, facts, part, setup, constants)
+        found = staged(facts, pp, setup.balance, part, checkpointed, gathered)
+        for stage, own in found[: 1 if rank == "first" else None]:
+            terms = stage_peak(stage, pp, facts, own, setup, constants)
             if worst is None:
                 worst = terms
                 continue
@@ -157,7 +157,10 @@ def stage_peak(
     for each, _ in stage.blocks:
         block = np.maximum(block, each.parameters - each.sharded + each.sharded / tp)
     ends = sum((each.parameters - each.sharded + each.sharded / tp for each in stage.ends), start=none)
-    gathered = np.where(zero >= 3, (2 * block + ends) * form.compute, 0.0)
+    kept = cols.gathered_ratio * sum(
+        (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), start=none
+    )
+    gathered = np.where(zero >= 3, (2 * block + ends + kept) * form.compute, 0.0)
     gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.compute), gathered)
     scattered = np.where((zero >= 2) & (dp > 1), np.minimum(2 * block + ends, weights) * form.gradient, 0.0)
     # Without views into them, DistributedDataParallel's buckets are a second copy of the gradients.

@@ -9,6 +9,7 @@ import numpy as np
 from ...errors import SpaceError, UsageError
 from ...models.device import DESCRIBED, Device
 from ...space import Config, Space
+from .columns import BLOCK_KNOBS
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .hardware import Hardware
@@ -188,16 +189,24 @@ def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
 def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
     """A configuration of a space from values of its knobs; what they leave out has its default.
 
+    Besides it takes the knobs that name blocks, as the refinement block by block does: no space has these.
+
     Raises:
         SpaceError: a knob is unknown, or the values are not valid together; says which rule they break.
     """
     free = {knob.name for knob in space.knobs}
-    stray = [name for name in values if name not in free]
+    named = {name: str(values[name]) for name in BLOCK_KNOBS if name in values and name not in free}
+    stray = [name for name in values if name not in free and name not in named]
     if stray:
         from ...errors import unknown
 
-        raise SpaceError(unknown("knob", stray[0], free))
-    return _nearest(space, values)
+        raise SpaceError(unknown("knob", stray[0], {*free, *BLOCK_KNOBS}))
+    found = _nearest(space, {name: value for name, value in values.items() if name not in named})
+    if "checkpoint_blocks" in named:
+        if "checkpoint_ratio" in values:
+            raise SpaceError("checkpoint_blocks stands in place of checkpoint_ratio: give one of them")
+        found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
+    return Config({**found, **named}) if named else found
 
 
 def _nearest(space: Space, values: Mapping[str, Any]) -> Config:

@@ -1,8 +1,11 @@
 """How the parts of a model are shared out among pipeline stages."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ...errors import ScheduleError, UsageError
+from .columns import Columns
 from .model_facts import ModelFacts, Part
 
 
@@ -20,6 +23,18 @@ class Stage:
     """Whether it holds head and loss."""
     ends: tuple[Part, ...]
     """Parts that are not blocks."""
+    before: int
+    """Blocks in the stages before it."""
+
+    @property
+    def count(self) -> int:
+        """Blocks that it holds."""
+        return round(sum(number for _, number in self.blocks))
+
+    def share(self, indices: Collection[int]) -> float:
+        """Share of its blocks that are among those of these indices, 0 to 1."""
+        mine = sum(self.before <= index < self.before + self.count for index in indices)
+        return mine / self.count if self.count else 0.0
 
 
 @lru_cache(maxsize=4096)
@@ -58,15 +73,52 @@ def stages(facts: ModelFacts, pp: int, balance: str, distinct: bool = True) -> l
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
     made: list[Stage] = []
     seen: set[tuple[int, bool, bool]] = set()
-    for index, count in enumerate(cut(blocks, pp, balance, head)):
+    counts = cut(blocks, pp, balance, head)
+    for index, count in enumerate(counts):
         first, last = index == 0, index == pp - 1
         if distinct and (count, first, last) in seen:
             continue
         seen.add((count, first, last))
         share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
         ends = (*(front if first else ()), *(back if last else ()))
-        made.append(Stage(index=index, blocks=share, first=first, last=last, ends=ends))
+        before = sum(counts[:index])
+        made.append(Stage(index=index, blocks=share, first=first, last=last, ends=ends, before=before))
     return made
+
+
+def indices(text: str | None, facts: ModelFacts) -> "list[int] | None":
+    """The blocks that a text such as `0-3,7` names; None for None.
+
+    Raises:
+        UsageError: it is no such text, or the model has fewer blocks.
+    """
+    from ...models.families.standard import indices_of
+
+    if text is None:
+        return None
+    try:
+        return indices_of(text, facts.blocks)
+    except ScheduleError as error:
+        raise UsageError(str(error)) from None
+
+
+def staged(
+    facts: ModelFacts, pp: int, balance: str, cols: Columns, checkpointed: str | None, gathered: str | None
+) -> list[tuple[Stage, Columns]]:
+    """The stages of a pipeline of `pp`, each with the configurations as they are there.
+
+    Where blocks are named all stages are there, since each may hold others; else the distinct ones.
+
+    Raises:
+        UsageError: a text names no blocks of this model.
+    """
+    if checkpointed is None and gathered is None:
+        return [(stage, cols) for stage in stages(facts, pp, balance)]
+    again, whole = indices(checkpointed, facts), indices(gathered, facts) or []
+    return [
+        (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole)))
+        for stage in stages(facts, pp, balance, distinct=False)
+    ]
 
 
 def alike(facts: ModelFacts, pp: int, balance: str) -> list[int]:

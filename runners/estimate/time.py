@@ -15,7 +15,7 @@ from .hardware import Hardware
 from .memory import BYTES, formats, local_parameters, per_token
 from .model_facts import Matmul, ModelFacts, Part
 from .setup import TrainingSetup
-from .stages import Stage, alike, stages
+from .stages import Stage, alike, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
@@ -166,21 +166,21 @@ def step_time(
     out["fixed"][:] = np.inf
     # A part's work is the same in every stage.
     work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
-    for pp in np.unique(cols.pp).tolist():
-        at = np.flatnonzero(cols.pp == pp)
-        cut = stages(facts, pp, setup.balance)
+    for (pp, checkpointed, gathered), at in cols.layouts():
+        sub = cols.take(at)
+        cut = staged(facts, pp, setup.balance, sub, checkpointed, gathered)
         if not cut:
             continue
-        sub = cols.take(at)
         mine = {
             key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__})
             for key, value in work.items()
         }
-        found = [_stage_time(stage, pp, facts, sub, mine, setup, hardware, constants) for stage in cut]
+        found = [_stage_time(stage, pp, facts, own, mine, setup, hardware, constants) for stage, own in cut]
         if pp > 1:
             # A stage idles while its first micro-batch passes through the others and the last one comes back.
             idle = [terms["bubble"] / (pp - 1) for terms in found]
-            whole = sum(count * each for count, each in zip(alike(facts, pp, setup.balance), idle, strict=True))
+            counts = alike(facts, pp, setup.balance) if len(cut) < pp else [1] * pp
+            whole = sum(count * each for count, each in zip(counts, idle, strict=True))
             for terms, own in zip(found, idle, strict=True):
                 terms["bubble"] = whole - own
                 terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
@@ -291,9 +291,10 @@ def _stage_time(
     data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
     gathers = data.gather(weight, fixed_cost)
     gather_forward = np.maximum(gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap))
-    gather_backward = np.maximum(
-        gathers - backward * constants.max_overlap, gathers * (1 - constants.max_overlap)
-    )
+    # Backward finds the weights of some blocks still whole.
+    inside = sum((count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none)
+    missing = gathers * (1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp))))
+    gather_backward = np.maximum(missing - backward * constants.max_overlap, missing * (1 - constants.max_overlap))
     gather_time = np.where((zero >= 3) & (dp > 1), accum * (gather_forward + gather_backward), 0.0)
 
     # Update: reads and writes every state once, several times where operators are not fused.

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from redline.errors import UsageError
 from redline.runners.estimate import Shape
 from redline.runners.estimate.answer import answer
 from redline.runners.estimate.question import ask
@@ -153,3 +154,13 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
     )
     assert code == 0
     assert json.loads(out)["best"][0]["throughput"] > 0
+
+
+def test_blocks_by_name_may_hold_commas_within_a_configuration():
+    from redline.tuner.cli.estimate import config_of
+
+    assert config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2,gathered_blocks=none") == {
+        "micro_batch": 8, "tp": 2, "checkpoint_blocks": "0-3,7", "gathered_blocks": "none",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="must look like"):
+        config_of("micro_batch=8,7")
