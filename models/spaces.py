@@ -1,15 +1,17 @@
 """What may vary by default: the knobs that exist on the devices at hand and that the workload follows."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SpaceError
 from ..space import Space
 from . import parallel
 from .blame import blamed
 from .device import Device, fusion_obstacle
 from .families import generic_schedule
-from .families.standard import KNOBS, StandardSchedule, Support
+from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support
 from .huggingface import Architecture
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
@@ -18,6 +20,7 @@ TRAINER_MICRO_BATCH = 8
 """`per_device_train_batch_size` of transformers.TrainingArguments."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
+_NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def default_space(
@@ -99,6 +102,22 @@ def default_space(
         space.require(together * accumulate == total, f"global batch {total}")
     parallel.compose(space, workload, device, facts.parallel)
     return space
+
+
+def fix(space: Space, name: str, value: Any) -> None:
+    """Leaves a knob of a space one value. One that names blocks is added to it, with that value alone.
+
+    Raises:
+        SpaceError: unknown knob, a value of another kind, or no configuration is left.
+    """
+    if name not in BLOCK_KNOBS or name in space.by_name:
+        space.fix(name, value)
+        return
+    if not _NAMED_BLOCKS.fullmatch(str(value)):
+        raise SpaceError(f"{name} must be indices such as 0-3,7 or none, but got {value!r}")
+    if name == "checkpoint_blocks" and "checkpoint_ratio" in space.by_name:
+        space.fix("checkpoint_ratio", 0.0)  # the blocks stand in its place
+    space.choice(name, [str(value)], help="blocks by their indices")
 
 
 def micro_batches(samples: int) -> list[int]:

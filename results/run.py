@@ -114,7 +114,9 @@ class RunFolder:
                 make_config=make_config,
                 exist_ok=resumed,
             )
-            rows = table.Table(path / TABLE, knobs)
+            # Trials of before may have knobs that are not asked for any more.
+            stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
+            rows = table.Table(path / TABLE, {**knobs, **stray})
             folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
             (path / LOGS).mkdir(exist_ok=True)
             rows.write()
@@ -130,6 +132,11 @@ class RunFolder:
                 raise cannot_write(path, error) from error
             raise
         return folder
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """The knobs that have a column in trials.csv, in their order."""
+        return self._rows.knobs
 
     def start(
         self,

@@ -1,6 +1,6 @@
 """What is predicted before anything runs: the estimate a search begins with, and the cluster that is simulated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,9 @@ import numpy as np
 from ..errors import RunnerError, UsageError
 from ..models import Workload
 from ..models.device import Device
+from ..results import Trial, summary
 from ..space import Config, Space
+from .search import REFINEMENT, Refinement
 
 if TYPE_CHECKING:
     from ..runners.estimate import Estimator, Hardware
@@ -108,6 +110,60 @@ def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:
     """Peak FLOP/s of a device at a configuration's precision."""
     default = estimator.training.precision
     return lambda config: estimator.hardware.rate(str(config.get("precision", default)))
+
+
+def check_refinable(workload: Workload | None, space: Space) -> None:
+    """Refuses what no refinement block by block can follow.
+
+    Raises:
+        UsageError: so it is.
+    """
+    from ..runners.estimate.layerwise import followed
+
+    if workload is None:
+        raise UsageError("layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable")
+    if not followed(workload):
+        raise UsageError("layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own")
+    if "checkpoint_ratio" not in space.by_name:
+        raise UsageError("layerwise refines checkpoint_ratio, but the space has no such knob")
+
+
+def refiner(
+    estimator: "Estimator", space: Space, headroom: float
+) -> Callable[[Sequence[Trial]], Refinement | None]:
+    """What makes of trials their winner refined block by block, for `Search.refine`.
+
+    The estimator learns from the trials first: which blocks have to be recomputed depends on how much memory is left.
+    """
+
+    def refined(trials: Sequence[Trial]) -> Refinement | None:
+        from ..runners.estimate.columns import columns
+        from ..runners.estimate.layerwise import MARGIN, refine, relatives
+        from ..runners.estimate.planning import Ranked
+
+        winner = summary.best(trials)
+        if winner is None or winner.sampler == REFINEMENT:
+            return None
+        learned = estimator.calibrate([trial for trial in trials if not trial.pending])
+        facts = learned.facts_of(columns([winner.config], learned.training), 0)
+        found = refine(
+            learned,
+            Ranked(config=winner.config, estimate=learned(winner.config)),
+            facts,
+            relatives(space, winner.config),
+            margin=min(MARGIN, 1.0 - headroom),
+        )
+        if found.gain <= 0:
+            return None
+        return Refinement(
+            config=Config(found.config),
+            # What is predicted is the gain: how fast the uniform one is, was measured.
+            predicted_throughput=(1 + found.gain) * summary.standing(winner),
+            predicted_memory_mib=found.peak_memory_mib,
+            said="\n".join(found.lines()),
+        )
+
+    return refined
 
 
 def simulator(estimator: "Estimator", *, concurrency: int | None, **terms: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..models.families.standard import BLOCK_KNOBS
 from ..results import RunFolder
 from ..runners import Runner
 from .budget import Budget
@@ -70,9 +71,10 @@ def command_of(task: "Task", target: Any, limit_mib: float | None, seed: int, ma
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)
     if winner is not None:
-        for knob in task.space.knobs:
-            if not knob.derived and knob.name in winner.config:
-                value = winner.config[knob.name]
-                command += ["--fix", f"{knob.name}={str(value).lower() if isinstance(value, bool) else value}"]
+        chosen = [knob.name for knob in task.space.knobs if not knob.derived]
+        for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
+            if name in winner.config:
+                value = winner.config[name]
+                command += ["--fix", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
         command += ["--trials", "1"]
     return [*command, "--seed", str(seed)]

@@ -31,6 +31,8 @@ LEADER_WITHIN = 0.85
 ROUNDS = 2
 """How often each leader is measured again."""
 
+REFINEMENT = "layerwise"
+"""Who proposed the trial that refines the winner, in place of a sampler."""
 SMALL_CHANCE = 0.05
 """Chance of a further 1 % below which a search with patience ends."""
 TRIALS_TO_JUDGE = 6
@@ -39,9 +41,23 @@ MISSES_TO_JUDGE = 8
 """Trials that ran out of memory, with no success, after which the space counts as not feasible."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refinement:
+    """A configuration beyond the space, made of the winner."""
+
+    config: Config
+    """What is tried."""
+    predicted_throughput: float | None = None
+    """In the unit of the trials."""
+    predicted_memory_mib: float | None = None
+    """Peak on the fullest rank, MiB."""
+    said: str = ""
+    """What it changes, in words."""
+
+
 @dataclass
 class Search:
-    """One search over a run's folder. Call `run`, then `confirm`."""
+    """One search over a run's folder. Call `run`, then `refine` where the winner is to be refined, then `confirm`."""
 
     run_folder: RunFolder
     """Trials and files."""
@@ -107,10 +123,41 @@ class Search:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def refine(self, refiner: Callable[[list[Trial]], Refinement | None]) -> None:
+        """Tries what a winner is refined to, as a trial like all others: it wins only if it is measured faster.
+
+        Args:
+            refiner: makes a configuration of the trials so far; None where nothing is expected to be gained.
+        """
+        trials = self.run_folder.trials()
+        if not any(trial.ok for trial in trials) or self._watch.left < self._typical_seconds(trials):
+            return
+        found = refiner(trials)
+        if found is None:
+            self.listener.said("layer by layer: nothing is expected to be gained over the winner")
+            return
+        if any(trial.config == found.config for trial in trials):
+            return
+        self.listener.said(found.said)
+        started = self.run_folder.start(
+            found.config,
+            sampler=REFINEMENT,
+            predicted_throughput=found.predicted_throughput,
+            predicted_memory_mib=found.predicted_memory_mib,
+        )
+        self.listener.started(started)
+        try:
+            measured = self._try(started)
+        except BaseException:
+            self.runner.close()
+            raise
+        self.listener.finished(self.run_folder.finish(started.number, measured))
+
     def _next(self) -> Trial | None:
         """The next trial, recorded as pending; None if there is to be none now."""
         while True:
-            trials = self.run_folder.trials()
+            # A refined configuration is beyond the space, so it says nothing to who proposes from it.
+            trials = [trial for trial in self.run_folder.trials() if trial.sampler != REFINEMENT]
             if (ended := self._spent(trials)) is not None:
                 self.ended = ended
                 return None

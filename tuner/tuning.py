@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
+from ..models.families.standard import BLOCK_KNOBS
+from ..models.spaces import fix as fix_knob
 from ..results import RunFolder
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
@@ -19,7 +21,8 @@ from .budget import Budget, parse_duration, parse_memory
 from .feasibility import tight_winner
 from .listener import SearchListener
 from .loggers import logging_to
-from .predicting import described, device_of, estimate_to_begin_with, peak_rate, simulator, usable
+from .predicting import check_refinable, described, device_of, estimate_to_begin_with
+from .predicting import peak_rate, refiner, simulator, usable
 from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
 from .samplers import make_sampler
@@ -80,6 +83,7 @@ def tune(
     prior: Any = None,
     warm_start: str | Path | Sequence[str | Path] = (),
     headroom: float = DEFAULT_HEADROOM,
+    layerwise: bool = False,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -120,6 +124,8 @@ def tune(
             workload's is made, where its model can be traced.
         warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
         headroom: share of a device's memory that is to stay free.
+        layerwise: at the end, refine the winner block by block as predictions suggest, and try that beside it: one
+            trial more, which wins where it is measured faster.
         seed: of weights, data and proposals.
         out: folder for the run's files; None keeps none.
         resume: go on with the run in `out`.
@@ -178,6 +184,8 @@ def tune(
         raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
     if task.simulated and time is not None:
         raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
+    if layerwise:
+        check_refinable(task.workload, task.space)
     asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
     limit_mib = _limit(task, limit_mib, concurrency)
     notes: list[str] = []
@@ -211,11 +219,14 @@ def tune(
     if (given is not None or earlier) and proposer is not judge:
         warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
 
+    columns: dict[str, Any] = {knob.name: None if knob.derived else knob.values for knob in task.space.knobs}
+    if layerwise:
+        columns |= dict.fromkeys(name for name in BLOCK_KNOBS if name not in columns)
     with logging_to(log_to, out, listener) as listener, _folder(out) as path:
         folder = RunFolder.open(
             path,
             asked,
-            knobs={knob.name: None if knob.derived else knob.values for knob in task.space.knobs},
+            knobs=columns,
             make_config=Config,
             storage=storage,
             resume=resume,
@@ -249,6 +260,8 @@ def tune(
                     listener.began(plan_of(task, budget, folder, sampler, made))
                     search.run()
                     ended = search.ended
+                    if layerwise and estimator is not None:
+                        search.refine(refiner(estimator, task.space, headroom))
                     search.confirm()
                 except KeyboardInterrupt:
                     interrupted, ended = True, "interrupted"
@@ -259,7 +272,7 @@ def tune(
             folder.write_best(command, devices=task.device.to_dict())
             result = make_result(
                 done,
-                [knob.name for knob in task.space.knobs],
+                folder.knobs,
                 folder=path if out is not None else None,
                 ended=ended,
                 interrupted=interrupted,
@@ -327,7 +340,7 @@ def resolve_task(
     for knob, values in (override or {}).items():
         made.override(knob, values)
     for knob, value in (fix or {}).items():
-        made.fix(knob, value)
+        fix_knob(made, knob, value)
     for knob, value in (fix or {}).items():
         _check_effect(made, knob, value)
     return Task(

@@ -166,6 +166,7 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[list[Trial]], list[st
     """
     from ..errors import StudyError
     from ..results import View
+    from .search import REFINEMENT
 
     runs, names = [], []
     for folder in folders:
@@ -173,7 +174,8 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[list[Trial]], list[st
             trials = View(folder, Config).trials()
         except StudyError as error:
             raise UsageError(f"warm start: {error}") from error
-        runs.append([trial for trial in trials if not trial.pending])
+        # What names single blocks is beyond every space.
+        runs.append([trial for trial in trials if not trial.pending and trial.sampler != REFINEMENT])
         names.append(str(folder))
     return runs, names
 

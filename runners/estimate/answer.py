@@ -2,17 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ...errors import SpaceError, UsageError
-from ...space import Config, Space
+from ...errors import UsageError
 from .columns import columns
 from .facts import TracedFacts
 from .facts_ahead import trace_ahead, variants_of
-from .layerwise import Layerwise, refine
+from .layerwise import Layerwise, refine, relatives
 from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
 from .question import Question
@@ -136,7 +133,7 @@ def answer(
         raise UsageError("the space holds no configuration that can be predicted")
     facts = estimator.facts_of(columns([first.config], estimator.training), 0)
     refined = (
-        refine(estimator, first, facts, _relatives(question.space, first.config))
+        refine(estimator, first, facts, relatives(question.space, first.config))
         if layerwise and ranked
         else None
     )
@@ -149,18 +146,3 @@ def answer(
         layerwise=refined,
         reference=reference,
     )
-
-
-def _relatives(space: Space, config: Config) -> list[Config]:
-    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and ZeRO's stage."""
-    found = []
-    varied = [
-        name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}
-    ]
-    values = {name: space[name].values for name in varied}
-    fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
-    for combination in product(*values.values()):
-        changed = {**fixed, **dict(zip(values, combination))}
-        with suppress(SpaceError):  # not valid with the others
-            found.append(space.config(changed))
-    return found

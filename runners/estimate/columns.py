@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError, unknown
+from ...models.families.standard import BLOCK_KNOBS
 from .setup import OFFLOADS, PIPELINES, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
@@ -14,9 +15,6 @@ _NUMBERS = {
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule")
-BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
-"""Knobs that name blocks, as `0-3,7` or `none`: those that are recomputed, in place of `checkpoint_ratio`, and those
-whose weights ZeRO-3 keeps whole from forward to backward."""
 _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES}
 
 

@@ -7,13 +7,18 @@ though some memory may be left to keep a few of them whole.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from ...space import Config
-from .columns import BLOCK_KNOBS, Columns, columns
+from ...errors import SpaceError
+from ...models import Workload
+from ...models.families.standard import BLOCK_KNOBS, StandardSchedule
+from ...space import Config, Space
+from .columns import Columns, columns
 from .estimator import Estimator
 from .groups import MEMORY_GROUPS, TIME_GROUPS
 from .memory import stage_peak
@@ -27,8 +32,8 @@ BUCKETS = 2000
 """Steps into which a stage's memory is divided."""
 MARGIN = 0.98
 """Share of the memory limit that may be filled: predictions of the rest differ from rank to rank."""
-SHARES = (0.98, 0.96, 0.93, 0.9, 0.85, 0.8)
-"""Shares of the memory limit that assignments are made for, the largest `MARGIN`."""
+SHARES = (1.0, 0.98, 0.95, 0.92, 0.88, 0.82)
+"""Shares of what may be filled that assignments are made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Layerwise:
 
 
 def refine(
-    estimator: Estimator, winner: Ranked, facts: ModelFacts, others: Iterable[Config] = ()
+    estimator: Estimator, winner: Ranked, facts: ModelFacts, others: Iterable[Config] = (), margin: float = MARGIN
 ) -> Layerwise:
     """Refines a uniform winner, and others like it, and returns the fastest.
 
@@ -92,10 +97,11 @@ def refine(
         facts: of its variant.
         others: further uniform configurations to start from, such as larger micro-batches that only fit with
             everything recomputed.
+        margin: share of the memory limit that may be filled.
     """
     best: Layerwise | None = None
     for config in dict.fromkeys((winner.config, *others)):
-        made = _refined(estimator, winner, config, facts)
+        made = _refined(estimator, winner, config, facts, margin)
         if made is not None and (best is None or made.throughput > best.throughput):
             best = made
     if best is None or best.throughput <= winner.estimate.throughput:
@@ -109,6 +115,26 @@ def refine(
             gathered=(),
         )
     return best
+
+
+def relatives(space: Space, config: Config) -> list[Config]:
+    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and ZeRO's stage."""
+    found = []
+    varied = [
+        name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}
+    ]
+    values = {name: space[name].values for name in varied}
+    fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
+    for combination in product(*values.values()):
+        changed = {**fixed, **dict(zip(values, combination))}
+        with suppress(SpaceError):  # not valid with the others
+            found.append(space.config(changed))
+    return found
+
+
+def followed(workload: Workload) -> bool:
+    """Whether a workload's schedule looks at the knobs that name blocks; one of somebody's own need not."""
+    return workload.schedule is None or isinstance(workload.schedule, StandardSchedule)
 
 
 def blocks_text(indices: Iterable[int]) -> str:
@@ -136,19 +162,22 @@ class _Choice:
     gathered: bool
 
 
-def _refined(estimator: Estimator, winner: Ranked, config: Config, facts: ModelFacts) -> Layerwise | None:
+def _refined(
+    estimator: Estimator, winner: Ranked, config: Config, facts: ModelFacts, margin: float
+) -> Layerwise | None:
     """The fastest of the assignments that fit, as the estimator predicts them; None where none does."""
     limit = estimator.memory_limit_mib
     if not np.isfinite(limit):
         return None
     # A block's own share of time and memory is what the program adds up. What blocks share, such as one that is rebuilt
     # at a time, it cannot, and a full device has the allocator ask again: so several limits are tried.
-    found = {made: None for share in SHARES if (made := _assigned(estimator, config, facts, share * limit))}
+    shares = (margin * share for share in SHARES)
+    found = {made: None for share in shares if (made := _assigned(estimator, config, facts, share * limit))}
     if not found:
         return None
     configs = [_named(config, *made) for made in found]
     table = estimator.table(configs)
-    fits = table.fullest_memory_mib <= MARGIN * limit
+    fits = table.fullest_memory_mib <= margin * limit
     if not fits.any():
         return None
     at = int(np.argmax(np.where(fits, table.throughput, -np.inf)))

@@ -186,7 +186,9 @@ def stage_peak(
         kept = kept + count * (1 - ratio) * full
         boundaries = boundaries + count * ratio * boundary
         working = np.maximum(working, per_token(each.transient, each, tp, sequence, seq))
-        rebuilt = np.maximum(rebuilt, np.where(ratio > 0, per_token(each.saved, each, tp, sequence, seq), 0.0))
+        # A block that is recomputed has all that it keeps there beside the temporaries of its backward.
+        whole = per_token(each.saved, each, tp, sequence, seq) + per_token(each.transient, each, tp, sequence, seq)
+        rebuilt = np.maximum(rebuilt, np.where(ratio > 0, whole, 0.0))
     loss_parts = none
     spike = none
     loss_tp = tp if setup.parallel_loss in (None, True) else np.ones(len(tp))

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...errors import SpaceError, UsageError
 from ...models.device import DESCRIBED, Device
+from ...models.families.standard import BLOCK_KNOBS
 from ...space import Config, Space
-from .columns import BLOCK_KNOBS
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
 from .hardware import Hardware

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...models import Workload
+from ...models.spaces import fix as fix_knob
 from ...space import Space
 from .estimator import Estimator
 from .hardware import Hardware, find_hardware
@@ -93,7 +94,7 @@ def ask(
     for knob, values in (override or {}).items():
         made.override(knob, values)
     for knob, value in (fix or {}).items():
-        made.fix(knob, value)
+        fix_knob(made, knob, value)
     setup = TrainingSetup(
         devices=count,
         seq_len=length,

@@ -138,27 +138,20 @@ def config_of(text: str) -> dict[str, Any]:
     """`k=v,...` as a mapping. What a knob that names blocks has, may hold commas itself.
 
     >>> config_of("micro_batch=8,checkpoint_blocks=0-3,7,tp=2")
-    {'micro_batch': 8, 'tp': 2, 'checkpoint_blocks': '0-3,7'}
+    {'micro_batch': 8, 'checkpoint_blocks': '0-3,7', 'tp': 2}
 
     Raises:
         UsageError: it is malformed.
     """
-    from ...runners.estimate.columns import BLOCK_KNOBS
+    from ...models.families.standard import BLOCK_KNOBS
 
     pairs: list[str] = []
-    blocks: dict[str, list[str]] = {}
-    last = ""
     for part in (each.strip() for each in text.split(",")):
-        name, equals, value = part.partition("=")
-        if equals and name in BLOCK_KNOBS:
-            last, blocks[name] = name, [value]
-        elif last and part and not equals:
-            blocks[last].append(part)
+        if "=" not in part and pairs and pairs[-1].partition("=")[0] in BLOCK_KNOBS:
+            pairs[-1] += f",{part}"
         else:
-            last = ""
             pairs.append(part)
-    values = values_of(tuple(pairs), "--config")
-    return {name: many[0] for name, many in values.items()} | {name: ",".join(each) for name, each in blocks.items()}
+    return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}
 
 
 def answer_of(question: Any, **how: Any) -> Any:

@@ -48,18 +48,21 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
     """
     import yaml
 
+    from ...models.families.standard import BLOCK_KNOBS
+
     values: dict[str, list[Any]] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip()
-        parts = [part.strip() for part in text.split(",")]
+        # The commas of a knob that names blocks are its own.
+        parts = [text.strip()] if name in BLOCK_KNOBS else [part.strip() for part in text.split(",")]
         if not equals or not name or not all(parts):
             example = "micro_batch=4,8" if option == "--set" else "micro_batch=8"
             raise UsageError(f"{option} must look like {example}, but got '{pair}'")
         if name in values:
             raise UsageError(f"{option} names the knob '{name}' twice")
         try:
-            values[name] = [yaml.safe_load(part) for part in parts]
+            values[name] = parts if name in BLOCK_KNOBS else [yaml.safe_load(part) for part in parts]
         except yaml.YAMLError:
             raise UsageError(f"{option} {pair}: the values must be numbers, true, false or words") from None
     return values

@@ -23,6 +23,7 @@ Examples:
   redline tune --workload train.py:workload --runner local
   redline tune gpt2 --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
+  redline tune gpt2 --memory-limit 4GiB --layerwise
   redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 
@@ -43,6 +44,7 @@ Examples:
 )
 @click.option("--warm-start", multiple=True, metavar="RUN", help="An earlier run to learn from; repeatable.")
 @click.option("--headroom", type=float, default=0.05, show_default=True, help="Share of memory that is to stay free.")
+@click.option("--layerwise", is_flag=True, help="Refine the winner block by block, and try that beside it.")
 @click.option(
     "--runner", default="ray", show_default=True, help="Who runs the trials: ray, local without Ray, or simulate."
 )

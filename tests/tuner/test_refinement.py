@@ -1,0 +1,215 @@
+"""The winner refined block by block: tried at the end like every other trial, and best only where it is measured so."""
+
+import csv
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import redline as rl
+from redline.errors import SpaceError, UsageError
+from redline.models.families.standard import indices_of
+from redline.models.huggingface import hugging_face
+from redline.results import Measurement, Status, Trial, View, summary
+from redline.runners import Runner
+from redline.space import Config
+from redline.tuner.budget import Budget
+from redline.tuner.listener import SearchListener
+from redline.tuner.search import REFINEMENT, ROUNDS, Refinement, Search
+from redline.tuner.warm_start import read_runs
+
+
+class Memory:
+    """A run's trials, kept in memory."""
+
+    def __init__(self, throughputs):
+        self._trials = []
+        for number, throughput in enumerate(throughputs):
+            self.start(Config(checkpoint_ratio=number / 4), sampler="bayes" if number else "default")
+            self.finish(number, Measurement(status=Status.OK, throughput=throughput))
+
+    def trials(self):
+        return list(self._trials)
+
+    def start(self, config, *, sampler, predicted_throughput=None, predicted_memory_mib=None):
+        self._trials.append(
+            Trial(
+                number=len(self._trials),
+                config=config,
+                sampler=sampler,
+                predicted_throughput=predicted_throughput,
+                predicted_memory_mib=predicted_memory_mib,
+            )
+        )
+        return self._trials[-1]
+
+    def finish(self, number, measurement):
+        self._trials[number] = replace(self._trials[number], measurement=measurement)
+        return self._trials[number]
+
+    def remeasure(self, number, throughputs):
+        self._trials[number] = replace(self._trials[number], remeasured=tuple(throughputs))
+
+    def log_path(self, number):
+        return SimpleNamespace(with_suffix=lambda suffix: None)
+
+
+class Measures(Runner):
+    """Gives a refined configuration this throughput, and others what they had."""
+
+    name = "measures"
+
+    def __init__(self, folder, outcome):
+        self._folder, self._outcome, self.order = folder, outcome, []
+
+    def run(self, request):
+        self.order.append(request.number)
+        known = self._folder.trials()[request.number].measurement
+        if known is not None and "checkpoint_blocks" not in request.config:
+            return known
+        return self._outcome
+
+
+class Heard(SearchListener):
+    def __init__(self):
+        self.lines, self.ends = [], []
+
+    def said(self, message):
+        self.lines.append(message)
+
+    def finished(self, trial):
+        self.ends.append(trial.number)
+
+
+def searched(throughputs, outcome, found="0-3"):
+    folder, heard = Memory(throughputs), Heard()
+    runner = Measures(folder, outcome)
+    search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1), listener=heard)
+    made = found and Refinement(config=Config(checkpoint_blocks=found), predicted_throughput=150.0, said="so many more")
+    search.refine(lambda trials: made)
+    search.confirm()
+    return folder.trials(), runner.order, heard
+
+
+def test_a_refined_configuration_that_is_faster_wins_after_being_measured_beside_the_uniform_winner():
+    trials, order, heard = searched([60.0, 100.0, 90.0], Measurement(status=Status.OK, throughput=110.0))
+    assert order == [3, *([3, 1, 0] * ROUNDS)]
+    assert trials[3].sampler == REFINEMENT and trials[3].predicted_throughput == 150.0
+    assert summary.best(trials).number == 3
+    assert heard.lines == ["so many more"] and heard.ends == [3]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Measurement(status=Status.OK, throughput=99.0),
+        Measurement(status=Status.OOM, reason="too much"),
+        Measurement(status=Status.WRONG, reason="another loss"),
+    ],
+)
+def test_one_that_is_slower_or_fails_leaves_the_uniform_winner(outcome):
+    trials, _, _ = searched([60.0, 100.0, 80.0], outcome)
+    assert summary.best(trials).number == 1
+    assert trials[3].measurement == outcome
+
+
+def test_where_nothing_is_to_be_gained_nothing_is_tried_and_that_is_said():
+    trials, order, heard = searched([60.0, 100.0], None, found=None)
+    assert len(trials) == 2 and order == [1, 0] * ROUNDS
+    assert "nothing is expected to be gained" in heard.lines[0]
+
+
+def test_without_a_success_there_is_nothing_to_refine():
+    folder = Memory([])
+    search = Search(run_folder=folder, sampler=None, runner=None, budget=Budget(trials=1))
+    search.refine(lambda trials: pytest.fail("asked"))
+    assert folder.trials() == []
+
+
+def test_one_that_was_tried_before_is_not_tried_again():
+    folder = Memory([60.0, 100.0])
+    runner = Measures(folder, Measurement(status=Status.OK, throughput=110.0))
+    for _ in range(2):
+        search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1))
+        search.refine(lambda trials: Refinement(config=Config(checkpoint_blocks="0")))
+    assert len(folder.trials()) == 3 and runner.order == [2]
+
+
+def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2])
+    with pytest.raises(UsageError, match="belongs to a workload"):
+        rl.tune(lambda config: 1.0, space, layerwise=True)
+    own = replace(rl.workload("gpt2-tiny"), schedule=lambda sch, config: None)
+    with pytest.raises(UsageError, match="one of its own"):
+        rl.tune(own, layerwise=True)
+    with pytest.raises(UsageError, match="no such knob"):
+        rl.tune(rl.workload("gpt2-tiny"), space, layerwise=True)
+
+
+def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
+    from redline.tuner.cli.options import fixes_of
+    from redline.tuner.tuning import resolve_task
+
+    task = resolve_task("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4")))
+    config = task.space.default()
+    assert (config["checkpoint_blocks"], config["checkpoint_ratio"], config["micro_batch"]) == ("0-1,4", 0.0, 8)
+    with pytest.raises(SpaceError, match="indices such as 0-3,7"):
+        resolve_task("gpt2-tiny", fix={"checkpoint_blocks": "the first"})
+
+
+def test_a_simulated_search_refines_its_winner(tmp_path):
+    out = tmp_path / "run"
+    fix = {
+        "tp": 1, "pp": 1, "zero": 1, "micro_batch": 2, "precision": "bf16", "attention": "sdpa", "fusion": False,
+        "offload": "none", "fused_optimizer": True,
+    }  # fmt: skip
+    asked = {
+        "runner": "simulate", "hardware": "a100-40gb", "devices": 8, "seq_len": 1024, "global_batch": 64, "fix": fix,
+        "override": {"checkpoint_ratio": [0.0, 1.0]}, "memory_limit": "6GiB", "patience": 0, "out": out,
+    }  # fmt: skip
+    result = rl.tune("gpt2-medium", trials=2, layerwise=True, **asked)
+    uniform, refined = result.trials[result.trials.sampler != REFINEMENT], result.all_trials[-1]
+    assert len(uniform) == 2 and list(uniform.status).count("ok") == 1
+    assert refined.sampler == REFINEMENT and "checkpoint_ratio" not in refined.config
+    assert 0 < len(indices_of(refined.config["checkpoint_blocks"], 24)) < 24
+    assert refined.predicted_throughput > uniform.throughput.max() and refined.predicted_memory_mib < 6144
+    if refined.ok:
+        assert refined.measurement.throughput == pytest.approx(refined.predicted_throughput, rel=0.5)
+    # It stands in the table, says nothing to an earlier run's readers, and the run goes on with or without it.
+    rows = list(csv.DictReader((out / "trials.csv").open()))
+    assert rows[-1]["knob.checkpoint_blocks"] == refined.config["checkpoint_blocks"]
+    assert [len(each) for each in read_runs([out])[0]] == [2]
+    again = rl.tune("gpt2-medium", trials=2, resume=True, **asked)
+    assert len(again.all_trials) == 3 and "knob.checkpoint_blocks" in again.trials
+
+
+@pytest.mark.slow
+def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_is_faster(tmp_path):
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    small = LlamaConfig(**shape, num_hidden_layers=12, vocab_size=512, max_position_embeddings=64)
+    workload = hugging_face(small, name="small", seq_len=64, global_batch=32)
+    fix = {"micro_batch": 32, "precision": "fp32", "attention": "sdpa", "fused_optimizer": True, "fusion": False}
+    asked = {
+        "runner": "local", "override": {"checkpoint_ratio": [0.0, 1.0]}, "trials": 2, "patience": 0,
+        "measure_time": "0.5s", "fix": fix,
+    }  # fmt: skip
+    free = rl.tune(workload, **asked).trials.set_index("knob.checkpoint_ratio").peak_memory_mib
+    assert free[1.0] < 0.8 * free[0.0]
+    # All blocks recomputed fit, none recomputed do not.
+    limit = free[1.0] + 0.75 * (free[0.0] - free[1.0])
+    out = tmp_path / "run"
+    result = rl.tune(workload, memory_limit=limit, layerwise=True, out=out, **asked)
+    nothing, everything, refined = result.all_trials
+    assert str(nothing.measurement.status) == "oom" and everything.ok
+    assert refined.sampler == REFINEMENT
+    assert 0 < len(indices_of(refined.config["checkpoint_blocks"], 12)) < 12
+    assert refined.ok and refined.measurement.peak_memory_mib <= limit
+    faster = summary.standing(refined) > summary.standing(everything)
+    assert (result.best.trial.number == refined.number) == faster
+    assert len(View(out, make_config=Config).trials()) == 3
+    best = yaml.safe_load((out / "best.yaml").read_text())
+    assert best["best"]["configuration"] == dict(result.best.config)
