@@ -309,21 +309,59 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def pooled_auc(surfaces: list[Surface]) -> dict[str, dict[str, float]]:
-    """The areas under the curve over all tables of a model together, by memory alone and with stalls."""
-    pools: dict[str, list[tuple[EstimateTable, np.ndarray]]] = {}
+    """The areas under the curve over all tables of a model together: by memory alone, by memory alone without the
+    failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures are."""
+    pools: dict[str, list[Surface]] = {}
     for surface in surfaces:
-        if surface.ok.all():
-            continue
-        model = re.sub(r"-\d+gpu.*$", "", surface.name)
-        pools.setdefault(model, []).append((surface.estimator.table(surface.configs), surface.ok))
+        if not surface.ok.all():
+            pools.setdefault(re.sub(r"-\d+gpu.*$", "", surface.name), []).append(surface)
     out: dict[str, dict[str, float]] = {}
     for model, pool in pools.items():
-        ok = np.concatenate([each for _, each in pool])
+        ok = np.concatenate([each.ok for each in pool])
         if not ok.any():
             continue
-        for name in ("probability_fits", "probability_runs"):
-            score = -np.concatenate([getattr(table, name) for table, _ in pool])
-            out.setdefault(model, {})[name] = auc(score[ok], score[~ok])
+        tables = [each.estimator.table(each.configs) for each in pool]
+        fits, runs = (
+            -np.concatenate([getattr(table, name) for table in tables])
+            for name in ("probability_fits", "probability_runs")
+        )
+        no_memory = outlived(pd.concat([each.configs for each in pool], ignore_index=True), ok)
+        out[model] = {
+            "fits": auc(fits[ok], fits[~ok]),
+            "fits, cleared": auc(fits[ok], fits[~ok & ~no_memory]),
+            "runs": auc(runs[ok], runs[~ok]),
+            "failed": float((~ok).sum()),
+            "outlived": float(no_memory.sum()),
+        }
+    return out
+
+
+def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
+    """Which failures cannot have been a lack of memory: a run of the same model on the same device that needs at least
+    as much lived. Booleans, shape (n,).
+
+    It has the same tp, pp and ZeRO stage and all else the same, at least the micro-batch, at least as many micro-batches
+    in flight, and states shared by at most as many replicas. No prediction has a part in this.
+    """
+    tables = configs.reset_index(drop=True)
+    same = [name for name in tables if name not in ("dp", "micro_batch", "grad_accum")]
+
+    def numbers(name: str, missing: int) -> np.ndarray:
+        return pd.to_numeric(tables.get(name, pd.Series(missing, tables.index))).fillna(missing).to_numpy()
+
+    micro = numbers("micro_batch", 1)
+    sharing = np.where(numbers("zero", 0) >= 1, numbers("dp", 1), 1)
+    flying = np.minimum(numbers("grad_accum", 1), numbers("pp", 1))
+    out = np.zeros(len(tables), bool)
+    groups = tables.groupby(same, dropna=False).indices.values() if same else [np.arange(len(tables))]
+    for at in groups:
+        alive, dead = at[ok[at]], at[~ok[at]]
+        more = (
+            (micro[alive] >= micro[dead, None])
+            & (flying[alive] >= flying[dead, None])
+            & (sharing[alive] <= sharing[dead, None])
+        )
+        out[dead] = more.any(axis=1)
     return out
 
 
@@ -427,8 +465,9 @@ def main() -> None:
     show("uncalibrated", {**rows, "mean": means(rows)})
     for model, found in pooled_auc(surfaces).items():
         print(
-            f"AUC pooled over {model}: {found['probability_fits']:.4f} by memory alone, "
-            f"{found['probability_runs']:.4f} with stalls"
+            f"AUC pooled over {model}: {found['fits']:.4f} by memory alone, {found['runs']:.4f} with stalls; by memory alone "
+            f"{found['fits, cleared']:.4f} without {found['outlived']:.0f} of {found['failed']:.0f} failures that runs "
+            "which need at least as much outlived"
         )
     if options.calibrate:
         after: dict[str, Any] = {}

@@ -98,3 +98,24 @@ def test_a_table_of_another_space_is_refused(space, tmp_path):
     other.choice("tp", [1, 2])
     with pytest.raises(UsageError, match="give the command that began it"):
         record.Table(path, other, "tokens_per_second")
+
+
+def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():
+    import numpy as np
+    import pandas as pd
+
+    rows = [
+        # tp, pp, dp, zero, micro_batch, grad_accum, ran
+        (2, 4, 4, 1, 2, 8, True),
+        (2, 4, 8, 1, 2, 8, False),  # states shared by more: outlived
+        (2, 4, 2, 1, 2, 8, False),  # by fewer
+        (2, 4, 4, 1, 4, 8, False),  # a larger micro-batch
+        (2, 4, 4, 1, 1, 2, False),  # fewer in flight of a smaller one: outlived
+        (4, 4, 4, 1, 1, 2, False),  # sharded otherwise, so nothing is known
+        (2, 4, 4, 0, 1, 2, False),  # states not shared
+    ]
+    table = pd.DataFrame(rows, columns=["tp", "pp", "dp", "zero", "micro_batch", "grad_accum", "ran"])
+    found = bench("estimator").outlived(table.drop(columns="ran"), table.ran.to_numpy())
+    assert found.tolist() == [False, True, False, False, True, False, False]
+    alone = bench("estimator").outlived(table[["micro_batch"]], table.ran.to_numpy())
+    assert np.flatnonzero(alone).tolist() == [1, 2, 4, 5, 6]
