@@ -100,10 +100,13 @@ def estimate_to_begin_with(
 ) -> "Estimator | None":
     """What `estimator_of` makes; None, and why is said once, where this machine cannot be measured."""
     try:
-        return estimator_of(workload, space, **how)
+        found = estimator_of(workload, space, **how)
     except RunnerError as error:
         warn(f"the search begins without an estimate: {error}")
         return None
+    if found.hardware.note:
+        warn(found.hardware.note)
+    return found
 
 
 def peak_rate(estimator: "Estimator") -> Callable[[Config], float]:

@@ -50,6 +50,8 @@ class Hardware:
     """`cuda`, `rocm` or `cpu`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each number is from, by the field's name."""
+    note: str = ""
+    """What its user should know of the numbers."""
 
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"

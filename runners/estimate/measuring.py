@@ -24,8 +24,18 @@ MESSAGE_BYTES = {"cpu": (4096, 8 * 1024**2), "cuda": (4096, 64 * 1024**2)}
 """A small message, for the latency, and a large one, for the bandwidth."""
 SECONDS = 0.15
 """Time for each number of the short measurement."""
+WINDOWS = 5
+"""Windows that this time is cut into: the numbers take turns, so that what disturbs for a moment disturbs none wholly."""
+UNDISTURBED = 0.9
+"""Share of a call's time in which its thread computed, from which nothing came between."""
+BUSY = 0.15
+"""Share of the cores that other processes take, from which a CPU counts as busy."""
+TRIES = 3
+"""How often a busy CPU is measured."""
 MAX_AGE_S = 30 * 24 * 3600
 """After this a cached measurement is made anew."""
+BUSY_AGE_S = 600
+"""The same of a busy CPU's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,18 @@ class Measured:
     """`all-reduce` and `point-to-point` among ranks: `gb_per_s` and `latency_us`."""
     ranks: int = 1
     """Ranks they were measured with."""
+    others: float = 0.0
+    """Share of a CPU's cores that other processes took meanwhile, 0 to 1."""
+
+    @property
+    def note(self) -> str:
+        """What is to be known of it; empty for nothing."""
+        if self.others < BUSY:
+            return ""
+        return (
+            f"{self.device.name} was measured while other processes took {100 * self.others:.0f} % of its cores, so that "
+            "its rates may be too low"
+        )
 
     def to_hardware(self) -> Hardware:
         """As the estimator takes it. A link that was not measured is the table's for the device, or memory's."""
@@ -68,6 +90,7 @@ class Measured:
             achievable=1.0,  # what was measured was achieved
             kind="cpu" if self.device.type == "cpu" else "cuda",
             sources=sources,
+            note=self.note,
         )
 
     def _link(self, known: Hardware | None) -> Link:
@@ -99,31 +122,54 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     device = detect()
     kind = device.type
     seconds = SECONDS if short else 3 * SECONDS
-    where = torch.device(kind)
+    found, others = _measured(device, short, seconds)
+    for _ in range(TRIES - 1):
+        if others < BUSY:
+            break
+        # Others only ever make it slower.
+        again, less = _measured(device, short, seconds)
+        found, others = {name: min(taken, again[name]) for name, taken in found.items()}, min(others, less)
     tflops: dict[str, dict[int, float]] = {}
-    for name, dtype in _dtypes(device, short).items():
-        tflops[name] = {
-            size: _matmul(size, dtype, where, seconds, tf32=name == "tf32")
-            for size in (SHORT_SIZES if short else SIZES)[kind]
-        }
+    for (name, size), taken in found.items():
+        if name not in ("copy", "host"):
+            tflops.setdefault(name, {})[size] = 2 * size**3 / taken / 1e12
+    size = COPY_BYTES[kind]
     count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
     return Measured(
         device=device,
         tflops=tflops,
-        memory_gb_per_s=_copy(COPY_BYTES[kind], where, where, seconds),
-        host_gb_per_s=_copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where, seconds)
-        if kind == "cuda"
-        else None,
+        memory_gb_per_s=2 * size / found["copy", size] / 1e9,  # read and written
+        host_gb_per_s=size // 4 / found["host", size // 4] / 1e9 if kind == "cuda" else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,
+        others=others,
     )
+
+
+def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], float]:
+    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the share of the
+    cores that others took."""
+    import torch
+
+    kind = device.type
+    where = torch.device(kind)
+    works: dict[tuple[str, int], Callable[[], Any]] = {}
+    for name, dtype in _dtypes(device, short).items():
+        for size in (SHORT_SIZES if short else SIZES)[kind]:
+            works[name, size] = _product(size, dtype, where, tf32=name == "tf32")
+    works["copy", COPY_BYTES[kind]] = _copy(COPY_BYTES[kind], where, where)
+    if kind == "cuda":
+        works["host", COPY_BYTES[kind] // 4] = _copy(COPY_BYTES[kind] // 4, torch.device("cpu"), where)
+    load = _Load()
+    taken = _best(works, where, seconds)
+    return taken, load.others() if kind == "cpu" else 0.0
 
 
 def this_machine(folder: Path | None = None) -> Hardware:
     """The hardware of this machine: the table's, where its GPUs are in it, else a short measurement, cached.
 
-    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days, and where
-    the cores or the memory have changed.
+    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days, where the
+    cores or the memory have changed, and after ten minutes where others kept the cores busy: its `note` says so then.
     """
     device = detect()
     known = table_entry(device)
@@ -135,10 +181,10 @@ def this_machine(folder: Path | None = None) -> Hardware:
     what = {"device": device.to_dict(), "cores": usable_cores(), "version": facts_cache.VERSION}
     name = Path("hardware", f"{digest(what)}.json")
     found = facts_cache.load_json(name, folder)
-    if isinstance(found, dict) and time.time() - found.get("measured", 0) < MAX_AGE_S:
-        return Hardware.from_mapping(
-            found["hardware"], name="this-cpu", where=f"the cached measurement {name}"
-        )
+    if isinstance(found, dict):
+        kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
+        if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
+            return kept
     if device.type == "cuda":
         # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may live
         # as long as a search.
@@ -203,51 +249,101 @@ def _dtypes(device: Device, short: bool) -> dict[str, Any]:
     return out
 
 
-def _matmul(size: int, dtype: Any, where: Any, seconds: float, *, tf32: bool = False) -> float:
-    """1e12 FLOP/s of a square product."""
+def _product(size: int, dtype: Any, where: Any, *, tf32: bool = False) -> Callable[[], Any]:
+    """A square product."""
     import torch
 
     first = torch.randn(size, size, device=where).to(dtype)
     second = torch.randn(size, size, device=where).to(dtype)
     out = torch.empty(size, size, device=where, dtype=dtype)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
-        taken = _best(lambda: torch.mm(first, second, out=out), where, seconds)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    return 2 * size**3 / taken / 1e12
+
+    def work() -> None:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            torch.mm(first, second, out=out)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return work
 
 
-def _copy(size: int, source: Any, target: Any, seconds: float) -> float:
-    """1e9 bytes/s of a copy: read and written where it stays on a device, moved where it does not."""
+def _copy(size: int, source: Any, target: Any) -> Callable[[], Any]:
+    """A copy of so many bytes."""
     import torch
 
     first = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source != target)
     second = torch.empty(size, dtype=torch.uint8, device=target)
-    taken = _best(lambda: second.copy_(first, non_blocking=True), target, seconds)
-    return size * (2 if source == target else 1) / taken / 1e9
+    return lambda: second.copy_(first, non_blocking=True)
 
 
-def _best(work: Callable[[], Any], where: Any, seconds: float) -> float:
-    """Seconds of one call: the median of those within the time, the first left out."""
+def _best(works: Mapping[Any, Callable[[], Any]], where: Any, seconds: float) -> dict[Any, float]:
+    """Seconds that one call of each takes where nothing disturbs it; each is called for so many seconds in all.
+
+    Other load makes a call longer, never shorter, so that a low quantile is what the machine can do: of the calls whose
+    thread hardly waited, where there are any.
+    """
     import torch
 
-    def once() -> float:
+    def once(work: Callable[[], Any]) -> tuple[float, float]:
         if where.type == "cuda":
             torch.cuda.synchronize(where)
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.thread_time()
         work()
         if where.type == "cuda":
             torch.cuda.synchronize(where)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.thread_time() - busy
 
-    once()
-    taken, end = [once()], time.perf_counter() + seconds
-    while time.perf_counter() < end and len(taken) < 200:
-        taken.append(once())
-    # Other load makes a call longer, never shorter: a low quantile is what the machine can do.
-    return statistics.quantiles(taken, n=4)[0] if len(taken) > 3 else min(taken)
+    taken: dict[Any, list[tuple[float, float]]] = {name: [] for name in works}
+    for work in works.values():
+        once(work)
+    for _ in range(WINDOWS):
+        for name, work in works.items():
+            end = time.perf_counter() + seconds / WINDOWS
+            taken[name].append(once(work))
+            while time.perf_counter() < end and len(taken[name]) < 200:
+                taken[name].append(once(work))
+    return {name: _undisturbed(each, where.type == "cpu") for name, each in taken.items()}
+
+
+def _undisturbed(calls: list[tuple[float, float]], on_cpu: bool) -> float:
+    """What a call takes, of (seconds, seconds of its thread) of several."""
+    own = [wall for wall, busy in calls if not on_cpu or busy >= UNDISTURBED * wall]
+    if len(own) > 3:
+        return statistics.quantiles(own, n=4)[0]
+    return min(own or [wall for wall, _ in calls])
+
+
+class _Load:
+    """What other processes take of the cores that this one may use, from when it is made."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    def others(self) -> float:
+        """Share of the cores, 0 to 1."""
+        (wall, busy, own), (wall0, busy0, own0) = self._now(), self._before
+        cores = max(1, len(self._cores()))
+        return min(1.0, max(0.0, (busy - busy0 - (own - own0)) / max((wall - wall0) * cores, 1e-9)))
+
+    def _now(self) -> tuple[float, float, float]:
+        import psutil
+
+        cores = psutil.cpu_times(percpu=True)
+        busy = sum(sum(cores[at]) - _idle(cores[at]) for at in self._cores() if at < len(cores))
+        return time.perf_counter(), busy, time.process_time()
+
+    def _cores(self) -> list[int]:
+        import psutil
+
+        mine = getattr(psutil.Process(), "cpu_affinity", None)
+        return mine() if mine is not None else list(range(psutil.cpu_count() or 1))
+
+
+def _idle(times: Any) -> float:
+    # Time of guests is counted among the user's, too.
+    twice = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    return times.idle + getattr(times, "iowait", 0.0) + twice
 
 
 def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:

@@ -76,13 +76,13 @@ def ask(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
     machine, count = machine_of(hardware, devices)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     if isinstance(target, Shape):
         if lora is not None or data is not None:
             raise UsageError("lora and data belong to a model, not to shape numbers")
         length, total = seq_len or DEFAULT_SEQ_LEN, global_batch or SAMPLES_A_DEVICE * count
         if global_batch is None:
-            notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
+            notes += (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
         made = space.copy() if space is not None else shape_space(target, machine, count, total, length)
         workload, name = None, target.name
     else:

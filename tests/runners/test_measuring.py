@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from typing import ClassVar
 
 import pytest
 import redline as rl
@@ -76,6 +77,89 @@ def test_this_machine_is_measured_once(quick, tmp_path, monkeypatch):
     first = this_machine(tmp_path)
     monkeypatch.setattr(measuring, "measure", None)
     assert this_machine(tmp_path) == first
+
+
+class Busy(measuring._Load):
+    """Says of each measurement what others took of the cores."""
+
+    shares: ClassVar[list[float]] = []
+
+    def others(self):
+        return self.shares.pop(0)
+
+
+@pytest.fixture
+def shares(quick, monkeypatch):
+    monkeypatch.setattr(measuring, "_Load", Busy)
+    Busy.shares = []
+    return Busy.shares
+
+
+def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monkeypatch):
+    shares += [0.8, 0.5, 0.6]
+    found = this_machine(tmp_path)
+    assert "other processes took 50 % of its cores" in found.note
+    assert this_machine(tmp_path) == found  # for some minutes
+    later = measuring.time.time() + measuring.BUSY_AGE_S + 1
+    monkeypatch.setattr(measuring.time, "time", lambda: later)
+    shares.append(0.01)
+    assert this_machine(tmp_path).note == ""
+    later += 20 * 24 * 3600
+    assert this_machine(tmp_path).note == ""  # what was measured at rest is kept
+    assert shares == []
+
+
+def test_a_moment_of_rest_is_enough(shares):
+    shares += [0.8, 0.02, 0.9]
+    assert measure(short=True).note == "" and shares == [0.9]
+
+
+def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, tmp_path, monkeypatch):
+    from redline.runners.estimate.question import ask
+    from redline.tuner.predicting import estimate_to_begin_with
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shares += [0.8, 0.8, 0.8]
+    workload, said = rl.workload("gpt2-tiny"), []
+    assert any("80 % of its cores" in note for note in ask(workload).notes)
+    estimate_to_begin_with(workload, rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None)
+    assert len(said) == 1 and "80 % of its cores" in said[0]
+
+
+def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():
+    import subprocess
+    import sys
+    import time
+
+    def spin(seconds):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    load = measuring._Load()
+    spin(0.4)
+    alone = load.others()
+    other = [sys.executable, "-c", "while True: pass"]
+    started = [subprocess.Popen(other) for _ in load._cores()]
+    try:
+        time.sleep(0.3)
+        load = measuring._Load()
+        spin(0.6)
+        beside = load.others()
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert beside > 0.25
+    assert 0 <= alone <= 1 and beside <= 1
+
+
+def test_calls_that_something_came_between_do_not_count():
+    calls = [(1.0, 0.99), (1.1, 1.05), (0.98, 0.97), (1.02, 1.0), (5.0, 1.0), (7.0, 1.1)]
+    assert measuring._undisturbed(calls, on_cpu=True) == pytest.approx(0.985, abs=0.01)
+    # Where all were disturbed, the shortest is nearest; a GPU's thread waits anyway.
+    assert measuring._undisturbed([(5.0, 1.0), (7.0, 1.1)], on_cpu=True) == 5.0
+    assert measuring._undisturbed([(1.0, 0.1)] * 8, on_cpu=False) == 1.0
 
 
 def test_a_gpu_in_the_table_is_found_by_its_name_and_memory():

@@ -135,6 +135,8 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
         lines.append(
             "  links: not measured with one rank; the file holds an assumption (--ranks N measures them)"
         )
+    if measured["hardware"]["note"]:
+        lines.append(f"  {measured['hardware']['note']}")
     return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
 
 
