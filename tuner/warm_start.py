@@ -82,8 +82,8 @@ class WarmStart:
         return self._estimates([config])[0]
 
     def table(self, configs: Sequence[Config]) -> Any:
-        """Corrected estimates of many: an object with `throughput`, `peak_memory_mib`, `fullest_memory_mib` and
-        `probability_fits`, arrays of shape (n,)."""
+        """Corrected estimates of many: an object with `throughput`, `peak_memory_mib`, `fullest_memory_mib`,
+        `probability_fits` and, with an estimate beneath, what that says of its own doubt; arrays of shape (n,)."""
         from types import SimpleNamespace
 
         from .samplers.prior import Prior
@@ -103,6 +103,8 @@ class WarmStart:
             peak_memory_mib=np.exp(found.log_memory) * memory,
             fullest_memory_mib=np.exp(found.log_need) * memory,
             probability_fits=found.fits,
+            log_throughput_std=found.log_std,
+            log_throughput_effects=found.effects,
         )
 
     def _estimates(self, configs: Sequence[Config]) -> list[WarmEstimate]:

@@ -44,12 +44,24 @@ class Correction:
             groups: predicted parts, shape (n, k).
             noise: standard deviation of a measurement's logarithm, as expected beforehand; shape (n,) or one.
         """
+        share = self._shares(groups)
+        variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
+        return (groups * np.exp(self.theta)).sum(1), np.sqrt(np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2)
+
+    def effects(self, groups: np.ndarray) -> np.ndarray:
+        """What moves together: by how much the logarithms of the sums move with each of k independent factors, a
+        standard deviation of it; shape (n, k), 0 where a sum is not finite.
+
+        Their squares sum to the variance in `apply` that is not noise.
+        """
+        return self._shares(groups) @ np.linalg.cholesky(self.covariance)
+
+    def _shares(self, groups: np.ndarray) -> np.ndarray:
+        """Of the corrected sums, by group: shape (n, k); 0 where a sum is not finite."""
         scaled = groups * np.exp(self.theta)
         total = scaled.sum(1)
         with np.errstate(invalid="ignore", divide="ignore"):
-            share = np.where((np.isfinite(total) & (total > 0))[:, None], scaled / total[:, None], 0.0)
-        variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        return total, np.sqrt(np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2)
+            return np.where((np.isfinite(total) & (total > 0))[:, None], scaled / total[:, None], 0.0)
 
 
 def fit(

@@ -37,7 +37,7 @@ class Constants:
     """Of the peak rate that fused attention reaches."""
     eager_attention_efficiency: float = 0.45
     """Of the peak rate that the batched products of eager attention reach."""
-    bandwidth_efficiency: float = 0.6
+    bandwidth_efficiency: float = 0.55
     """Of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
     """The host's time to launch a kernel from eager PyTorch, us."""
@@ -47,7 +47,7 @@ class Constants:
     """What an optimizer step takes beyond all else: loop, logging, clipping, ms."""
 
     # Links.
-    link_efficiency: float = 0.85
+    link_efficiency: float = 0.8
     """Of a link's bandwidth that large collectives reach."""
     network_efficiency: float = 0.9
     """The same between nodes."""
@@ -55,6 +55,8 @@ class Constants:
     """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
     overlap: float = 0.5
     """Share of the last backward behind which gradients are reduced."""
+    sharded_overlap: float = 0.5
+    """The same where they are scattered to shards: ZeRO 1 and beyond."""
     max_overlap: float = 0.8
     """Share of a transfer that can hide at all."""
     network_rails: float = 8.0
@@ -120,6 +122,7 @@ PROFILES: Mapping[str, Constants] = {
         # The vocabulary-parallel loss is a chain of plain operators in fp32.
         loss_traffic=2.0,
         overlap=0.1,
+        sharded_overlap=0.1,
         straggler_ms=10.0,
         **_FITTED,
     ),
@@ -129,8 +132,10 @@ PROFILES: Mapping[str, Constants] = {
         loss_factor=2.5,
         workspace_mib=350.0,
         launch_us=32.0,
-        overlap=0.1,
-        straggler_ms=25.0,
+        overlap=0.35,
+        # Its ZeRO 1 scatters gradients after the backward.
+        sharded_overlap=0.05,
+        straggler_ms=22.0,
         ring_step_with_pipeline_us=260.0,
         stall_ms=265.0,
         stall_nodes=34.0,
@@ -156,6 +161,7 @@ CPU = Constants(
     # Ranks meet over sockets.
     collective_us=300.0,
     overlap=0.0,
+    sharded_overlap=0.0,
     max_overlap=0.0,
     straggler_ms=0.0,
     retry_factor=1.0,

@@ -98,7 +98,8 @@ class Estimator:
         full, full_std = self._memory.apply(memory_groups(fullest), noise)
         pressed = self._add_retries(time, fullest, full, full_std)
         far = leaves_node(cols, self.hardware.devices_per_node)
-        step, time_std = self._time.apply(time_groups(time, far), self._time_noise(cols))
+        groups = time_groups(time, far)
+        step, time_std = self._time.apply(groups, self._time_noise(cols))
         corrected = corrected_time(time, far, step, self._time) | corrected_memory(memory, self._memory)
         stalls = stall_chance(cols, self.hardware, self.constants)
         time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
@@ -127,6 +128,7 @@ class Estimator:
             peak_memory_mib=peak,
             fullest_memory_mib=full,
             log_throughput_std=time_std,
+            log_throughput_effects=-self._time.effects(groups),
             log_memory_std=memory_std,
             probability_fits=chance,
             probability_runs=chance * (1 - self.constants.stall_fatal * stalls),

@@ -40,7 +40,9 @@ class Group:
     bandwidth: np.ndarray
     """Bytes/s of one rank in a ring."""
     latency: np.ndarray
-    """Seconds that an empty message takes once around the ring."""
+    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest link's."""
+    tree: np.ndarray
+    """Seconds that an empty all-reduce takes up and down a tree of nodes."""
     crosses: np.ndarray
     """Whether the ring leaves the node."""
 
@@ -51,28 +53,38 @@ class Group:
             self.size > 1, fixed + self.latency + total * steps / self.size / self.bandwidth, 0.0
         )
 
+    def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
+        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is nearer."""
+        moved = 2 * total * (self.size - 1) / self.size / self.bandwidth
+        latency = np.minimum(2 * self.latency, self.tree)
+        return np.where(self.size > 1, fixed + latency + moved, 0.0)
+
 
 def group(
     size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants
 ) -> Group:
     """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
 
-    A ring that leaves its node uses the network share of each of its members there, and pays the network's latency
-    once a node, as NCCL's own model has it (src/graph/tuning.cc).
+    A ring that leaves its node uses the network share of each of its members there, and every one of its steps
+    waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link). All-reduces can
+    go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al. 2009).
     """
     per_node = hardware.devices_per_node
     crosses = size * stride > per_node
     local = np.clip(per_node // np.maximum(stride, 1), 1, size)
     nodes = np.maximum(devices / per_node, 1.0)
     inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
-    hops = np.where(crosses, np.ceil(size / local) - 1, 0)
+    near = hardware.intra_node.latency_us / 4 * 1e-6
+    far = hardware.inter_node.latency_us * 1e-6
+    depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
     share = np.minimum(local, constants.network_rails)
     outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
     outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
     return Group(
         size=size.astype(float),
         bandwidth=np.where(crosses, outside, inside),
-        latency=(hops * hardware.inter_node.latency_us + (size - 1 - hops) * hardware.intra_node.latency_us / 4) * 1e-6,
+        latency=(size - 1) * np.where(crosses, far, near),
+        tree=2 * (depth * far + (local - 1) * near),
         crosses=crosses,
     )
 
@@ -225,7 +237,8 @@ def _stage_time(
     # the same bytes) under sequence parallelism, where backward gathers the inputs of products anew.
     hidden = _hidden(facts)
     width = 4 if facts.precision == "fp32" else 2
-    pair = 2 * tensor.gather(tokens * hidden * width, constants.collective_us * 1e-6)
+    moved, fixed_cost = tokens * hidden * width, constants.collective_us * 1e-6
+    pair = np.where(cols.sequence_parallel, 2 * tensor.gather(moved, fixed_cost), tensor.reduce(moved, fixed_cost))
     # What the host takes to start a pair of collectives.
     start = np.where(tp > 1, 2 * constants.launch_us * 1e-6, 0.0)
     if pp > 1:
@@ -277,11 +290,11 @@ def _stage_time(
     grad_width = BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient
     gradient = weights * grad_width
     weight = weights * form.compute
-    fixed_cost = constants.collective_us * 1e-6
     scatter = data.gather(gradient, fixed_cost)
     gather = data.gather(weights * form.parameter, fixed_cost)
-    reduce = np.where(zero == 0, 2 * scatter, scatter)
-    window = backward * constants.overlap if setup.overlap_gradients else none
+    reduce = np.where(zero == 0, data.reduce(gradient, fixed_cost), scatter)
+    overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
+    window = backward * overlap if setup.overlap_gradients else none
     # Under ZeRO 2 and 3 every micro-batch scatters its gradients.
     times = np.where(zero >= 2, accum, 1.0)
     exposed = times * np.maximum(reduce - window, reduce * (1 - constants.max_overlap))

@@ -251,3 +251,29 @@ def test_a_correction_without_trials_has_the_priors_spread():
     total, std = Correction.none(PRIOR).apply(np.array([[1.0, 0, 0], [0, 0, 2.0], [0, 0, 0]]), 0.1)
     np.testing.assert_allclose(total, [1, 2, 0])
     np.testing.assert_allclose(std, [np.hypot(0.15, 0.1), np.hypot(0.35, 0.1), 0.1])
+
+
+@pytest.mark.parametrize("trained", [0, 12])
+def test_effects_are_what_is_common_in_the_spread(plain, trained):
+    step, memory = truth(plain, np.random.default_rng(0))
+    made = plain.calibrate(trials(range(trained), step, memory))
+    table = made.table(CONFIGS)
+    common = (table.log_throughput_effects**2).sum(axis=1)
+    assert table.log_throughput_effects.shape == (len(CONFIGS), 5)
+    assert (common > 0).all() and (common < table.log_throughput_std**2).all()
+    # To first order: a factor that is a little off moves every throughput by its effect.
+    rng = np.random.default_rng(1)
+    shift = 0.01 * rng.standard_normal(5)
+    moved = object.__new__(Estimator)
+    moved.__dict__.update(made.__dict__)
+    known = made._time
+    theta = known.theta + np.linalg.cholesky(known.covariance) @ shift
+    moved._time = Correction(theta, known.covariance, known.scale, known.trials)
+    expected = table.log_throughput_effects @ shift
+    assert np.log(moved.table(CONFIGS).throughput / table.throughput) == pytest.approx(expected, abs=2e-5)
+
+
+def test_an_impossible_configuration_has_no_effects(plain):
+    table = plain.table([{"pp": 32, "dp": 1, "micro_batch": 1}, CONFIGS[0]])
+    assert np.isinf(table.step_ms[0]) and (table.log_throughput_effects[0] == 0).all()
+    assert np.isfinite(table.log_throughput_effects).all()

@@ -68,15 +68,37 @@ def test_a_ring_moves_n_minus_1_nths_of_its_bytes():
     assert ring(1).gather(one(total), 1.0)[0] == 0.0
 
 
-def test_a_ring_across_nodes_is_slower_and_pays_the_networks_latency_once_a_node():
+def test_a_ring_across_nodes_is_slower_and_waits_for_the_network_in_every_step():
     inside, outside = ring(8).gather(one(1e9), 0.0)[0], ring(16).gather(one(1e9), 0.0)[0]
     assert outside > 1.2 * inside
-    within = A100.intra_node.latency_us / 4
-    assert ring(16).latency[0] * 1e6 == pytest.approx(A100.inter_node.latency_us + 14 * within)
-    # One member a node: every hop is the network's.
+    assert ring(8).latency[0] * 1e6 == pytest.approx(7 * A100.intra_node.latency_us / 4)
+    assert ring(16).latency[0] * 1e6 == pytest.approx(15 * A100.inter_node.latency_us)
     assert ring(8, stride=8).latency[0] * 1e6 == pytest.approx(7 * A100.inter_node.latency_us)
     # Such a ring has one network share, where one of eight members a node has eight.
     assert ring(8, stride=8).bandwidth[0] < ring(64).bandwidth[0]
+
+
+def test_an_all_reduce_of_little_goes_by_a_tree_and_moves_what_a_ring_moves():
+    network, within = A100.inter_node.latency_us, A100.intra_node.latency_us / 4
+    # 8 nodes of 8: up and down 3 levels of nodes and through the chain in each.
+    assert ring(64).reduce(one(0.0), 0.0)[0] * 1e6 == pytest.approx(2 * (3 * network + 7 * within))
+    assert ring(64).reduce(one(0.0), 0.0)[0] < 0.1 * 2 * ring(64).gather(one(0.0), 0.0)[0]
+    # On one node both are the same chain.
+    assert ring(8).reduce(one(0.0), 0.0)[0] == pytest.approx(2 * ring(8).gather(one(0.0), 0.0)[0])
+    more = ring(64).reduce(one(1e9), 0.0)[0] - ring(64).reduce(one(0.0), 0.0)[0]
+    assert more == pytest.approx(2 * 1e9 * 63 / 64 / ring(64).bandwidth[0])
+    assert ring(1).reduce(one(1e9), 1.0)[0] == 0.0
+
+
+def test_all_reduced_and_scattered_gradients_hide_behind_the_backward_as_the_framework_lets_them():
+    setup = SETUP.but(devices=8, global_batch=64, overlap_gradients=True)
+    def exposed(zero, **changed):  # fmt: skip
+        return terms(setup, constants=Constants(**changed), dp=8, zero=zero, micro_batch=8)["data parallel"]
+
+    assert exposed(0, overlap=0.0) > exposed(0, overlap=0.5)
+    assert exposed(0, sharded_overlap=0.0) == exposed(0, sharded_overlap=0.5)
+    assert exposed(1, sharded_overlap=0.0) > exposed(1, sharded_overlap=0.5)
+    assert exposed(1, overlap=0.0) == exposed(1, overlap=0.5)
 
 
 def test_a_collective_of_nothing_still_costs_its_start():

@@ -174,6 +174,67 @@ def test_a_table_of_the_wrong_length_is_asked_one_by_one():
     assert len(said) == 1 and "its table raised" in said[0]
 
 
+class Network:
+    """An estimate that holds the network for fast, and says that it is unsure of that."""
+
+    def __init__(self, unsure):
+        self.unsure = unsure
+
+    def table(self, configs):
+        far = np.array([config["tp"] > 8 for config in configs], dtype=float)
+        size = np.array([config["micro_batch"] for config in configs])
+        made = {"throughput": size**0.3 * np.where(far, 2.0, 1.0), "log_throughput_std": np.hypot(0.1, far)}
+        if self.unsure:
+            made["log_throughput_effects"] = np.column_stack([far, np.zeros(len(configs))])
+        return type("Table", (), made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_an_estimate_is_unsure_of_one_trial_tells_for_all_configurations(seed):
+    space = Space()
+    space.choice("tp", [1, 2, 4, 8, 16, 32, 64, 128])
+    space.choice("micro_batch", [1, 2, 3, 4, 5, 6, 7, 8])
+
+    def slow_network(config):
+        return ok(config["micro_batch"] ** 0.3 * (0.25 if config["tp"] > 8 else 1.0))
+
+    spent = {}
+    for unsure in (True, False):
+        sampler = make_sampler("bayes", space, seed, prior=Network(unsure))
+        done = search(sampler, slow_network, 24)
+        assert done[0].config["tp"] > 8  # as the estimate has it
+        spent[unsure] = next(n for n, trial in enumerate(done) if trial.config["tp"] <= 8)
+    assert spent[True] <= 3
+    assert spent[True] < spent[False]
+
+
+def test_a_table_that_fails_later_on_loses_its_effects_and_nothing_else():
+    class Prior(Network):
+        def __init__(self):
+            super().__init__(True)
+            self.asked = 0
+
+        def table(self, configs):
+            self.asked += 1
+            if self.asked > 1:
+                raise RuntimeError("lost")
+            return super().table(configs)
+
+        def __call__(self, config):
+            return float(config["micro_batch"])
+
+    said = []
+    from redline.space import Config
+    from redline.tuner.samplers.prior import Prior as Wrapped
+
+    wrapped = Wrapped(Prior(), warn=said.append)
+    one = [Config({"tp": 16, "micro_batch": 2})]
+    first, second = wrapped.predict(one), wrapped.predict(one)
+    assert first.effects.tolist() == [[1.0, 0.0]] and second.effects.tolist() == [[0.0, 0.0]]
+    assert second.log_throughput[0] == pytest.approx(np.log(2.0)) and "lost" in said[0]
+    assert first.joined(second).effects.shape == (2, 2)
+
+
 def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong():
     def half(config):
         return Estimate(config) if config["fusion"] else float("nan")

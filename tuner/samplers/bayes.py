@@ -1,7 +1,7 @@
 """Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe
-from .prior import Predictions, Prior
+from .prior import Answers, Predictions, Prior
 from .sampler import Sampler, check_count
 from .surrogate import Belief, chance_below, expected_improvement, limit_model, throughput_model
 
@@ -31,8 +31,6 @@ FAVOURITES = 512
 """Of these, what is among the candidates of every round."""
 SET_ASIDE = 0.4
 """Chance of working below which a candidate is set aside, as long as there are others."""
-REMEMBERED = 65_536
-"""The prior's answers that are kept where the space is too large to be listed, at most."""
 LEADERS = 5
 """Best trials whose neighbours are always among the candidates."""
 CAUTION = 2.0
@@ -40,10 +38,14 @@ CAUTION = 2.0
 nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
 LEVEL = 2.0
 """How far off the common factor of all throughputs may be: so far that no model is judged by it."""
+STATED_LEVEL = 0.3
+"""The same of an estimate that names the factors it is unsure of: what they do not explain."""
 SLOPE = 0.1
 """How far off the power may be to which the estimate's throughput is taken."""
 TRUST = 0.95
 """Probability before any trial that the estimate is of use."""
+STATED_TRUST = 0.99
+"""The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
 FAILURE_COST = 0.005
 """What a failed trial is worth, in log throughput."""
 OWN = 1.0
@@ -112,13 +114,12 @@ class BayesSampler(Sampler):
             raise UsageError(f"headroom must be a share from 0 to 0.5, but got {headroom!r}")
         self._encoding = Encoding(space)
         self._features = Features(self._encoding)
-        self._prior = None if prior is None else Prior(prior, warn=warn)
+        listed = self._encoding.listed
+        self._answers = (
+            None if prior is None else Answers(Prior(prior, warn=warn), None if listed is None else len(listed))
+        )
         self._headroom = headroom
-        self._predicted: dict[Config, tuple[float, ...]] = {}
         self._favourites: list[Config] | None = None
-        self._table = np.empty((0, 5))
-        """What the prior says of a listed space, a row a configuration: as `Predictions`; `_asked` where it did."""
-        self._asked = np.empty(0, dtype=bool)
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
@@ -135,11 +136,11 @@ class BayesSampler(Sampler):
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:
         """Throughput and peak memory (MiB) that the prior states; None where it states none."""
-        if self._prior is None:
+        if self._answers is None:
             return None, None
-        if config not in self._predicted and self.small:
-            self.predict(list(self.space))  # all at once: what is wrong with the prior is said of all
-        found = self.predict([config])
+        if not self._answers.knows(config) and self.small:
+            self._answers.of(list(self.space))  # all at once: what is wrong with the prior is said of all
+        found = self._answers.of([config])
         logs = (found.log_throughput[0], found.log_memory[0])
         return tuple(float(np.exp(each)) if np.isfinite(each) else None for each in logs)
 
@@ -150,7 +151,7 @@ class BayesSampler(Sampler):
 
     def favourites(self) -> list[Config]:
         """What the prior likes most of a space too large to be scored, found by climbing from a sample."""
-        if self._prior is None or self.small:
+        if self._answers is None or self.small:
             return []
         if self._favourites is None:
             known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
@@ -171,42 +172,12 @@ class BayesSampler(Sampler):
 
     def _by_prior(self, configs: list[Config]) -> list[Config]:
         """The configurations, what the prior likes most first."""
-        said = self.predict(configs)
+        assert self._answers is not None
+        said = self._answers.of(configs)
         worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
         chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
         worth = worth + CAUTION * np.log(np.maximum(chance, 1e-6))
         return [configs[i] for i in np.argsort(-worth, kind="stable")]
-
-    def predict(self, configs: Sequence[Config]) -> Predictions:
-        """The prior's answers for these configurations, each asked for once."""
-        new = [config for config in dict.fromkeys(configs) if config not in self._predicted]
-        if len(new) + len(self._predicted) > REMEMBERED:
-            self._predicted = {each: self._predicted[each] for each in configs if each in self._predicted}
-        if new:
-            self._predicted.update(zip(new, map(tuple, self._ask(new).tolist())))
-        return _columns(np.array([self._predicted[config] for config in configs]).reshape(-1, 5))
-
-    def predict_candidates(self, candidates: Candidates) -> Predictions:
-        """The prior's answers for all candidates; those of a listed space are made only to be asked for."""
-        if candidates.rows is None:
-            return self.predict(candidates.configs(np.arange(len(candidates))))
-        if not len(self._asked):
-            self._asked = np.zeros(len(self._encoding.listed), dtype=bool)
-            self._table = np.full((len(self._asked), 5), np.nan)
-        new = np.flatnonzero(~self._asked[candidates.rows])
-        if len(new):
-            self._table[candidates.rows[new]] = self._ask(candidates.configs(new))
-            self._asked[candidates.rows[new]] = True
-        return _columns(self._table[candidates.rows])
-
-    def _ask(self, configs: Sequence[Config]) -> np.ndarray:
-        assert self._prior is not None
-        found = self._prior.predict(configs)
-        return np.column_stack([getattr(found, each.name) for each in fields(Predictions)])
-
-
-def _columns(array: np.ndarray) -> Predictions:
-    return Predictions(**{each.name: column for each, column in zip(fields(Predictions), array.T)})
 
 
 class _Round:
@@ -317,9 +288,9 @@ class _Round:
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, at])
         predictions = None
-        if self.sampler._prior is not None:
-            tried = self.sampler.predict([trial.config for trial in self.known])
-            predictions = tried.joined(self.sampler.predict_candidates(self.candidates))
+        if self.sampler._answers is not None:
+            ahead = self.sampler._answers.of_candidates(self.candidates)
+            predictions = self.sampler._answers.of([trial.config for trial in self.known]).joined(ahead)
         self.cost = self._costs(points, at)
         self.works = self._chance(points, at, everything, predictions)
         self.best, self.speed = None, None
@@ -335,7 +306,7 @@ class _Round:
         self.scale = scale
         n, count = len(rows), len(at)
         ones = np.ones((n + count, 1))
-        beliefs = []
+        beliefs, trust = [], 0.0
         if estimated and logs:
             order = np.concatenate([rows, len(self.known) + np.arange(count)])
             estimate = predictions.log_throughput[order]
@@ -343,20 +314,24 @@ class _Round:
             # Of what it knows nothing it may be anything, which is no reason to try that first.
             low = np.nanquantile(estimate, 0.25) - middle
             estimate = np.where(np.isfinite(estimate), estimate - middle, low)
-            # The weights: a common factor, and a power to which the estimate is raised.
-            basis = np.column_stack([LEVEL * ones[:, 0], SLOPE * estimate])
+            effects = predictions.effects[order]
+            stated = effects.shape[1] > 0
+            # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
+            level = STATED_LEVEL if stated else LEVEL
+            basis = np.column_stack([level * ones[:, 0], SLOPE * estimate, effects])
             own = None
             if np.isfinite(predictions.log_std[order]).all():
-                # The spread of the surest candidate is common to all: how far off the whole estimate is.
-                std = predictions.log_std[order]
-                own = (OWN**2) * np.maximum(std**2 - std.min() ** 2, 0.0)
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, own=own, weight=TRUST))
+                # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
+                rest = np.maximum(predictions.log_std[order] ** 2 - (effects**2).sum(axis=1), 0.0)
+                own = (OWN**2) * (rest - rest.min())
+            trust = STATED_TRUST if stated else TRUST
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, own=own, weight=trust))
         beliefs.append(
             Belief(
                 mean=np.zeros(n + count),
                 basis=LEVEL * ones,
                 scales=WITHOUT,
-                weight=1.0 - TRUST if estimated else 1.0,
+                weight=1.0 - trust,
             )
         )
         if not n:

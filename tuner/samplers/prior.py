@@ -3,40 +3,63 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...errors import UsageError
 from ...space import Config
+from .candidates import Candidates
 
 COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
-"""What a prior's table may have, one array each."""
+"""What a prior's table may have, one array each; beside them `log_throughput_effects`, shape (n, factors)."""
 UNKNOWN = (math.nan,) * len(COLUMNS)
+REMEMBERED = 65_536
+"""Answers that are kept where the space is too large to be listed, at most."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a prior says of some configurations, one row each."""
+    """What a prior says of some configurations."""
 
-    log_throughput: np.ndarray
-    """Natural logarithm, NaN where unknown; shape (n,)."""
-    log_memory: np.ndarray
-    """Natural logarithm of the peak in MiB, NaN where unknown; shape (n,)."""
-    log_need: np.ndarray
-    """What decides whether it fits: the fullest device's peak, where that is not the one reported; (n,)."""
-    fits: np.ndarray
-    """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
-    log_std: np.ndarray
-    """Standard deviation of `log_throughput` as the prior itself sees it, NaN where unknown; shape (n,)."""
+    numbers: np.ndarray
+    """A row a configuration: the five of `COLUMNS`, then the effects; shape (n, 5 + factors)."""
+
+    @property
+    def log_throughput(self) -> np.ndarray:
+        """Natural logarithm, NaN where unknown; shape (n,)."""
+        return self.numbers[:, 0]
+
+    @property
+    def log_memory(self) -> np.ndarray:
+        """Natural logarithm of the peak in MiB, NaN where unknown; shape (n,)."""
+        return self.numbers[:, 1]
+
+    @property
+    def log_need(self) -> np.ndarray:
+        """What decides whether it fits: the fullest device's peak, where that is not the one reported; (n,)."""
+        return self.numbers[:, 2]
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Chance of fitting as the prior itself sees it, NaN where unknown; shape (n,)."""
+        return self.numbers[:, 3]
+
+    @property
+    def log_std(self) -> np.ndarray:
+        """Standard deviation of `log_throughput` as the prior itself sees it, NaN where unknown; shape (n,)."""
+        return self.numbers[:, 4]
+
+    @property
+    def effects(self) -> np.ndarray:
+        """By how much `log_throughput` moves with each factor that the prior is unsure of, a standard deviation of
+        it: what one trial says of such a factor holds for all. Shape (n, factors); no columns where it names none."""
+        return self.numbers[:, len(COLUMNS) :]
 
     def joined(self, other: "Predictions") -> "Predictions":
         """These, then those of `other`."""
-        names = [each.name for each in fields(self)]
-        return Predictions(
-            **{name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
-        )
+        return Predictions(np.concatenate([self.numbers, other.numbers]))
 
 
 class Prior:
@@ -61,14 +84,24 @@ class Prior:
         self.source = source
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
         self._said = False
+        self._factors: int | None = None
+        """Factors that the first table named; None before."""
+
+    @property
+    def width(self) -> int:
+        """Columns of `Predictions.numbers`, once anything was asked for."""
+        return len(COLUMNS) + (self._factors or 0)
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
         rows: list[tuple[float, ...]] | None = None
+        effects = np.zeros((len(configs), 0))
         problem = ""
         if hasattr(self.source, "table"):
             try:
-                rows = _rows_of(self.source.table(list(configs)), len(configs))
+                table = self.source.table(list(configs))
+                rows = _rows_of(table, len(configs))
+                effects = _effects_of(table, len(configs))
             except Exception as error:  # somebody's own code: asked one by one below, it may do better
                 problem = f"its table raised {type(error).__name__}: {error}"
         if rows is None:
@@ -93,9 +126,11 @@ class Prior:
         chance = np.where((array[:, 3] >= 0) & (array[:, 3] <= 1), array[:, 3], np.nan)
         need = np.where(np.isfinite(logs[:, 2]), logs[:, 2], logs[:, 1])
         std = np.where(np.isfinite(array[:, 4]) & (array[:, 4] >= 0), array[:, 4], np.nan)
-        return Predictions(
-            log_throughput=logs[:, 0], log_memory=logs[:, 1], log_need=need, fits=chance, log_std=std
-        )
+        if self._factors is None:
+            self._factors = effects.shape[1]
+        if effects.shape[1] != self._factors:  # it answered one by one, which names no factors
+            effects = np.zeros((len(configs), self._factors))
+        return Predictions(np.column_stack([logs[:, 0], logs[:, 1], need, chance, std, effects]))
 
     def _say(self, message: str) -> None:
         if not self._said:
@@ -128,5 +163,57 @@ def _rows_of(table: Any, count: int) -> list[tuple[float, ...]]:
     return list(zip(*(column.tolist() for column in columns)))
 
 
+def _effects_of(table: Any, count: int) -> np.ndarray:
+    effects = getattr(table, "log_throughput_effects", None)
+    if effects is None:
+        return np.zeros((count, 0))
+    return np.nan_to_num(np.asarray(effects, dtype=float).reshape(count, -1), posinf=0.0, neginf=0.0)
+
+
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
+
+
+class Answers:
+    """A prior's predictions, each asked for once.
+
+    Args:
+        prior: who is asked.
+        listed: configurations of a listed space; None where it is too large.
+    """
+
+    def __init__(self, prior: Prior, listed: int | None) -> None:
+        self._prior, self._listed = prior, listed
+        self._kept: dict[Config, tuple[float, ...]] = {}
+        self._table: np.ndarray | None = None
+        """Predictions of a listed space, a row a configuration; `_asked` where there are."""
+        self._asked = np.zeros(listed or 0, dtype=bool)
+
+    def knows(self, config: Config) -> bool:
+        """Whether that was asked for by itself."""
+        return config in self._kept
+
+    def of(self, configs: Sequence[Config]) -> Predictions:
+        """The predictions for these configurations."""
+        new = [config for config in dict.fromkeys(configs) if config not in self._kept]
+        if len(new) + len(self._kept) > REMEMBERED:
+            self._kept = {each: self._kept[each] for each in configs if each in self._kept}
+        if new:
+            self._kept.update(zip(new, map(tuple, self._prior.predict(new).numbers.tolist())))
+        if not configs:
+            return Predictions(np.empty((0, self._prior.width)))
+        return Predictions(np.array([self._kept[config] for config in configs]))
+
+    def of_candidates(self, candidates: Candidates) -> Predictions:
+        """The predictions for all candidates; those of a listed space are made only to be asked for."""
+        if candidates.rows is None:
+            return self.of(candidates.configs(np.arange(len(candidates))))
+        new = np.flatnonzero(~self._asked[candidates.rows])
+        if len(new):
+            found = self._prior.predict(candidates.configs(new)).numbers
+            if self._table is None:
+                self._table = np.full((len(self._asked), found.shape[1]), np.nan)
+            self._table[candidates.rows[new]] = found
+            self._asked[candidates.rows[new]] = True
+        assert self._table is not None
+        return Predictions(self._table[candidates.rows])
