@@ -34,6 +34,8 @@ class TestEncoding:
         codes = [encoding.encode(config) for config in space]
         assert len({code.tobytes() for code in codes}) == len(space)
         assert [encoding.decode(code) for code in codes] == list(space)
+        assert encoding.valid(codes) == list(space)
+        assert encoding.valid(np.vstack([codes[-1], codes[0] + 1000, codes[0]])) == [space.at(len(space) - 1), space.at(0)]
         assert np.array_equal(encoding.listed, codes)
         assert encoding.rows(space) == list(range(len(space)))
 

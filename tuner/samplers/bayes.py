@@ -22,7 +22,9 @@ from .sampler import Sampler, check_count
 from .surrogate import Belief, chance_below, expected_improvement, limit_model, throughput_model
 
 LIMIT = 8192
-"""Candidates that are scored in a round, at most."""
+"""Largest space of which every candidate is scored in every round."""
+DRAWN = 4096
+"""Candidates of a larger one that are scored in a round, beside the prior's favourites."""
 CLIMBS = 24
 """Rounds in which the neighbours of what the prior likes most are looked at, in a space larger than that."""
 CLIMBERS = 8
@@ -165,8 +167,7 @@ class BayesSampler(Sampler):
                 rows = [
                     row for each in fresh for row in self._encoding.neighbours(self._encoding.encode(each))
                 ]
-                found = map(self._encoding.decode, rows)
-                known = list(dict.fromkeys([*known, *(config for config in found if config is not None)]))
+                known = list(dict.fromkeys([*known, *self._encoding.valid(rows)]))
             self._favourites = self._by_prior(known)[:FAVOURITES]
         return self._favourites
 
@@ -203,8 +204,8 @@ class _Round:
         if len(left) <= LIMIT:
             return left
         near = [self.encoding.distances(left.codes, self.seen.codes[i]) for i in best]
-        rows = [np.argsort(each, kind="stable")[: LIMIT // (4 * len(best))] for each in near]
-        rows.append(self.rng.choice(len(left), size=LIMIT // 2, replace=False))
+        rows = [np.argsort(each, kind="stable")[: DRAWN // (2 * len(best))] for each in near]
+        rows.append(self.rng.choice(len(left), size=DRAWN // 2, replace=False))
         return left.take(np.unique(np.concatenate(rows)))
 
     def choose(self, count: int) -> list[Config]:

@@ -45,6 +45,13 @@ class Encoding:
                 return None
         return code
 
+    def valid(self, codes: Iterable[np.ndarray]) -> list[Config]:
+        """The configurations of those of the codes that are valid."""
+        if self.listed is not None:
+            found = (self._row_of_code.get(code.astype(np.int32, copy=False).tobytes()) for code in codes)
+            return self.space.take([row for row in found if row is not None])
+        return [config for config in map(self.decode, codes) if config is not None]
+
     def decode(self, code: np.ndarray) -> Config | None:
         """The configuration of a code; None where it is not valid."""
         values = {knob.name: knob.values[i] for knob, i in zip(self.knobs, code.tolist()) if i != ABSENT}

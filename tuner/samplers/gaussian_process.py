@@ -240,8 +240,14 @@ def fit_scales(
         return prior, -evidence(evidence.centre)[0]
     spread = evidence.spread
     bounds = list(zip(evidence.centre - 4 * spread, evidence.centre + 4 * spread, strict=True))
+    # Log evidence to a hundred thousandth: closer, it says nothing of which trial to make next.
     found = minimize(
-        evidence, evidence.centre, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 40}
+        evidence,
+        evidence.centre,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": 40, "ftol": 1e-5, "gtol": 1e-2},
     )
     logs = found.x if np.isfinite(found.fun) else evidence.centre
     columns = points.shape[1]

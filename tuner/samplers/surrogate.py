@@ -11,7 +11,7 @@ from .gaussian_process import Kernel, Posterior, Scales, fit_scales, left_out
 
 LIMIT = 400
 """Trials that a posterior is conditioned on at most."""
-FEW = 100
+FEW = 64
 """Trials up to which the scales are fitted again once outliers are known."""
 SOFTNESS = 0.1
 """Scale of the logistic likelihood of an OOM, in log memory. Its tails are those of an outlier-tolerant
