@@ -46,11 +46,11 @@ class Group:
     crosses: np.ndarray
     """Whether the ring leaves the node."""
 
-    def gather(self, total: np.ndarray, fixed: float) -> np.ndarray:
-        """Seconds of an all-gather to `total` bytes on each rank, or of a reduce-scatter of them."""
+    def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
+        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many pieces."""
         steps = self.size - 1
         return np.where(
-            self.size > 1, fixed + self.latency + total * steps / self.size / self.bandwidth, 0.0
+            self.size > 1, pieces * (fixed + self.latency) + total * steps / self.size / self.bandwidth, 0.0
         )
 
     def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
@@ -290,7 +290,9 @@ def _stage_time(
     grad_width = BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient
     gradient = weights * grad_width
     weight = weights * form.compute
-    scatter = data.gather(gradient, fixed_cost)
+    # Shards of gradients and weights go block by block, and what is in no block by itself.
+    pieces = 1.0 + sum(count for _, count in stage.blocks)
+    scatter = data.gather(gradient, fixed_cost, np.where(zero >= 2, pieces, 1.0))
     gather = data.gather(weights * form.parameter, fixed_cost)
     reduce = np.where(zero == 0, data.reduce(gradient, fixed_cost), scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
@@ -302,7 +304,7 @@ def _stage_time(
     nodes = np.maximum(devices / hardware.devices_per_node, 1.0)
     # Ranks wait for the slowest of them.
     data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
-    gathers = data.gather(weight, fixed_cost)
+    gathers = data.gather(weight, fixed_cost, pieces)
     gather_forward = np.maximum(gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap))
     # Backward finds the weights of some blocks still whole.
     inside = sum((count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none)

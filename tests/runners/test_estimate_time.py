@@ -90,6 +90,26 @@ def test_an_all_reduce_of_little_goes_by_a_tree_and_moves_what_a_ring_moves():
     assert ring(1).reduce(one(1e9), 1.0)[0] == 0.0
 
 
+def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
+    assert ring(64).gather(one(1e9), 1e-3, 33)[0] - ring(64).gather(one(1e9), 1e-3)[0] == pytest.approx(
+        32 * (1e-3 + ring(64).latency[0])
+    )
+    setup = SETUP.but(devices=64, global_batch=64)
+
+    def gathers(zero, latency_us):
+        link = Link(name="network", gb_per_s=25.0, latency_us=latency_us)
+        found = terms(setup, hardware=A100.but(inter_node=link), dp=64, zero=zero, micro_batch=1,
+                      constants=Constants(max_overlap=0.0, straggler_ms=0.0))  # fmt: skip
+        return found["parameter gathers"], found["data parallel"]
+
+    waits = np.array(gathers(3, 30.0)) - np.array(gathers(3, 20.0))
+    # 32 blocks and the rest: gathered for forward and for backward, and as often scattered.
+    assert waits[0] == pytest.approx(2 * 33 * 63 * 10e-6)
+    assert waits[1] == pytest.approx(33 * 63 * 10e-6)
+    # ZeRO 1 scatters and gathers everything at once.
+    assert gathers(1, 30.0)[1] - gathers(1, 20.0)[1] == pytest.approx(2 * 63 * 10e-6)
+
+
 def test_all_reduced_and_scattered_gradients_hide_behind_the_backward_as_the_framework_lets_them():
     setup = SETUP.but(devices=8, global_batch=64, overlap_gradients=True)
     def exposed(zero, **changed):  # fmt: skip
