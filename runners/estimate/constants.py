@@ -53,6 +53,8 @@ class Constants:
     """The same between nodes."""
     collective_us: float = 50.0
     """Fixed cost of one collective: launch and synchronisation of the ranks, us."""
+    switch_us: float = 0.0
+    """What a collective waits besides where ranks share cores, until the others have had their turn, us."""
     overlap: float = 0.5
     """Share of the last backward behind which gradients are reduced."""
     sharded_overlap: float = 0.5
@@ -160,6 +162,8 @@ CPU = Constants(
     launch_us=20.0,
     # Ranks meet over sockets.
     collective_us=300.0,
+    # A time slice of Linux's scheduler: 0.75 ms times 1 + log2(cores), here of two (kernel/sched/fair.c).
+    switch_us=1500.0,
     overlap=0.0,
     sharded_overlap=0.0,
     max_overlap=0.0,

@@ -48,6 +48,8 @@ class Hardware:
     """Share of the peak rate of half precision that the best large matrix product reaches."""
     kind: str = "cuda"
     """`cuda`, `rocm` or `cpu`."""
+    cores: float | None = None
+    """Cores of a node, where its devices are ranks on a CPU; None for devices that compute by themselves."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each number is from, by the field's name."""
     note: str = ""
@@ -70,6 +72,8 @@ class Hardware:
             numbers[f"tflops.{dtype}"] = (rate, 1e-4, 1e6)
         if "fp32" not in self.tflops:
             raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
+        if self.cores is not None:
+            numbers["cores"] = (self.cores, 0.01, 10_000)
         for name in ("intra_node", "inter_node"):
             link = getattr(self, name)
             numbers[f"{name}.gb_per_s"] = (link.gb_per_s, 1e-3, 1e5)
@@ -96,6 +100,11 @@ class Hardware:
             "fp8": ("fp8", "bf16", "fp16", "fp32"),
         }.get(precision, ("fp32",))
         return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether there are more devices than cores: one computes while another waits."""
+        return self.cores is not None and self.devices_per_node > self.cores
 
     @property
     def memory_mib(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import RunnerError
-from ...models.device import Device, detect
+from ...models.device import Device, detect, usable_cores
 from . import facts_cache
 from .hardware import Hardware, Link, recognise
 
@@ -89,6 +89,7 @@ class Measured:
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
             achievable=1.0,  # what was measured was achieved
             kind="cpu" if self.device.type == "cpu" else "cuda",
+            cores=usable_cores() if self.device.type == "cpu" else None,
             sources=sources,
             note=self.note,
         )
@@ -175,7 +176,6 @@ def this_machine(folder: Path | None = None) -> Hardware:
     known = table_entry(device)
     if known is not None:
         return known.but(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
-    from ...models.device import usable_cores
     from ...models.fingerprint import digest
 
     what = {"device": device.to_dict(), "cores": usable_cores(), "version": facts_cache.VERSION}

@@ -196,17 +196,25 @@ def step_time(
             for terms, own in zip(found, idle, strict=True):
                 terms["bubble"] = whole - own
                 terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
-        best: dict[str, np.ndarray] | None = None
-        for terms in found:
-            if best is None:
-                best = terms
-            else:
-                more = sum(terms.values()) > sum(best.values())
-                best = {name: np.where(more, terms[name], best[name]) for name in TIME_TERMS}
-        assert best is not None
+            if hardware.shares_cores:
+                # While one stage waits the others compute on its core: together they take what they have to do.
+                found = [_mean(found, counts)]
+        best = found[0]
+        for terms in found[1:]:
+            more = sum(terms.values()) > sum(best.values())
+            best = {name: np.where(more, terms[name], best[name]) for name in TIME_TERMS}
         for name in TIME_TERMS:
             out[name][at] = best[name] * 1e3
     return out
+
+
+def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np.ndarray]:
+    """The terms of a stage as they are on average over all stages, without the bubble."""
+    whole = sum(counts)
+    mean = {
+        name: sum(count * terms[name] for count, terms in zip(counts, found, strict=True)) / whole for name in TIME_TERMS
+    }
+    return {**mean, "bubble": np.zeros_like(mean["bubble"])}
 
 
 def stage_times(
@@ -237,7 +245,8 @@ def _stage_time(
     # the same bytes) under sequence parallelism, where backward gathers the inputs of products anew.
     hidden = _hidden(facts)
     width = 4 if facts.precision == "fp32" else 2
-    moved, fixed_cost = tokens * hidden * width, constants.collective_us * 1e-6
+    switch = constants.switch_us * 1e-6 if hardware.shares_cores else 0.0
+    moved, fixed_cost = tokens * hidden * width, constants.collective_us * 1e-6 + switch
     pair = np.where(cols.sequence_parallel, 2 * tensor.gather(moved, fixed_cost), tensor.reduce(moved, fixed_cost))
     # What the host takes to start a pair of collectives.
     start = np.where(tp > 1, 2 * constants.launch_us * 1e-6, 0.0)
@@ -281,7 +290,7 @@ def _stage_time(
             hardware.intra_node.gb_per_s * constants.link_efficiency,
         )
         sequence = np.where(cols.sequence_parallel | setup.scatter_transfers, tp, 1.0)
-        hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3
+        hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3 + switch
         transfer = accum * 2.0 * min(pp - 1, 2) * hop
         idle = (pp - 1) / (setup.virtual_stages if setup.pipeline == "interleaved" else 1)
         bubble = idle * (slot + 2 * hop)

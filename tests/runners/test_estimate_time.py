@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from redline.runners.estimate import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.runners.estimate.columns import columns
-from redline.runners.estimate.constants import PROFILES, Constants
+from redline.runners.estimate.constants import CPU, PROFILES, Constants
 from redline.runners.estimate.hardware import find_hardware
 from redline.runners.estimate.model_facts import Matmul
 from redline.runners.estimate.stages import alike, stages
@@ -54,6 +54,56 @@ def test_tensor_parallelism_never_makes_a_product_slower():
         found = [seconds(8192, tp=tp, split=split) for tp in (1, 2, 4, 8)]
         assert found == sorted(found, reverse=True)
         assert found[3] > found[0] / 8  # thinner, so less efficient
+
+
+SHARED = Hardware(
+    name="two ranks",
+    memory_gib=4,
+    tflops={"fp32": 0.05},
+    memory_gb_per_s=20,
+    intra_node=Link(name="memory", gb_per_s=2, latency_us=100),
+    inter_node=Link(name="Ethernet", gb_per_s=1, latency_us=50),
+    devices_per_node=2,
+    kind="cpu",
+    cores=1,
+)
+ON_CPU = TrainingSetup(devices=2, seq_len=128, global_batch=16, precision="fp32")
+SMALL = {"layers": 8, "hidden": 128, "heads": 4, "vocabulary": 1000}
+
+
+def test_on_a_core_of_their_own_ranks_of_a_pipeline_idle_on_a_shared_one_another_computes():
+    config = {"pp": 2, "micro_batch": 4}
+    apart, shared = (
+        terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, **config) for cores in (2, 1)
+    )
+    assert apart["bubble"] > 0 == shared["bubble"]
+    assert sum(shared.values()) < sum(apart.values())
+    # Nothing is computed twice or less: what the stages have to do is shared out evenly.
+    work = terms(ON_CPU.but(devices=1), SMALL, SHARED, CPU, pp=1, dp=1, micro_batch=4)
+    assert shared["matmul"] == pytest.approx(work["matmul"] / 2)
+
+
+def test_a_collective_among_ranks_that_share_a_core_waits_for_their_turns():
+    found = {}
+    for cores in (2, 1):
+        for knobs in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}):
+            made = terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, micro_batch=4, **knobs)
+            found[cores, len(knobs)] = made["tensor parallel"]
+    more = [found[1, knobs] - found[2, knobs] for knobs in (1, 2)]
+    # Four reductions a block and micro-batch, one each way around the embedding and the head.
+    assert more[0] == pytest.approx(4 * (8 * 4 + 4) * CPU.switch_us * 1e-6)
+    assert more[1] > 2 * more[0]
+
+
+def test_zero_3_pays_the_start_of_a_collective_for_every_block():
+    start = Constants(collective_us=1e6, overlap=0.0, max_overlap=0.0)
+    config = {"zero": 3, "micro_batch": 32, "dp": 8, "grad_accum": 1}
+    gathers = [
+        terms(shape={**LLAMA2_7B, "layers": layers}, constants=start, **config)["parameter gathers"]
+        for layers in (16, 32)
+    ]
+    # Forward and backward.
+    assert gathers[1] - gathers[0] == pytest.approx(2 * 16, rel=0.05)
 
 
 def ring(size, stride=1, devices=64, constants=None):

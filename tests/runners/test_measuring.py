@@ -200,6 +200,7 @@ devices_per_node: 8
         ("gb_per_s: 25", "gb_per_s: .nan", "gb_per_s must be a number"),
         ("intra_node: {gb_per_s: 300, latency_us: 6}", "intra_node: fast", "intra_node must be a mapping"),
         ("devices_per_node: 8", "devices_per_node: 2.5", "devices_per_node must be an integer"),
+        ("devices_per_node: 8", "devices_per_node: 8\ncores: none", "cores must be a number"),
         ("memory_gib: 40", "base: h10", "did you mean 'h100'"),
         ("memory_gib: 40", "memory_gib: [", "is no YAML"),
     ],
