@@ -1,6 +1,7 @@
 """How well the estimator predicts redline's own dry runs on this machine: memory and time over a grid of knobs.
 
     python bench/dry_runs.py [--model gpt2-tiny] [--devices 1] [--trials 16] [--calibrate 3] [--save FILE]
+    python bench/dry_runs.py --model gpt2-tiny --load FILE
 
 Tries configurations spread over the model's default space with the local runner and prints what was measured beside
 what was predicted: the largest differences, and median absolute errors before and after `--calibrate` trials, on the
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--calibrate", type=int, default=3)
     parser.add_argument("--save", metavar="FILE", help="keep configurations and measurements, as JSON")
-    parser.add_argument("--load", metavar="FILE", help="of such a file, instead of trying any")
+    parser.add_argument("--load", metavar="FILE", help="what was kept, instead of trying any")
     parser.add_argument("--fix", action="append", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
 
@@ -49,8 +50,7 @@ def main() -> None:
     )
     estimator = asked.estimator
     if options.load:
-        kept = json.loads(Path(options.load).read_text())
-        return show(options, estimator, [_trial(asked.space, each) for each in kept])
+        return show(options, estimator, load(Path(options.load), asked.space))
     configs = sorted(asked.space, key=lambda config: sorted(config.items(), key=str).__repr__())
     random.Random(0).shuffle(configs)
     configs = configs[: options.trials]
@@ -71,8 +71,7 @@ def main() -> None:
                 print(f"{dict(config)}: {measured.status}: {measured.reason}")
             done.append(Trial(number=number, config=config, measurement=measured))
             if options.save:
-                kept = [{"config": dict(each.config), **each.measurement.to_dict()} for each in done]
-                Path(options.save).write_text(json.dumps(kept, default=str))
+                save(Path(options.save), done)
     print(f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; {len(done)} dry runs")
     show(options, estimator, done)
 
@@ -100,12 +99,25 @@ def show(options, estimator, done) -> None:
         print(f"after {options.calibrate} of them: memory {100 * memory:.1f} %, time {100 * time:.1f} %")
 
 
-def _trial(space, kept):
+def save(path, trials) -> None:
+    """Writes configurations with their measurements."""
+    kept = [{"config": dict(each.config), "measurement": each.measurement.to_dict()} for each in trials]
+    path.write_text(json.dumps(kept))
+
+
+def load(path, space):
+    """The trials of a file that `save` wrote; their configurations must be of the space."""
     from redline.results import Measurement, Trial
 
     free = {knob.name for knob in space.free}
-    config = space.config({name: value for name, value in kept.pop("config").items() if name in free})
-    return Trial(number=0, config=config, measurement=Measurement.from_dict(kept))
+    return [
+        Trial(
+            number=number,
+            config=space.config({name: value for name, value in each["config"].items() if name in free}),
+            measurement=Measurement.from_dict(each["measurement"]),
+        )
+        for number, each in enumerate(json.loads(path.read_text()))
+    ]
 
 
 def errors(estimator, trials) -> tuple[float, float]:
