@@ -1,11 +1,12 @@
-"""How well the estimator predicts redline's own dry runs on this machine: memory and time over a grid of knobs.
+"""How well the estimator predicts redline's own dry runs on this machine: memory and time over a grid of
+knobs.
 
     python bench/dry_runs.py [--model gpt2-tiny] [--devices 1] [--trials 16] [--calibrate 3] [--save FILE]
     python bench/dry_runs.py --model gpt2-tiny --load FILE
 
-Tries configurations spread over the model's default space with the local runner and prints what was measured beside
-what was predicted: the largest differences, and median absolute errors before and after `--calibrate` trials, on the
-others. On a machine without GPUs ranks are processes and memory is a rank's own.
+Tries configurations spread over the model's default space with the local runner and prints what was measured
+beside what was predicted: the largest differences, and median absolute errors before and after `--calibrate`
+trials, on the others. On a machine without GPUs ranks are processes and memory is a rank's own.
 """
 
 import argparse
@@ -72,7 +73,10 @@ def main() -> None:
             done.append(Trial(number=number, config=config, measurement=measured))
             if options.save:
                 save(Path(options.save), done)
-    print(f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; {len(done)} dry runs")
+    print(
+        f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; "
+        f"{len(done)} dry runs"
+    )
     show(options, estimator, done)
 
 
@@ -81,7 +85,10 @@ def show(options, estimator, done) -> None:
     ok = [trial for trial in done if trial.measurement.ok]
     shown = [name for name in KNOBS if any(name in trial.config for trial in ok)]
     table = estimator.table([trial.config for trial in ok])
-    print("".join(f"{name[:9]:>10}" for name in shown) + f"{'MiB':>10}{'predicted':>10}{'ms':>10}{'predicted':>10}")
+    print(
+        "".join(f"{name[:9]:>10}" for name in shown)
+        + f"{'MiB':>10}{'predicted':>10}{'ms':>10}{'predicted':>10}"
+    )
     for index, trial in enumerate(ok):
         values = "".join(f"{trial.config.get(name, '')!s:>10}" for name in shown)
         print(

@@ -4,17 +4,18 @@
     python bench/estimator.py --speed [--preset NAME]
 
 DIR holds tables of measured configurations, a CSV each (`tp, pp, dp, zero, micro_batch, grad_accum, gpus,
-global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the model's
-shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is inferred from the
-framework it names, by the rules of `training_of`, and printed with `--conventions`.
+global_batch, status, tokens_per_second, step_ms, peak_memory_gib`), and beside each a YAML that names the
+model's shape, the training set-up and the hardware. Nothing else is read: what such a YAML does not say is
+inferred from the framework it names, by the rules of `training_of`, and printed with `--conventions`.
 
-Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time and of
-peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed (a failure is
-whatever left no number, crashes included), and the share of measurements inside the 80 % intervals. With
-`--calibrate K` also after K random measurements of the table, mean over seeds, on the measurements left out.
+Columns: median and mean absolute percentage error and bias (median of predicted / measured - 1) of step time
+and of peak memory, Spearman's rank correlation of throughput, area under the ROC curve of fits against failed
+(a failure is whatever left no number, crashes included), and the share of measurements inside the 80 %
+intervals. With `--calibrate K` also after K random measurements of the table, mean over seeds, on the
+measurements left out.
 
-`--speed` times `Estimator.table` on 100,000 configurations of a space for 512 devices, and the first answer for a
-preset in a new process with nothing cached, which includes imports and tracing.
+`--speed` times `Estimator.table` on 100,000 configurations of a space for 512 devices, and the first answer
+for a preset in a new process with nothing cached, which includes imports and tracing.
 """
 
 import argparse
@@ -39,7 +40,6 @@ import yaml
 from redline.errors import RedlineError
 from redline.results import Measurement, Status, Trial
 from redline.runners.estimate import (
-    EstimateTable,
     Estimator,
     Hardware,
     Link,
@@ -176,10 +176,13 @@ def training_of(
 
 
 def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
-    """The machine and the set-up of a table that `bench/record.py` took: what varies is in the table's columns."""
+    """The machine and the set-up of a table that `bench/record.py` took: what varies is in the table's
+    columns."""
     machine, training = about["hardware"], about["training"]
     precision = training["precision"]
-    return Hardware.from_mapping(machine["numbers"], name=machine["name"], where=about["name"]), TrainingSetup(
+    return Hardware.from_mapping(
+        machine["numbers"], name=machine["name"], where=about["name"]
+    ), TrainingSetup(
         devices=machine["gpus"],
         seq_len=about["model"]["seq_len"],
         global_batch=training["global_batch_sequences"],
@@ -275,8 +278,8 @@ def calibrated(surface: Surface, count: int, seed: int) -> dict[str, float]:
 
 
 COLUMNS = (
-    "rows", "memory_median", "memory_mean", "memory_bias", "memory_cover", "auc", "auc_runs", "time_median", "time_mean",
-    "time_bias", "time_cover", "spearman",
+    "rows", "memory_median", "memory_mean", "memory_bias", "memory_cover", "auc", "auc_runs",
+    "time_median", "time_mean", "time_bias", "time_cover", "spearman",
 )  # fmt: skip
 
 
@@ -309,8 +312,9 @@ def means(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def pooled_auc(surfaces: list[Surface]) -> dict[str, dict[str, float]]:
-    """The areas under the curve over all tables of a model together: by memory alone, by memory alone without the
-    failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures are."""
+    """The areas under the curve over all tables of a model together: by memory alone, by memory alone without
+    the failures that were no lack of memory (see `outlived`), and with stalls; and how many those failures
+    are."""
     pools: dict[str, list[Surface]] = {}
     for surface in surfaces:
         if not surface.ok.all():
@@ -337,11 +341,11 @@ def pooled_auc(surfaces: list[Surface]) -> dict[str, dict[str, float]]:
 
 
 def outlived(configs: pd.DataFrame, ok: np.ndarray) -> np.ndarray:
-    """Which failures cannot have been a lack of memory: a run of the same model on the same device that needs at least
-    as much lived. Booleans, shape (n,).
+    """Which failures cannot have been a lack of memory: a run of the same model on the same device that needs
+    at least as much lived. Booleans, shape (n,).
 
-    It has the same tp, pp and ZeRO stage and all else the same, at least the micro-batch, at least as many micro-batches
-    in flight, and states shared by at most as many replicas. No prediction has a part in this.
+    It has the same tp, pp and ZeRO stage and all else the same, at least the micro-batch, at least as many
+    micro-batches in flight, and states shared by at most as many replicas. No prediction has a part in this.
     """
     tables = configs.reset_index(drop=True)
     same = [name for name in tables if name not in ("dp", "micro_batch", "grad_accum")]
@@ -405,7 +409,8 @@ def speed(preset: str) -> None:
     print(f"  median of {len(times)}: {np.median(times):.2f} s, {np.median(used):.2f} s of them on a core")
     code = (
         "from redline.runners.estimate import Estimator, TrainingSetup\n"
-        f"made = Estimator({preset!r}, 'h100-80gb', TrainingSetup(devices=64, seq_len=2048, global_batch=512))\n"
+        "setup = TrainingSetup(devices=64, seq_len=2048, global_batch=512)\n"
+        f"made = Estimator({preset!r}, 'h100-80gb', setup)\n"
         "print(round(made({'tp': 8, 'micro_batch': 2}).throughput), 'tokens/s')\n"
     )
     with tempfile.TemporaryDirectory() as empty:
@@ -421,8 +426,8 @@ def speed(preset: str) -> None:
     # What of it was work: the rest is waiting for a core on a machine that does other things too.
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"first answer for {preset} in a new process: {took:.1f} s, {usage.ru_utime + usage.ru_stime:.1f} s of them "
-        f"on a core ({done.stdout.decode().strip()})"
+        f"first answer for {preset} in a new process: {took:.1f} s, "
+        f"{usage.ru_utime + usage.ru_stime:.1f} s of them on a core ({done.stdout.decode().strip()})"
     )
 
 
@@ -465,9 +470,9 @@ def main() -> None:
     show("uncalibrated", {**rows, "mean": means(rows)})
     for model, found in pooled_auc(surfaces).items():
         print(
-            f"AUC pooled over {model}: {found['fits']:.4f} by memory alone, {found['runs']:.4f} with stalls; by memory alone "
-            f"{found['fits, cleared']:.4f} without {found['outlived']:.0f} of {found['failed']:.0f} failures that runs "
-            "which need at least as much outlived"
+            f"AUC pooled over {model}: {found['fits']:.4f} by memory alone, {found['runs']:.4f} with stalls; "
+            f"by memory alone {found['fits, cleared']:.4f} without {found['outlived']:.0f} of "
+            f"{found['failed']:.0f} failures that runs which need at least as much outlived"
         )
     if options.calibrate:
         after: dict[str, Any] = {}

@@ -1,10 +1,11 @@
 """Corrections of the predictions from measured trials: a handful of factors, drawn toward the physics.
 
-A prediction is a sum of groups of terms, T_1 + ... + T_k. Calibration multiplies each group by exp(theta_g), with
-theta ~ Normal(0, prior_g^2), and finds the most likely theta for log(measured) ~ log(sum exp(theta_g) T_g) with
-heavy-tailed noise (Student's t with 4 degrees of freedom, by reweighting). The curvature at the optimum gives the
-covariance of theta (Laplace), and with the noise the spread of a prediction. Without trials the same formula gives
-the spread of the uncalibrated prediction, so uncertainty shrinks continuously as trials come in.
+A prediction is a sum of groups of terms, T_1 + ... + T_k. Calibration multiplies each group by exp(theta_g),
+with theta ~ Normal(0, prior_g^2), and finds the most likely theta for log(measured) ~ log(sum exp(theta_g)
+T_g) with heavy-tailed noise (Student's t with 4 degrees of freedom, by reweighting). The curvature at the
+optimum gives the covariance of theta (Laplace), and with the noise the spread of a prediction. Without trials
+the same formula gives the spread of the uncalibrated prediction, so uncertainty shrinks continuously as
+trials come in.
 """
 
 from dataclasses import dataclass
@@ -46,11 +47,13 @@ class Correction:
         """
         share = self._shares(groups)
         variance = np.einsum("nk,kl,nl->n", share, self.covariance, share)
-        return (groups * np.exp(self.theta)).sum(1), np.sqrt(np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2)
+        return (groups * np.exp(self.theta)).sum(1), np.sqrt(
+            np.maximum(variance, 0.0) + (self.scale * np.asarray(noise)) ** 2
+        )
 
     def effects(self, groups: np.ndarray) -> np.ndarray:
-        """What moves together: by how much the logarithms of the sums move with each of k independent factors, a
-        standard deviation of it; shape (n, k), 0 where a sum is not finite.
+        """What moves together: by how much the logarithms of the sums move with each of k independent
+        factors, a standard deviation of it; shape (n, k), 0 where a sum is not finite.
 
         Their squares sum to the variance in `apply` that is not noise.
         """
@@ -106,8 +109,8 @@ def fit(
         theta = theta + step * min(1.0, 0.5 / max(size, 1e-12))
         exact = ~bound
         if exact.any():
-            # Scale of the residuals, robustly (Student's t), shrunk to what was expected; a fitted theta takes
-            # some of them away.
+            # Scale of the residuals, robustly (Student's t), shrunk to what was expected; a fitted theta
+            # takes some of them away.
             used = np.trace(np.linalg.solve(hessian, jacobian.T @ (weight[:, None] * jacobian)))
             robust = (weight * spread**2 * (residual / noise) ** 2)[exact].sum()
             freedom = max(exact.sum() - used, 0.0)

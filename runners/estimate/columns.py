@@ -65,9 +65,14 @@ class Columns:
             yield key, np.array(found)
 
     def of_stage(self, checkpointed: float | None, gathered: float) -> "Columns":
-        """As they are on one stage, of whose blocks these shares are named; None leaves `checkpoint_ratio`."""
+        """As they are on one stage, of whose blocks these shares are named; None leaves
+        `checkpoint_ratio`."""
         changed = replace(self, gathered_ratio=np.full(len(self), gathered))
-        return changed if checkpointed is None else replace(changed, checkpoint_ratio=np.full(len(self), checkpointed))
+        return (
+            changed
+            if checkpointed is None
+            else replace(changed, checkpoint_ratio=np.full(len(self), checkpointed))
+        )
 
     def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""
@@ -94,8 +99,8 @@ def columns(
         configs: mappings, one a configuration, or one mapping (a DataFrame too) of columns.
 
     Raises:
-        UsageError: a value is not one that the knob can have, or does not fit the devices or the global batch;
-            names the first such configuration.
+        UsageError: a value is not one that the knob can have, or does not fit the devices or the global
+            batch; names the first such configuration.
     """
     table = _Table(configs)
     size = table.size
@@ -111,7 +116,8 @@ def columns(
                 raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
     tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
     for name, low, high in (
-        ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3), ("checkpoint_ratio", 0, 1),
+        ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
+        ("checkpoint_ratio", 0, 1),
     ):  # fmt: skip
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
         if bad.any():

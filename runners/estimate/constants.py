@@ -14,7 +14,8 @@ class Constants:
 
     # Memory.
     context_mib: float = 1200.0
-    """CUDA context, libraries' workspaces, NCCL's buffers: what the allocator does not know of, MiB a device."""
+    """CUDA context, libraries' workspaces, NCCL's buffers: what the allocator does not know of, MiB a
+    device."""
     workspace_mib: float = 300.0
     """Of it, what the allocator does know of and a measured peak contains, MiB."""
     compiled_mib: float = 0.0
@@ -72,7 +73,8 @@ class Constants:
     hop_ms: float = 0.02
     """Cost of handing a micro-batch to the next stage beyond its bytes, ms."""
     ring_step_with_pipeline_us: float = 0.0
-    """The host's extra time to start a collective of tensor parallelism while stages talk across nodes, us a rank."""
+    """The host's extra time to start a collective of tensor parallelism while stages talk across nodes, us a
+    rank."""
     stall_ms: float = 0.0
     """Cost of a hop between stages when the network stalls, ms: see `stall_nodes`."""
     stall_least: float = 0.0
@@ -115,7 +117,8 @@ class Constants:
 
 # Their constants were fitted to runs of theirs, which leaves less to doubt.
 _FITTED = {
-    "compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07, "network_noise": 0.14,
+    "compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
+    "network_noise": 0.14,
 }  # fmt: skip
 PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),

@@ -22,16 +22,16 @@ https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-floa
 def function_mode(device_type: str, attended: Callable[..., Any], grouped: Callable[..., None]) -> Any:
     """A mode under which operators are traced as on `device_type`.
 
-    On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the dropout
-    and keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs softmax and norms in
-    float32. The CPU's own operators are left as they are.
+    On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the
+    dropout and keeps its operands, its output and the log-sum-exp (arXiv:2205.14135), and autocast runs
+    softmax and norms in float32. The CPU's own operators are left as they are.
 
     Args:
         device_type: `cuda` or `cpu`.
-        attended: told of every scaled dot-product attention as `attended(query, key, causal, run)`; on the CPU
-            `run()` is what it is to return the result of.
-        grouped: told of every grouped product, of a mixture's experts, as `grouped(rows, weights)`: (r, k), sorted by
-            expert, and (experts, k, n).
+        attended: told of every scaled dot-product attention as `attended(query, key, causal, run)`; on the
+            CPU `run()` is what it is to return the result of.
+        grouped: told of every grouped product, of a mixture's experts, as `grouped(rows, weights)`: (r, k),
+            sorted by expert, and (experts, k, n).
     """
     import torch
     from torch.nn import functional as F
@@ -63,10 +63,11 @@ def function_mode(device_type: str, attended: Callable[..., Any], grouped: Calla
 
 @contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """transformers reads positions to see whether a row packs several sequences, and builds a mask where it cannot.
+    """transformers reads positions to see whether a row packs several sequences, and builds a mask where it
+    cannot.
 
-    Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes other,
-    leaner ways (grouped keys are not repeated), so while this is open the answer is no.
+    Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes
+    other, leaner ways (grouped keys are not repeated), so while this is open the answer is no.
     """
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
@@ -91,7 +92,9 @@ def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inpla
     return _functions()[0].apply(input) if training and p > 0 else func(input, 0.0, False, inplace)
 
 
-def _grouped(mat_a: Any, mat_b: Any, *, told: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped(
+    mat_a: Any, mat_b: Any, *, told: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
     told(mat_a, mat_b)
     out = _functions()[2].apply(mat_a, mat_b)
     out = out if bias is None else out + bias

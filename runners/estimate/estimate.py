@@ -57,14 +57,15 @@ class EstimateTable:
     throughput: np.ndarray
     """Over all devices, in `unit`."""
     peak_memory_mib: np.ndarray
-    """Peak memory of the rank that is reported (`TrainingSetup.reported_rank`), MiB; as a rule the fullest."""
+    """Peak memory of the rank that is reported (`TrainingSetup.reported_rank`), MiB; as a rule the
+    fullest."""
     fullest_memory_mib: np.ndarray
     """Peak memory of the fullest rank, MiB: what decides whether a configuration fits."""
     log_throughput_std: np.ndarray
     """Standard deviation of the natural logarithm of the throughput (and of the step time)."""
     log_throughput_effects: np.ndarray
-    """By how much the logarithm of the throughput moves with each factor that calibration knows, a standard deviation
-    of it; shape (n, factors)."""
+    """By how much the logarithm of the throughput moves with each factor that calibration knows, a standard
+    deviation of it; shape (n, factors)."""
     log_memory_std: np.ndarray
     """Standard deviation of the natural logarithm of the peak memory."""
     probability_fits: np.ndarray

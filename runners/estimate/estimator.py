@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 class Estimator:
     """Predicts step time and peak memory of configurations, without a device.
 
-    Calling it with a configuration gives an `Estimate`; `table` does many at once; `calibrate` learns from trials.
+    Calling it with a configuration gives an `Estimate`; `table` does many at once; `calibrate` learns from
+    trials.
 
     Args:
-        model: a Workload, the name of a preset (or whatever `redline.workload` takes), `ModelFacts`, a `Shape`, or
-            shape numbers by name.
+        model: a Workload, the name of a preset (or whatever `redline.workload` takes), `ModelFacts`, a
+            `Shape`, or shape numbers by name.
         hardware: a name in `DEVICES`, a YAML file, or `Hardware`.
         training: what all configurations share; by default one device.
         constants: other efficiencies than those of the setup's framework.
@@ -78,8 +79,8 @@ class Estimator:
         if not np.isfinite(table.step_ms[0]):
             cols = columns([config], self.training)
             raise UsageError(
-                f"configuration {dict(config)}: pp = {int(cols.pp[0])} must be at most the number of blocks of the "
-                f"model, {self.facts_of(cols, 0).blocks}"
+                f"configuration {dict(config)}: pp = {int(cols.pp[0])} must be at most the number of blocks "
+                f"of the model, {self.facts_of(cols, 0).blocks}"
             )
         return table.row(0)
 
@@ -116,10 +117,7 @@ class Estimator:
         chance = np.where(np.isfinite(full), chance, 0.0)
         kinds = sorted(set(BINDS.values()))
         sums = np.stack(
-            [
-                sum(corrected[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == kind)
-                for kind in kinds
-            ]
+            [sum(corrected[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == kind) for kind in kinds]
         )
         binds = np.array(kinds, object)[np.argmax(np.nan_to_num(sums, posinf=0.0), axis=0)]
         return EstimateTable(
@@ -143,9 +141,9 @@ class Estimator:
     def calibrate(self, trials: "Iterable[Trial]") -> "Estimator":
         """An estimator that also knows what these trials measured; this one stays as it is.
 
-        Successes correct time and memory, out-of-memory failures say that the peak was above the limit (or what
-        was asked for, where known), all others say nothing. Give all trials of a run each time: calibrations do not
-        add up.
+        Successes correct time and memory, out-of-memory failures say that the peak was above the limit (or
+        what was asked for, where known), all others say nothing. Give all trials of a run each time:
+        calibrations do not add up.
         """
         found = [trial for trial in trials if trial.measurement is not None]
         made = object.__new__(Estimator)
@@ -220,7 +218,10 @@ class Estimator:
         """What calibration multiplies each group of terms by, for time and memory."""
         return {
             **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
-            **{f"memory.{name}": float(np.exp(value)) for name, value in zip(MEMORY_GROUPS, self._memory.theta)},
+            **{
+                f"memory.{name}": float(np.exp(value))
+                for name, value in zip(MEMORY_GROUPS, self._memory.theta)
+            },
         }
 
     def facts(self, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
@@ -241,7 +242,8 @@ class Estimator:
     def _raw(
         self, cols: Columns
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-        """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a unit."""
+        """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
+        unit."""
         size = len(cols)
         time = {name: np.zeros(size) for name in TIME_TERMS}
         memory = {name: np.zeros(size) for name in MEMORY_TERMS}
@@ -250,9 +252,7 @@ class Estimator:
         for variant, at in cols.variants():
             facts = self.facts(*variant)
             part = cols.take(at)
-            for name, value in step_time(
-                facts, part, self.training, self.hardware, self.constants
-            ).items():
+            for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
                 time[name][at] = value
             full = peak_memory(facts, part, self.training, self.constants)
             for name, value in full.items():
@@ -265,11 +265,16 @@ class Estimator:
         return time, memory, fullest, flops
 
     def _add_retries(
-        self, time: dict[str, np.ndarray], fullest: Mapping[str, np.ndarray], full: np.ndarray, std: np.ndarray
+        self,
+        time: dict[str, np.ndarray],
+        fullest: Mapping[str, np.ndarray],
+        full: np.ndarray,
+        std: np.ndarray,
     ) -> np.ndarray:
         """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that.
 
-        A run that lives had room for its tensors; it had to free and ask again where there was none for slack.
+        A run that lives had room for its tensors; it had to free and ask again where there was none for
+        slack.
         """
         factor = np.log(self.constants.retry_factor)
         known = np.isfinite(full)
@@ -277,7 +282,9 @@ class Estimator:
         live = 1 - np.where(known, fullest["slack"], 0.0) / total
         room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
         # Far beyond the limit both chances vanish; their ratio is taken from logarithms.
-        chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
+        chance = np.where(
+            known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0
+        )
         step = sum(time.values())
         time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
         return np.sqrt(chance * (1 - chance)) * factor
@@ -346,9 +353,7 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
     return TrainingSetup(**values)
 
 
-def _source(
-    model: Any, setup: TrainingSetup, hardware: Hardware
-) -> tuple[FactsSource, TrainingSetup, str]:
+def _source(model: Any, setup: TrainingSetup, hardware: Hardware) -> tuple[FactsSource, TrainingSetup, str]:
     """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
     if isinstance(model, (ModelFacts, Shape)):
         return model, setup, "tokens/s"
@@ -370,5 +375,6 @@ def _source(
     if hasattr(model, "facts"):
         return model, setup, "tokens/s"
     raise UsageError(
-        f"model must be a workload, a preset's name, ModelFacts or shape numbers, but got {type(model).__name__}"
+        "model must be a workload, a preset's name, ModelFacts or shape numbers, but got "
+        f"{type(model).__name__}"
     )

@@ -6,22 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ScheduleError, WorkloadError
+from ...errors import WorkloadError
 from ...models import Workload
-from ...models.families import StandardSchedule, generic_schedule
 from ...models.huggingface import Architecture
-from ...models.skeleton import skeleton
 from . import facts_cache
+from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
-from .trace_record import AttentionCall, Product, Region, Tally, Trace
+from .trace_record import AttentionCall, Region, Tally, Trace
 from .tracing import trace
 from .uncollected import uncollected
 
 if TYPE_CHECKING:
-    from ...schedule import Schedule
-
-_TRIED_RANKS = (2, 3, 5)
-"""Tensor-parallel degrees at which a schedule is asked what it cuts; 25 heads, as of gpt2-xl, want the 5."""
+    pass
 
 
 class TracingError(WorkloadError):
@@ -46,7 +42,9 @@ class TracedFacts:
     """Where facts are cached; None for the user's cache folder."""
     _known: dict[tuple[Any, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[tuple[Any, ...], WorkloadError] = field(default_factory=dict, init=False, repr=False)
-    _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(default_factory=dict, init=False, repr=False)
+    _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -70,7 +68,8 @@ class TracedFacts:
         return self._known[variant]
 
     def is_known(self, variant: tuple[Any, ...]) -> bool:
-        """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the disk."""
+        """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
+        disk."""
         if variant in self._known:
             return True
         precision, attention, fusion, kernels = variant
@@ -105,15 +104,17 @@ def trace_facts(
 
     Args:
         workload: any, one's own modules too.
-        precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not have is
-            left out.
+        precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not
+            have is left out.
         device_type: where it would run.
         folder: of the cache; None for the user's.
         cached: whether to read and write it.
-        steps: steps that were traced, by precision and attention; a variant with fusion starts from that without.
+        steps: steps that were traced, by precision and attention; a variant with fusion starts from that
+            without.
 
     Raises:
-        TracingError: the model cannot be traced; says at which operator, and carries what is known without it.
+        TracingError: the model cannot be traced; says at which operator, and carries what is known without
+            it.
         WorkloadError: it cannot be built, or its batch or loss is not what it must be.
     """
     if not isinstance(workload.model, Architecture):
@@ -121,13 +122,16 @@ def trace_facts(
     elif attention is None or workload.model.default_attention == "eager":
         attention = workload.model.default_attention
     variant = {
-        "precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels, "device": device_type,
+        "precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels,
+        "device": device_type,
     }  # fmt: skip
     key = facts_cache.key_of(workload.id, variant)
     found = facts_cache.load(key, folder) if cached else None
     if found is not None:
         return found
-    made = _trace(workload, precision, attention, fusion, kernels, device_type, {} if steps is None else steps)
+    made = _trace(
+        workload, precision, attention, fusion, kernels, device_type, {} if steps is None else steps
+    )
     if cached:
         facts_cache.store(key, made, folder)
     return made
@@ -145,8 +149,16 @@ def _trace(
 ) -> ModelFacts:
     if (precision, attention) not in steps:
         layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
-        steps[precision, attention] = layout, trace(
-            workload, layout.blocks, layout.split, precision=precision, attention=attention, device_type=device_type
+        steps[precision, attention] = (
+            layout,
+            trace(
+                workload,
+                layout.blocks,
+                layout.split,
+                precision=precision,
+                attention=attention,
+                device_type=device_type,
+            ),
         )
     layout, seen = steps[precision, attention]
     facts = ModelFacts(
@@ -177,80 +189,12 @@ def _trace(
 def _sorry(workload: Workload, seen: Trace, known: ModelFacts, layout: "Layout") -> str:
     count = f" in {len(layout.blocks)} repeated blocks and what is around them" if layout.blocks else ""
     return (
-        f"{workload.name} cannot be traced: operator {seen.operator} does not work without values ({seen.error}). "
-        f"Known without it: {known.parameters:,} parameters{count}, so what weights, gradients and optimizer states "
-        "take; not its activations and time. Dry runs work all the same; for an estimate give a workload that takes "
-        "the other way for tensors without values, or shape numbers (--layers, --hidden, ...)"
+        f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
+        f"({seen.error}). Known without it: {known.parameters:,} parameters{count}, so what weights, "
+        "gradients and optimizer states take; not its activations and time. Dry runs work all the same; for "
+        "an estimate give a workload that takes the other way for tensors without values, or shape numbers "
+        "(--layers, --hidden, ...)"
     )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a model's repeated blocks are, and what tensor parallelism divides."""
-
-    blocks: tuple[str, ...]
-    """Paths of the repeated blocks."""
-    cuts: Mapping[str, int] | None
-    """Dimension that is cut of each parameter that is; None where nobody has a plan."""
-    notes: list[str] = field(default_factory=list)
-    """What was assumed."""
-
-    @classmethod
-    def of(cls, workload: Workload) -> "Layout":
-        """Asks the workload's schedule.
-
-        Raises:
-            WorkloadError: the model cannot be built.
-        """
-        from ...schedule import create_schedule
-
-        sch = create_schedule(skeleton(workload, workload.probe))
-        schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
-        blocks = tuple(each.path for each in schedule.blocks(sch))
-        cuts = _cuts(schedule, sch)
-        notes = (
-            []
-            if cuts is not None
-            else ["tensor parallelism: assumed to divide the products as Megatron does"]
-        )
-        return cls(blocks, cuts, notes)
-
-    def split(self, product: Product, earlier: Sequence[Product], attended: bool, width: int) -> str:
-        """What tensor parallelism divides of a product: `column`, `row` or `none`."""
-        if not product.weight:
-            return "none"
-        if self.cuts is not None:
-            dim = self.cuts.get(product.weight)
-            if dim is None:
-                return "none"
-            dim -= product.stacked  # counts the experts
-            return "column" if dim == (0 if product.transposed else 1) else "row"
-        # Megatron's way (arXiv:1909.08053): into a region by columns, out of it by rows.
-        if not width or width not in (product.k, product.n):
-            return "none"
-        return "row" if attended or product.k != width else "column"
-
-
-def _cuts(schedule: StandardSchedule, sch: "Schedule") -> dict[str, int] | None:
-    from ...schedule import create_schedule
-    from ...schedule.partition import meta_copy
-    from ...schedule.planned import PlannedMesh
-    from ...schedule.sharding import shards_of
-
-    if schedule.tensor_parallel is None:
-        return None
-    for ranks in _TRIED_RANKS:
-        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(tp=ranks))
-        try:
-            schedule(tried, {"tp": ranks})
-        except ScheduleError:
-            continue
-        return {
-            f"{path}.{name}" if path else name: shard.dim
-            for path, module in tried.tree.module.named_modules()
-            for name, shard in shards_of(module).items()
-        }
-    return None
 
 
 def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
@@ -334,7 +278,8 @@ def _key(path: str, block: bool, after: int) -> str:
 
 
 def _head(seen: Trace, layout: Layout) -> dict[str, Any]:
-    """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded vocabulary."""
+    """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded
+    vocabulary."""
     last = [each for region in seen.regions if region.after == len(layout.blocks) for each in region.products]
     tokens = [each for each in last if each.weight]
     if not tokens or not layout.blocks:
@@ -362,8 +307,8 @@ class _Maker:
         return products, calls, self._count(self._names(region))
 
     def block(self, name: str, alike: list[Region]) -> Part:
-        """The part of blocks that are alike. The first may hold what is made once for all, the last may see other
-        temporaries, so it is their median that counts."""
+        """The part of blocks that are alike. The first may hold what is made once for all, the last may see
+        other temporaries, so it is their median that counts."""
         one = sorted(alike, key=lambda each: each.saved.total)[len(alike) // 2]
         # The last block's backward begins while the loss's gradient is still there.
         transient = statistics.median_low(each.transient for each in alike)

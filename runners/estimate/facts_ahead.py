@@ -1,4 +1,5 @@
-"""The facts of several variants traced at the same time, a process each, before they are asked for one by one."""
+"""The facts of several variants traced at the same time, a process each, before they are asked for one by
+one."""
 
 import multiprocessing
 import sys
@@ -18,7 +19,8 @@ _VARIANT = ("precision", "attention", "fusion", "kernels")
 
 
 def variants_of(space: Space, setup: TrainingSetup) -> list[tuple[Any, ...]]:
-    """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup has."""
+    """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
+    has."""
     known = {knob.name: knob.values for knob in space.knobs if not knob.derived}
     return list(product(*(known.get(name, (getattr(setup, name),)) for name in _VARIANT)))
 
@@ -26,8 +28,8 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[tuple[Any, ...]]:
 def trace_ahead(source: TracedFacts, variants: Iterable[tuple[Any, ...]]) -> None:
     """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
 
-    Processes are forked, so that they have torch and transformers: only where no other thread runs that may hold a
-    lock. Elsewhere nothing happens, and variants are traced when they are asked for.
+    Processes are forked, so that they have torch and transformers: only where no other thread runs that may
+    hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     for variant in variants:

@@ -24,7 +24,8 @@ def cache_folder() -> Path:
 
 
 def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
-    """Names a file: digest of the workload's id, the variant, and the versions of what was traced with what."""
+    """Names a file: digest of the workload's id, the variant, and the versions of what was traced with
+    what."""
     from importlib import metadata
 
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
@@ -56,7 +57,8 @@ def load_json(name: Path, folder: Path | None = None) -> Any:
 
 
 def store_json(name: Path, data: Any, folder: Path | None = None) -> None:
-    """Writes a file of the cache. Where it cannot, nothing is kept, and the next process works it out again."""
+    """Writes a file of the cache. Where it cannot, nothing is kept, and the next process works it out
+    again."""
     path = (folder or cache_folder()) / name
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What compiling the repeated blocks changes: fewer kept activations, fewer passes over memory, fewer kernels.
+"""What compiling the repeated blocks changes: fewer kept activations, fewer passes over memory, fewer
+kernels.
 
-Each kind of block is compiled with fake tensors up to the point where code would be generated: torch.compile splits
-forward from backward by a minimum cut over what is kept (`min_cut_rematerialization_partition`,
-https://docs.pytorch.org/functorch/stable/generated/functorch.compile.min_cut_rematerialization_partition.html), and the
-two graphs it makes are counted.
+Each kind of block is compiled with fake tensors up to the point where code would be generated: torch.compile
+splits forward from backward by a minimum cut over what is kept, and the two graphs it makes are counted
+(https://docs.pytorch.org/functorch/stable/generated/functorch.compile.min_cut_rematerialization_partition.html).
 """
 
 import warnings
@@ -21,7 +21,7 @@ from .tracing import HALVES, cast, fake_model
 if TYPE_CHECKING:
     import torch
 
-    from .facts import Layout
+    from .layout import Layout
 
 
 def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", precision: str) -> ModelFacts:
@@ -65,12 +65,14 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
 
 
 def _one_of(part: Part, paths: list[str], regions: Mapping[str, Any]) -> str:
-    """The middle one of the blocks that have the part's products, since the first may differ from the rest."""
-    wanted = sorted((each.k, each.n) for each in part.matmuls)
+    """The middle one of the blocks that have the part's products, since the first may differ from the
+    rest."""
+    wanted = {(each.k, each.n) for each in part.matmuls}
     alike = [
-        path for path in paths
-        if path in regions and sorted({(each.k, each.n) for each in regions[path].products}) == sorted(set(wanted))
-    ]  # fmt: skip
+        path
+        for path in paths
+        if path in regions and {(each.k, each.n) for each in regions[path].products} == wanted
+    ]
     return (alike or paths)[len(alike or paths) // 2]
 
 
@@ -241,8 +243,8 @@ def _kept_by(backward: Any) -> int:
 
 
 class _Counter:
-    """Counts one graph as inductor would run it: products and attention are kernels of their own, everything between
-    is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
+    """Counts one graph as inductor would run it: products and attention are kernels of their own, everything
+    between is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
 
     def __init__(self, module: Any, products: list[Product], samples: int, length: int) -> None:
         self._samples, self._length = samples, length
@@ -263,7 +265,7 @@ class _Counter:
                 continue
             if node.op != "call_function":
                 continue
-            sources = [each for each in node.all_input_nodes]
+            sources = list(node.all_input_nodes)
             self._weight[node] = bool(sources) and all(self._weight.get(each, False) for each in sources)
             self._inside[node] = any(self._inside.get(each, False) for each in sources)
             if _is_product(node) and any(self._weight.get(each) for each in sources):
@@ -352,7 +354,8 @@ class _Counter:
 
 
 _VIEWS = (
-    "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "alias", "detach",
+    "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "alias",
+    "detach",
     "select", "split", "split_with_sizes", "_unsafe_view", "as_strided",
 )  # fmt: skip
 

@@ -21,7 +21,8 @@ NETWORK = "network"
 MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
     "static": ("parameters", "gradients", "optimizer", "master", "weight copies"),
     "activations": (
-        "gradient copies", "activations", "checkpoints", "recomputation", "logits and loss", "buffers", "slack",
+        "gradient copies", "activations", "checkpoints", "recomputation", "logits and loss", "buffers",
+        "slack",
     ),
     "overhead": ("context",),
 }  # fmt: skip

@@ -31,9 +31,11 @@ class Hardware:
     name: str
     """A name in `DEVICES`, or that of a file."""
     memory_gib: float
-    """Memory of a device, GiB, all of it; what a training may use is less by `MemoryConstants.context_mib`."""
+    """Memory of a device, GiB, all of it; what a training may use is less by
+    `MemoryConstants.context_mib`."""
     tflops: Mapping[str, float]
-    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it has."""
+    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it
+    has."""
     memory_gb_per_s: float
     """Memory bandwidth, 1e9 bytes/s."""
     intra_node: Link
@@ -80,7 +82,9 @@ class Hardware:
             numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
         for name, (value, low, high) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise UsageError(f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
+                raise UsageError(
+                    f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}"
+                )
         if self.devices_per_node != int(self.devices_per_node):
             raise UsageError(
                 f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}"
@@ -89,8 +93,8 @@ class Hardware:
     def rate(self, precision: str) -> float:
         """Peak FLOP/s of matrix products at a value of the knob `precision`.
 
-        fp32 runs on the general cores, as torch does by default; a device without the asked-for dtype uses the next
-        larger one that it has.
+        fp32 runs on the general cores, as torch does by default; a device without the asked-for dtype uses
+        the next larger one that it has.
         """
         order = {
             "fp32": ("fp32",),
@@ -119,7 +123,8 @@ class Hardware:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "Hardware":
-        """Reads a file with the fields of this class; `base: NAME` takes what it leaves out from a known device.
+        """Reads a file with the fields of this class; `base: NAME` takes what it leaves out from a known
+        device.
 
         Raises:
             UsageError: there is no such file, or a field is missing, unknown or impossible.
@@ -162,8 +167,8 @@ class Hardware:
         missing = [each for each in needed if each not in values]
         if missing:
             raise UsageError(
-                f"{where} lacks {', '.join(missing)}; give {'them' if len(missing) > 1 else 'it'}, or `base:` with "
-                "the name of a known device"
+                f"{where} lacks {', '.join(missing)}; give {'them' if len(missing) > 1 else 'it'}, or "
+                "`base:` with the name of a known device"
             )
         for each in ("intra_node", "inter_node"):
             if not isinstance(values[each], Link):
@@ -309,6 +314,8 @@ def _device(
 _MAMF = "Bekman, Machine Learning Engineering (2024), accelerators, MAMF table"
 _ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.60}
 
+_V100_RATES = {"fp32": 15.7, "fp16": 125.0}
+_MI300X_RATES = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
 _A100_RATES = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_RATES = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
 _HDR = _network("8x HDR InfiniBand", 200)
@@ -318,8 +325,8 @@ _SHARED = _network("100 Gbit/s for 8", 12.5, 40.0)
 DEVICES: Mapping[str, Hardware] = {
     each.name: each
     for each in (
-        _device("v100-16gb", 15.8, {"fp32": 15.7, "fp16": 125.0}, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
-        _device("v100-32gb", 31.7, {"fp32": 15.7, "fp16": 125.0}, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("v100-16gb", 15.8, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("v100-32gb", 31.7, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
         _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100"),
         _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100"),
         _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100"),
@@ -333,8 +340,8 @@ DEVICES: Mapping[str, Hardware] = {
         _device("a10g", 22.0, {"fp32": 31.2, "tf32": 35.0, "bf16": 70.0, "fp16": 70.0},
                 600, _PCIE4, _SHARED, 25, _A10G, "a10g"),
         _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4"),
-        _device("mi300x", 191.7, {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9},
-                5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50, _MI300X, "mi300x", kind="rocm"),
+        _device("mi300x", 191.7, _MI300X_RATES, 5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
+                _MI300X, "mi300x", kind="rocm"),
     )
 }  # fmt: skip
 """Every known device by its name."""

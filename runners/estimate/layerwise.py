@@ -1,9 +1,9 @@
 """A uniform winner refined block by block: which blocks are recomputed, and which ZeRO-3 gathers only once.
 
-Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a stage are a
-knapsack, solved by dynamic programming over layers and memory. A checkpoint ratio is the same for all stages, though
-the first holds the most micro-batches, and its steps are coarse; and ZeRO-3 gathers all blocks again for backward,
-though some memory may be left to keep a few of them whole.
+Miao et al., Galvatron, arXiv:2211.13878, section 3.3: under a memory limit the choices of the layers of a
+stage are a knapsack, solved by dynamic programming over layers and memory. A checkpoint ratio is the same for
+all stages, though the first holds the most micro-batches, and its steps are coarse; and ZeRO-3 gathers all
+blocks again for backward, though some memory may be left to keep a few of them whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,17 +77,25 @@ class Layerwise:
         uniform = self.uniform.estimate
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
-        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
+        words = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in self.config.items()
+        }
         knobs = " ".join(f"{name}={value}" for name, value in words.items())
         return [
-            f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the uniform winner, "
-            f"at {self.peak_memory_mib / 1024:.1f} GiB instead of {uniform.peak_memory_mib / 1024:.1f} GiB",
+            f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
+            f"uniform winner, at {self.peak_memory_mib / 1024:.1f} GiB instead of "
+            f"{uniform.peak_memory_mib / 1024:.1f} GiB",
             f"  {knobs}",
         ]
 
 
 def refine(
-    estimator: Estimator, winner: Ranked, facts: ModelFacts, others: Iterable[Config] = (), margin: float = MARGIN
+    estimator: Estimator,
+    winner: Ranked,
+    facts: ModelFacts,
+    others: Iterable[Config] = (),
+    margin: float = MARGIN,
 ) -> Layerwise:
     """Refines a uniform winner, and others like it, and returns the fastest.
 
@@ -118,7 +126,8 @@ def refine(
 
 
 def relatives(space: Space, config: Config) -> list[Config]:
-    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and ZeRO's stage."""
+    """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and
+    ZeRO's stage."""
     found = []
     varied = [
         name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}
@@ -169,8 +178,9 @@ def _refined(
     limit = estimator.memory_limit_mib
     if not np.isfinite(limit):
         return None
-    # A block's own share of time and memory is what the program adds up. What blocks share, such as one that is rebuilt
-    # at a time, it cannot, and a full device has the allocator ask again: so several limits are tried.
+    # A block's own share of time and memory is what the program adds up. What blocks share, such as one that
+    # is rebuilt at a time, it cannot, and a full device has the allocator ask again: so several limits are
+    # tried.
     shares = (margin * share for share in SHARES)
     found = {made: None for share in shares if (made := _assigned(estimator, config, facts, share * limit))}
     if not found:
@@ -206,8 +216,8 @@ def _named(config: Config, checkpointed: tuple[int, ...], gathered: tuple[int, .
 def _assigned(
     estimator: Estimator, config: Config, facts: ModelFacts, limit: float
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Which blocks are recomputed and which stay gathered, where every stage is to stay below `limit` MiB; None where
-    one cannot."""
+    """Which blocks are recomputed and which stay gathered, where every stage is to stay below `limit` MiB;
+    None where one cannot."""
     setup = estimator.training
     cols = columns([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
     pp = int(cols.pp[0])
@@ -236,9 +246,12 @@ def _assigned(
 def _ends(
     estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, cols: Columns
 ) -> tuple[np.ndarray, np.ndarray]:
-    """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects them."""
+    """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects
+    them."""
     setup, constants = estimator.training, estimator.constants
-    memory = _corrected(stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory.")
+    memory = _corrected(
+        stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory."
+    )
     (seconds,) = stage_times([stage], pp, facts, cols, setup, estimator.hardware, constants)
     return sum(memory.values()), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values())
 
@@ -246,11 +259,12 @@ def _ends(
 def _choices(
     kept_mib: float, recompute_s: float, count: int, whole_mib: float, saved_s: float
 ) -> list[list[_Choice]]:
-    """The choices of each block of a stage, what keeps all first. Blocks of different kinds share evenly, as in a
-    uniform configuration.
+    """The choices of each block of a stage, what keeps all first. Blocks of different kinds share evenly, as
+    in a uniform configuration.
 
     Args:
-        kept_mib, recompute_s: what all of them take more where they keep their activations, and longer where not.
+        kept_mib, recompute_s: what all of them take more where they keep their activations, and longer where
+            not.
         count: how many they are.
         whole_mib, saved_s: what all of them take more where they stay gathered, and what is saved then.
     """
@@ -267,10 +281,11 @@ def _choices(
 
 
 def knapsack(choices: list[list[_Choice]], budget: float) -> "tuple[float, float, list[_Choice]] | None":
-    """The choices with the least time whose memory is within the budget: seconds, MiB, and one choice a block.
+    """The choices with the least time whose memory is within the budget: seconds, MiB, and one choice a
+    block.
 
-    Memory is rounded up to `BUCKETS` steps of the budget, so the result never exceeds it. None where nothing is
-    within.
+    Memory is rounded up to `BUCKETS` steps of the budget, so the result never exceeds it. None where nothing
+    is within.
     """
     if budget < 0:
         return None

@@ -25,7 +25,8 @@ MESSAGE_BYTES = {"cpu": (4096, 8 * 1024**2), "cuda": (4096, 64 * 1024**2)}
 SECONDS = 0.15
 """Time for each number of the short measurement."""
 WINDOWS = 5
-"""Windows that this time is cut into: the numbers take turns, so that what disturbs for a moment disturbs none wholly."""
+"""Windows that this time is cut into: the numbers take turns, so that what disturbs for a moment disturbs
+none wholly."""
 UNDISTURBED = 0.9
 """Share of a call's time in which its thread computed, from which nothing came between."""
 BUSY = 0.15
@@ -63,12 +64,13 @@ class Measured:
         if self.others < BUSY:
             return ""
         return (
-            f"{self.device.name} was measured while other processes took {100 * self.others:.0f} % of its cores, so that "
-            "its rates may be too low"
+            f"{self.device.name} was measured while other processes took {100 * self.others:.0f} % of its "
+            "cores, so that its rates may be too low"
         )
 
     def to_hardware(self) -> Hardware:
-        """As the estimator takes it. A link that was not measured is the table's for the device, or memory's."""
+        """As the estimator takes it. A link that was not measured is the table's for the device, or
+        memory's."""
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
         known = table_entry(self.device)
         link = self._link(known)
@@ -118,7 +120,6 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     Raises:
         RunnerError: a rank failed.
     """
-    import torch
 
     device = detect()
     kind = device.type
@@ -148,8 +149,8 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
 
 
 def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[str, int], float], float]:
-    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the share of the
-    cores that others took."""
+    """Seconds of a product of each (dtype, side) and of a copy of each (`copy` or `host`, bytes), and the
+    share of the cores that others took."""
     import torch
 
     kind = device.type
@@ -169,8 +170,9 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
 def this_machine(folder: Path | None = None) -> Hardware:
     """The hardware of this machine: the table's, where its GPUs are in it, else a short measurement, cached.
 
-    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days, where the
-    cores or the memory have changed, and after ten minutes where others kept the cores busy: its `note` says so then.
+    On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days,
+    where the cores or the memory have changed, and after ten minutes where others kept the cores busy: its
+    `note` says so then.
     """
     device = detect()
     known = table_entry(device)
@@ -182,12 +184,14 @@ def this_machine(folder: Path | None = None) -> Hardware:
     name = Path("hardware", f"{digest(what)}.json")
     found = facts_cache.load_json(name, folder)
     if isinstance(found, dict):
-        kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
+        kept = Hardware.from_mapping(
+            found["hardware"], name="this-cpu", where=f"the cached measurement {name}"
+        )
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
             return kept
     if device.type == "cuda":
-        # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may live
-        # as long as a search.
+        # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may
+        # live as long as a search.
         written = _in_a_process("short_measurement", [], timeout_s=120)
         made = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
     else:
@@ -221,7 +225,12 @@ def _in_a_process(function: str, arguments: list[str], timeout_s: float) -> str:
     command, environment = _command(function)
     try:
         done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, env=environment, timeout=timeout_s, check=False
+            [*command, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise RunnerError(f"measuring this machine took more than {timeout_s:g} s") from None
@@ -278,10 +287,11 @@ def _copy(size: int, source: Any, target: Any) -> Callable[[], Any]:
 
 
 def _best(works: Mapping[Any, Callable[[], Any]], where: Any, seconds: float) -> dict[Any, float]:
-    """Seconds that one call of each takes where nothing disturbs it; each is called for so many seconds in all.
+    """Seconds that one call of each takes where nothing disturbs it; each is called for so many seconds in
+    all.
 
-    Other load makes a call longer, never shorter, so that a low quantile is what the machine can do: of the calls whose
-    thread hardly waited, where there are any.
+    Other load makes a call longer, never shorter, so that a low quantile is what the machine can do: of the
+    calls whose thread hardly waited, where there are any.
     """
     import torch
 

@@ -158,7 +158,8 @@ def stage_peak(
         block = np.maximum(block, each.parameters - each.sharded + each.sharded / tp)
     ends = sum((each.parameters - each.sharded + each.sharded / tp for each in stage.ends), start=none)
     kept = cols.gathered_ratio * sum(
-        (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), start=none
+        (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks),
+        start=none,
     )
     gathered = np.where(zero >= 3, (2 * block + ends + kept) * form.compute, 0.0)
     gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.compute), gathered)
@@ -187,7 +188,9 @@ def stage_peak(
         boundaries = boundaries + count * ratio * boundary
         working = np.maximum(working, per_token(each.transient, each, tp, sequence, seq))
         # A block that is recomputed has all that it keeps there beside the temporaries of its backward.
-        whole = per_token(each.saved, each, tp, sequence, seq) + per_token(each.transient, each, tp, sequence, seq)
+        whole = per_token(each.saved, each, tp, sequence, seq) + per_token(
+            each.transient, each, tp, sequence, seq
+        )
         rebuilt = np.maximum(rebuilt, np.where(ratio > 0, whole, 0.0))
     loss_parts = none
     spike = none
@@ -211,8 +214,8 @@ def stage_peak(
     loss = np.where(at_loss, loss, 0.0)
     recomputation = np.where(at_loss, 0.0, recomputation)
 
-    # With one micro-batch a step, gradients come into being as activations go: the peak is at the loss, with the
-    # head's gradient, or at the end of backward, with all of them and one block's activations.
+    # With one micro-batch a step, gradients come into being as activations go: the peak is at the loss, with
+    # the head's gradient, or at the end of backward, with all of them and one block's activations.
     if not setup.gradient_copy:
         transient = (cols.grad_accum == 1) & (checkpoints + activations + loss + recomputation > 0)
         blocks = max(sum(count for _, count in stage.blocks), 1)
@@ -240,7 +243,10 @@ def stage_peak(
     buffers = buffers + np.maximum(more, 0.0)
 
     lasting = parameters + gradients + optimizer + master + weight_copies + gradient_copies + buffers
-    slack = constants.slack * (activations + checkpoints + loss + recomputation) + constants.slack_lasting * lasting
+    slack = (
+        constants.slack * (activations + checkpoints + loss + recomputation)
+        + constants.slack_lasting * lasting
+    )
     slack = slack if setup.reserved_memory else none
     context = none + (constants.workspace_mib + constants.compiled_mib * facts.fusion) * MIB
     values = (

@@ -58,7 +58,8 @@ class PerToken:
     whole: float = 0.0
     """Kept by every tensor-parallel rank in full, with or without sequence parallelism."""
     sequence: float = 0.0
-    """Between the tensor-parallel regions (norms, dropout, residual): divided by sequence parallelism only."""
+    """Between the tensor-parallel regions (norms, dropout, residual): divided by sequence parallelism
+    only."""
     sharded: float = 0.0
     """Inside them: divided by tp."""
     scores: float = 0.0
@@ -72,8 +73,8 @@ class Part:
     name: str
     """Its name, for the breakdown."""
     role: str
-    """`embedding` (first pipeline stage), `block` (shared out among the stages, checkpointed), `norm`, `head`,
-    `loss` (last stage), or `other` (last stage)."""
+    """`embedding` (first pipeline stage), `block` (shared out among the stages, checkpointed), `norm`,
+    `head`, `loss` (last stage), or `other` (last stage)."""
     count: int = 1
     """How many of it there are."""
     parameters: int = 0
@@ -97,8 +98,8 @@ class Part:
     traffic_backward: PerToken | None = None
     """The same in backward; None: twice the forward."""
     saved_fixed: float = 0.0
-    """Bytes kept whatever the batch, one instance: autocast's copies of weights. Divided like `sharded` parameters;
-    a checkpointed instance keeps none."""
+    """Bytes kept whatever the batch, one instance: autocast's copies of weights. Divided like `sharded`
+    parameters; a checkpointed instance keeps none."""
     traffic_fixed: float = 0.0
     """Bytes moved in each forward whatever the batch: autocast's casting of weights."""
     kernels: float = 0.0
@@ -163,8 +164,8 @@ class ModelFacts:
     def model_flops(self, seq_len: int) -> float:
         """FLOPs of one token, forward and backward, without recomputation; attention over the whole square.
 
-        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim * seq_len
-        for attention.
+        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim *
+        seq_len for attention.
         """
         total = 0.0
         for part in self.parts:
@@ -185,8 +186,8 @@ class ModelFacts:
             return self
         if self.shape is None:
             raise UsageError(
-                f"the facts of {self.name} hold for precision {self.precision}, attention {self.attention}, fusion "
-                f"{self.fusion}, kernels {self.kernels} only, but {asked} was asked for; "
+                f"the facts of {self.name} hold for precision {self.precision}, attention {self.attention}, "
+                f"fusion {self.fusion}, kernels {self.kernels} only, but {asked} was asked for; "
                 "give the workload instead"
             )
         return self.shape.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
@@ -198,10 +199,10 @@ class ModelFacts:
     ) -> "ModelFacts":  # fmt: skip
         """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
 
-        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000).parameters
-        6738415616
+        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008,
+        vocabulary=32000).parameters 6738415616
         """
-        known = {name for name in Shape.__slots__}
+        known = set(Shape.__slots__)
         for name in shape:
             if name not in known:
                 from ...errors import unknown

@@ -56,15 +56,22 @@ def shape_space(shape: Shape, hardware: Hardware, devices: int, global_batch: in
         "tp": lambda ranks: "" if kv_heads % ranks == 0 and shape.heads % ranks == 0 else (
             f"{ranks} ranks must divide the {kv_heads} key and value heads"
         ),
-        "pp": lambda stages: "" if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers",
+        "pp": lambda stages: "" if stages <= shape.layers else (
+            f"{stages} stages need as many of {shape.layers} layers"
+        ),
     }  # fmt: skip
     support = Support(tp=refused["tp"], pp=refused["pp"], sequence_parallel="", zero="", offload="")
     batch = SimpleNamespace(global_batch=global_batch, seq_len=seq_len)
     spread = parallel.declare(space, batch, device, devices, support, any_batch=False)
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
-    micro = space.choice("micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1)
+    micro = space.choice(
+        "micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1
+    )
     space.choice(
-        "checkpoint_ratio", ratios(shape.layers), help="share of the blocks that are recomputed", monotone_memory=-1
+        "checkpoint_ratio",
+        ratios(shape.layers),
+        help="share of the blocks that are recomputed",
+        monotone_memory=-1,
     )
     tried = precisions(device)[0]
     space.choice("precision", tried, help="number format of the arithmetic")
@@ -135,8 +142,8 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
 
 
 def columns_of(space: Space, estimator: Estimator) -> dict[str, np.ndarray]:
-    """The values of a space's free knobs as columns, row i those of `space.at(i)`; where a knob is absent, what the
-    estimator takes for it. Derived knobs are left to the estimator."""
+    """The values of a space's free knobs as columns, row i those of `space.at(i)`; where a knob is absent,
+    what the estimator takes for it. Derived knobs are left to the estimator."""
     out = {}
     for name, codes in space.columns().items():
         values = np.array(list(space[name].values), dtype=object)
@@ -212,8 +219,8 @@ def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
 def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
     """The valid configuration with these values that is nearest to the defaults.
 
-    `space.config` wants the values of all free knobs to be valid together; with tp = 8 the default micro-batch, say, may
-    not be. So the values are fixed in a copy, whose default is valid.
+    `space.config` wants the values of all free knobs to be valid together; with tp = 8 the default
+    micro-batch, say, may not be. So the values are fixed in a copy, whose default is valid.
     """
     narrowed = space.copy()
     derived = {knob.name for knob in space.knobs if knob.derived}
@@ -223,10 +230,15 @@ def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
     found = narrowed.default()
     for name in derived & set(values):
         if found[name] != values[name]:
-            raise SpaceError(f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given")
+            raise SpaceError(
+                f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given"
+            )
     return found
 
 
 def devices_of(configs: Sequence[Mapping[str, Any]]) -> int:
     """Devices that configurations need: the most of tp * pp * dp."""
-    return max((int(each.get("tp", 1)) * int(each.get("pp", 1)) * int(each.get("dp", 1)) for each in configs), default=1)
+    return max(
+        (int(each.get("tp", 1)) * int(each.get("pp", 1)) * int(each.get("dp", 1)) for each in configs),
+        default=1,
+    )

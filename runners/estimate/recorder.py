@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Split = Callable[[Product, "list[Product]", bool, int], str]
-"""`split(product, earlier products of the region, whether attention came since, width of the residual stream)`."""
+"""`split(product, earlier products of the region, whether attention came since, width of the residual
+stream)`."""
 
 
 class Recorder:
@@ -333,13 +334,16 @@ class Recorder:
             self._in_attention = False
 
     def grouped(self, rows: Any, weights: Any) -> None:
-        """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on average."""
+        """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on
+        average."""
         experts, k, n = weights.shape
         name = self._weights[id(weights.untyped_storage())]
         region = self._here()
         region.kernels += 1
         transposed = weights.stride(1) == 1
-        self._count_product(name, rows.shape[0] / experts, k, n, transposed, region, count=experts, stacked=True)
+        self._count_product(
+            name, rows.shape[0] / experts, k, n, transposed, region, count=experts, stacked=True
+        )
 
     # The end.
 

@@ -71,15 +71,15 @@ class TrainingSetup:
     virtual_stages: int = 1
     """Model chunks a rank holds under `interleaved`."""
     scatter_transfers: bool = False
-    """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do (arXiv:2104.04473,
-    section 4.1), rather than all of them the same."""
+    """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do
+    (arXiv:2104.04473, section 4.1), rather than all of them the same."""
     balance: str = "layers"
     """How layers are cut into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
     overlap_gradients: bool = True
     """Whether gradients are reduced while the last backward still runs."""
     bucket_copy: bool = False
-    """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them unless
-    gradients are views into them."""
+    """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them
+    unless gradients are views into them."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket, MiB: the default of torch's DistributedDataParallel."""
     recompute_attention: bool = False

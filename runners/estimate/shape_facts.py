@@ -15,8 +15,8 @@ def bytes_of(precision: str) -> int:
 def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kernels: bool) -> ModelFacts:
     """Counts parameters, products, saved activations and memory traffic of `shape`.
 
-    Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key and
-    value heads, gated feed-forward networks and rotary positions. Without `fusion` or `kernels` norms and
+    Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key
+    and value heads, gated feed-forward networks and rotary positions. Without `fusion` or `kernels` norms and
     activation functions are the chains of plain operators that transformers runs, which keep more and read
     memory more often; with either they are one kernel each.
     """
@@ -120,7 +120,8 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
         sharded += 4 * heads  # log-sum-exp of a query's scores
     if not lean and kv_heads < heads and not fused_attention:
         sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
-    # SwiGLU keeps gate, up, act(gate) and the product; fused it recomputes act(gate). GELU keeps both its ends.
+    # SwiGLU keeps gate, up, act(gate) and the product; fused it recomputes act(gate). GELU keeps both its
+    # ends.
     sharded += b * inner * ((3 if lean else 4) if shape.gated else 2)
     # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
     scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))

@@ -41,8 +41,8 @@ class Stage:
 def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     """Blocks of each of `pp` stages.
 
-    `layers` spreads them evenly, earlier stages taking one more. `cost` fills a stage until it holds its share
-    of the cost of all blocks and the head, which costs `head` blocks; later stages may stay empty.
+    `layers` spreads them evenly, earlier stages taking one more. `cost` fills a stage until it holds its
+    share of the cost of all blocks and the head, which costs `head` blocks; later stages may stay empty.
     """
     if balance == "layers":
         least, more = divmod(blocks, pp)

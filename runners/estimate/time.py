@@ -1,7 +1,8 @@
 """Time of an optimizer step, term by term, for many configurations at once.
 
 Sources: roofline, Williams et al. 2009; collectives as rings by latency and bandwidth, Thakur et al. 2005;
-pipelines, Narayanan et al., arXiv:2104.04473; tensor and sequence parallelism, Korthikanti et al., arXiv:2205.05198.
+pipelines, Narayanan et al., arXiv:2104.04473; tensor and sequence parallelism, Korthikanti et al.,
+arXiv:2205.05198.
 """
 
 from collections.abc import Mapping
@@ -19,15 +20,16 @@ from .stages import Stage, alike, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
-    "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls", "allocator retries",
-    "fixed",
+    "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls",
+    "allocator retries", "fixed",
 )  # fmt: skip
 """Names of the terms, in the order of the breakdown."""
 BINDS = {
-    "matmul": "compute", "attention": "compute", "recomputation": "compute", "memory-bound": "memory bandwidth",
-    "optimizer": "memory bandwidth", "launches": "launches", "fixed": "launches", "tensor parallel": "links",
-    "data parallel": "links", "parameter gathers": "links", "pipeline transfers": "links", "offload": "links",
-    "stalls": "links", "allocator retries": "memory", "bubble": "bubble",
+    "matmul": "compute", "attention": "compute", "recomputation": "compute",
+    "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
+    "fixed": "launches", "tensor parallel": "links", "data parallel": "links", "parameter gathers": "links",
+    "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
+    "bubble": "bubble",
 }  # fmt: skip
 """What a term means when it is the largest kind."""
 
@@ -40,21 +42,24 @@ class Group:
     bandwidth: np.ndarray
     """Bytes/s of one rank in a ring."""
     latency: np.ndarray
-    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest link's."""
+    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest
+    link's."""
     tree: np.ndarray
     """Seconds that an empty all-reduce takes up and down a tree of nodes."""
     crosses: np.ndarray
     """Whether the ring leaves the node."""
 
     def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
-        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many pieces."""
+        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many
+        pieces."""
         steps = self.size - 1
         return np.where(
             self.size > 1, pieces * (fixed + self.latency) + total * steps / self.size / self.bandwidth, 0.0
         )
 
     def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
-        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is nearer."""
+        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is
+        nearer."""
         moved = 2 * total * (self.size - 1) / self.size / self.bandwidth
         latency = np.minimum(2 * self.latency, self.tree)
         return np.where(self.size > 1, fixed + latency + moved, 0.0)
@@ -65,9 +70,10 @@ def group(
 ) -> Group:
     """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
 
-    A ring that leaves its node uses the network share of each of its members there, and every one of its steps
-    waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link). All-reduces can
-    go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al. 2009).
+    A ring that leaves its node uses the network share of each of its members there, and every one of its
+    steps waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link).
+    All-reduces can go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al.
+    2009).
     """
     per_node = hardware.devices_per_node
     crosses = size * stride > per_node
@@ -131,7 +137,12 @@ class _Work:
 
 
 def _part_work(
-    part: Part, facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware, constants: Constants
+    part: Part,
+    facts: ModelFacts,
+    cols: Columns,
+    setup: TrainingSetup,
+    hardware: Hardware,
+    constants: Constants,
 ) -> _Work:
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
@@ -162,7 +173,13 @@ def _part_work(
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
     return _Work(
-        matmul, attention, memory, back, 2.5 * attention, memory_back, zero + part.kernels * constants.launch_us * 1e-6
+        matmul,
+        attention,
+        memory,
+        back,
+        2.5 * attention,
+        memory_back,
+        zero + part.kernels * constants.launch_us * 1e-6,
     )
 
 
@@ -197,7 +214,8 @@ def step_time(
                 terms["bubble"] = whole - own
                 terms["stalls"] = _stalls(terms, pp, sub, hardware, constants)
             if hardware.shares_cores:
-                # While one stage waits the others compute on its core: together they take what they have to do.
+                # While one stage waits the others compute on its core: together they take what they have to
+                # do.
                 found = [_mean(found, counts)]
         best = found[0]
         for terms in found[1:]:
@@ -212,7 +230,8 @@ def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np
     """The terms of a stage as they are on average over all stages, without the bubble."""
     whole = sum(counts)
     mean = {
-        name: sum(count * terms[name] for count, terms in zip(counts, found, strict=True)) / whole for name in TIME_TERMS
+        name: sum(count * terms[name] for count, terms in zip(counts, found, strict=True)) / whole
+        for name in TIME_TERMS
     }
     return {**mean, "bubble": np.zeros_like(mean["bubble"])}
 
@@ -221,7 +240,8 @@ def stage_times(
     cut: list[Stage], pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware,
     constants: Constants,
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
-    """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp` stages."""
+    """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp`
+    stages."""
     work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
@@ -247,7 +267,9 @@ def _stage_time(
     width = 4 if facts.precision == "fp32" else 2
     switch = constants.switch_us * 1e-6 if hardware.shares_cores else 0.0
     moved, fixed_cost = tokens * hidden * width, constants.collective_us * 1e-6 + switch
-    pair = np.where(cols.sequence_parallel, 2 * tensor.gather(moved, fixed_cost), tensor.reduce(moved, fixed_cost))
+    pair = np.where(
+        cols.sequence_parallel, 2 * tensor.gather(moved, fixed_cost), tensor.reduce(moved, fixed_cost)
+    )
     # What the host takes to start a pair of collectives.
     start = np.where(tp > 1, 2 * constants.launch_us * 1e-6, 0.0)
     if pp > 1:
@@ -314,11 +336,19 @@ def _stage_time(
     # Ranks wait for the slowest of them.
     data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
     gathers = data.gather(weight, fixed_cost, pieces)
-    gather_forward = np.maximum(gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap))
+    gather_forward = np.maximum(
+        gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap)
+    )
     # Backward finds the weights of some blocks still whole.
-    inside = sum((count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none)
-    missing = gathers * (1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp))))
-    gather_backward = np.maximum(missing - backward * constants.max_overlap, missing * (1 - constants.max_overlap))
+    inside = sum(
+        (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none
+    )
+    missing = gathers * (
+        1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
+    )
+    gather_backward = np.maximum(
+        missing - backward * constants.max_overlap, missing * (1 - constants.max_overlap)
+    )
     gather_time = np.where((zero >= 3) & (dp > 1), accum * (gather_forward + gather_backward), 0.0)
 
     # Update: reads and writes every state once, several times where operators are not fused.
@@ -329,7 +359,9 @@ def _stage_time(
     update = np.where(on_host, 0.0, passes * states / _bandwidth(hardware, constants))
     if setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
-        update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(hardware, constants)
+        update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(
+            hardware, constants
+        )
     moved = weights / share * (form.gradient + form.parameter)
     offload = np.where(on_host, moved / (hardware.host_gb_per_s * 1e9) + states / 20e9, 0.0)
     terms = {

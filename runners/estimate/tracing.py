@@ -1,10 +1,10 @@
 """One training step of a workload on fake tensors: what each region of the model computes, keeps and moves.
 
 This is the adapter to PyTorch's tracing machinery. It stands on `FakeTensorMode` (no memory, no arithmetic),
-`saved_tensors_hooks` (what autograd keeps) and `TorchDispatchMode` (every operator, forward and backward), which
-work on any machine. `torch.distributed._tools` has a memory tracker and a runtime estimator over the same parts; the
-tracker knows neither what tensor parallelism divides nor what depends on the batch, and the runtime estimator aborts
-without CUDA, so neither is used.
+`saved_tensors_hooks` (what autograd keeps) and `TorchDispatchMode` (every operator, forward and backward),
+which work on any machine. `torch.distributed._tools` has a memory tracker and a runtime estimator over the
+same parts; the tracker knows neither what tensor parallelism divides nor what depends on the batch, and the
+runtime estimator aborts without CUDA, so neither is used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 SAMPLES = 2
-"""Samples of the traced batch: with two, what has a batch dimension can be told from what is broadcast over it."""
+"""Samples of the traced batch: with two, what has a batch dimension can be told from what is broadcast over
+it."""
 HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Precisions that are autocast, to what. fp8 is traced as bf16: its products save scales and casts besides."""
+"""Precisions that are autocast, to what. fp8 is traced as bf16: its products save scales and casts
+besides."""
 
 
 def trace(
@@ -51,7 +53,8 @@ def trace(
         attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
         device_type: where it would run: `cuda` and `cpu` keep different things of dropout and attention.
         samples: of the batch.
-        every_block: whether to follow blocks, too, that are like one that was followed; it takes longer, to the same end.
+        every_block: whether to follow blocks, too, that are like one that was followed; it takes longer, to
+            the same end.
 
     Raises:
         WorkloadError: the batch or the loss is not what it must be.
@@ -115,7 +118,8 @@ def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.
 
 
 def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
-    """What `model.to(dtype)` does, for a model of fake tensors, whose parameters cannot be swapped in place."""
+    """What `model.to(dtype)` does, for a model of fake tensors, whose parameters cannot be swapped in
+    place."""
     _replace(model, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
 
@@ -128,7 +132,9 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
         for name, each in module._parameters.items():
             if each is not None:
                 if id(each) not in done:
-                    done[id(each)] = torch.nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
+                    done[id(each)] = torch.nn.Parameter(
+                        change(each.detach()), requires_grad=each.requires_grad
+                    )
                 module._parameters[name] = done[id(each)]
         for name, each in module._buffers.items():
             if each is not None:
@@ -136,6 +142,8 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
 
 
 _FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
-"""What operators raise on tensors without values. Input errors of redline are ValueErrors too: see `failed`."""
+"""What operators raise on tensors without values. Input errors of redline are ValueErrors too: see
+`failed`."""

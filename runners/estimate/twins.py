@@ -1,8 +1,9 @@
 """Blocks that are as another was, stood in for while a step is traced.
 
-Thirty-two blocks alike keep, compute and move the same, so it is enough to follow the first of a kind, the second (the
-first may hold what is made once for all) and the last (whose backward begins beside the loss's gradient). The others give
-outputs like those of the second without running, and are then said to have done what it did.
+Thirty-two blocks alike keep, compute and move the same, so it is enough to follow the first of a kind, the
+second (the first may hold what is made once for all) and the last (whose backward begins beside the loss's
+gradient). The others give outputs like those of the second without running, and are then said to have done
+what it did.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 FOLLOWED = 3
 """Blocks of a kind that run: the first, the second and the last."""
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id")
-"""Attributes that say which block it is; what they decide when a block is built shows in its other attributes."""
+"""Attributes that say which block it is; what they decide when a block is built shows in its other
+attributes."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -135,8 +137,9 @@ class Twins:
 
 
 def described(block: "nn.Module", index: int) -> Any:
-    """Equal for blocks that do the same with equal inputs, but for the values of their weights: classes, shapes and
-    plain attributes of all modules in it, and what the configuration says of this block by itself."""
+    """Equal for blocks that do the same with equal inputs, but for the values of their weights: classes,
+    shapes and plain attributes of all modules in it, and what the configuration says of this block by
+    itself."""
     out: list[Any] = []
     configs: dict[int, Any] = {}
     for path, module in block.named_modules():
