@@ -42,6 +42,9 @@ class Constants:
     """Of the memory bandwidth that memory-bound kernels reach."""
     launch_us: float = 9.0
     """The host's time to launch a kernel from eager PyTorch, us."""
+    host_update_gb_per_s: float = 20.0
+    """Rate at which the host updates states that are offloaded to it, 1e9 bytes read and written a second:
+    what a socket of a few memory channels reaches, shared by a node's devices."""
     loss_traffic: float = 1.0
     """The loss's memory traffic, against that of the facts."""
     step_ms: float = 1.0

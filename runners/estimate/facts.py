@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import WorkloadError
 from ...models import Workload
@@ -15,9 +15,6 @@ from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 from .trace_record import AttentionCall, Region, Tally, Trace
 from .tracing import trace
 from .uncollected import uncollected
-
-if TYPE_CHECKING:
-    pass
 
 
 class TracingError(WorkloadError):

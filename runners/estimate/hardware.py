@@ -32,7 +32,7 @@ class Hardware:
     """A name in `DEVICES`, or that of a file."""
     memory_gib: float
     """Memory of a device, GiB, all of it; what a training may use is less by
-    `MemoryConstants.context_mib`."""
+    `Constants.context_mib`."""
     tflops: Mapping[str, float]
     """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it
     has."""

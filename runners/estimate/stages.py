@@ -15,8 +15,9 @@ class Stage:
 
     index: int
     """The first of those alike: it holds the most micro-batches."""
-    blocks: tuple[tuple[Part, int], ...]
-    """Block kinds and how many of each it holds."""
+    blocks: tuple[tuple[Part, float], ...]
+    """Block kinds and how many of each it holds: on average, where a model has several, since each stage is
+    taken to hold its share of every kind."""
     first: bool
     """Whether it holds the embedding."""
     last: bool

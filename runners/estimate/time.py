@@ -363,7 +363,9 @@ def _stage_time(
             hardware, constants
         )
     moved = weights / share * (form.gradient + form.parameter)
-    offload = np.where(on_host, moved / (hardware.host_gb_per_s * 1e9) + states / 20e9, 0.0)
+    offload = np.where(
+        on_host, moved / (hardware.host_gb_per_s * 1e9) + states / (constants.host_update_gb_per_s * 1e9), 0.0
+    )
     terms = {
         "matmul": accum * matmul,
         "attention": accum * attention,

@@ -9,6 +9,7 @@ what it did.
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .trace_record import Region, Spec
@@ -211,12 +212,9 @@ def _bytes(made: _Made) -> float:
     return size
 
 
+@cache
 def _function() -> Any:
     import torch
-
-    global _StandIn
-    if _StandIn is not None:
-        return _StandIn
 
     class StandIn(torch.autograd.Function):
         """Makes tensors of inputs, and gradients of the inputs of theirs."""
@@ -238,11 +236,7 @@ def _function() -> Any:
             ]
             return (None, None, None, *back)
 
-    _StandIn = StandIn
     return StandIn
-
-
-_StandIn: Any = None
 
 
 def _tensors(value: Any) -> "list[torch.Tensor]":
