@@ -110,7 +110,8 @@ class Estimator:
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(np.isfinite(step), units / (step * 1e-3), 0.0)
             devices = cols.tp * cols.pp * cols.dp
-            rates = np.array([self.hardware.rate(each) for each in cols.precision.tolist()])
+            rate_of = {each: self.hardware.rate(each) for each in set(cols.precision.tolist())}
+            rates = np.array([rate_of[each] for each in cols.precision.tolist()])
             mfu = throughput * flops / (devices * rates)
         limit = self.memory_limit_mib
         chance = _normal((np.log(limit) - np.log(np.where(np.isfinite(full), full, 1.0))) / full_std)

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ def cache_folder() -> Path:
 def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
     """Names a file: digest of the workload's id, the variant, and the versions of what was traced with
     what."""
+    return digest(
+        {"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()}
+    )
+
+
+@cache
+def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
-    return digest(
-        {"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": versions}
-    )
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
 
 
 def load(key: str, folder: Path | None = None) -> ModelFacts | None:
