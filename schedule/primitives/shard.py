@@ -26,6 +26,8 @@ HEADS = (
     "inner_dim",
 )
 """What an attention module counts that its projections' outputs are cut along with."""
+COUNTS_OF_HEADS = HEADS[:5]
+"""Those of them that are numbers of heads; the rest are numbers of features."""
 WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """What an attention module calls the features of one head."""
 
@@ -165,15 +167,19 @@ def _heads(
     width = next((getattr(parent, name) for name in WIDTHS if hasattr(parent, name)), None)
     if path == "" or not isinstance(width, int):
         return []
+    done = parent.__dict__.get("_followed", ())
+    counts = {
+        getattr(parent, name) * (ranks.size if name in done else 1)
+        for name in COUNTS_OF_HEADS
+        if isinstance(getattr(parent, name, None), int)
+    }
     for size in sizes:
-        if size % width == 0 and (size // width) % ranks.size:
-            raise ScheduleError(
-                f"{label}: {ranks.size} ranks must divide the {size // width} heads of "
-                f"'{around}'"
-            )
+        # A tensor may have a number for each head, as T5's bias of relative positions has.
+        heads = size if size in counts else size // width if size % width == 0 else 0
+        if heads % ranks.size:
+            raise ScheduleError(f"{label}: {ranks.size} ranks must divide the {heads} heads of '{around}'")
     if side != "output":
         return []
-    done = parent.__dict__.get("_followed", ())
     return [
         (parent, name, ranks.size)
         for name in HEADS

@@ -266,6 +266,12 @@ def test_a_vocabulary_that_is_padded_is_named_beside_the_degree(cuda, compiler):
     assert "padded" not in default_space(workload("t5-base"), cuda(count=4), devices=4)["tp"].help
 
 
+def test_as_many_heads_as_a_head_has_features_can_be_cut(cuda, compiler):
+    # T5's bias of relative positions has a number for each of the 8 heads, which are 8 wide.
+    space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
+    assert [space.config(tp=tp, pp=1, micro_batch=8)["tp"] for tp in (2, 4)] == [2, 4]
+
+
 def test_zero_beside_a_pipeline_is_left_out_where_a_stage_holds_tied_weights(cuda, compiler):
     space = default_space(workload("t5-tiny"), cuda(count=4), devices=4)
     assert space.config(pp=2, tp=1, zero=1, micro_batch=8)

@@ -64,6 +64,22 @@ def test_every_family_in_every_combination(two, four, family, combination):
     hold({2: two, 4: four}[numerics.ranks(combination)], family, combination)
 
 
+def check_t5_tiny():
+    from redline import workload
+    from transformers import T5Config
+
+    preset = T5Config.from_dict(dict(workload("t5-tiny").model.arguments))
+    preset.dropout_rate, preset.num_layers, preset.num_decoder_layers = 0.0, 2, 2
+    return numerics.departure(hugging_face(preset, seq_len=16, global_batch=4), {"tp": 2, "micro_batch": 4})
+
+
+def test_a_bias_of_as_many_heads_as_a_head_has_features_is_cut_right(two):
+    for found in two.run(check_t5_tiny, timeout=300):
+        assert found.loss <= numerics.LOSS_TOLERANCE
+        assert found.gradient <= numerics.GRADIENT_TOLERANCE, found.where
+        assert found.weight <= numerics.WEIGHT_TOLERANCE
+
+
 def check_notices(change):
     """The comparison itself: a schedule that leaves out an exchange."""
     made = numerics.tiny("gpt2")
