@@ -1,5 +1,7 @@
 """`redline estimate`: the best configurations, predicted without a device."""
 
+import atexit
+import gc
 import json
 from typing import Any
 
@@ -89,6 +91,9 @@ def estimate(
     from ...space import Space
     from ..budget import parse_memory
     from . import estimate_text
+
+    # At its end Python would look for cycles among all that torch and transformers are made of: a second, for nothing.
+    atexit.register(gc.freeze)
 
     sizes = {name: options.pop(name) for name in SHAPE}
     target = _target(model, workload, sizes, gated, tied)
