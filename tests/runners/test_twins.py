@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import redline as rl
 import torch
+from redline.models.presets import PRESETS
 from redline.runners.estimate.facts import Layout, TracingError, trace_facts
 from redline.runners.estimate.tracing import trace
 from torch import nn
@@ -138,3 +139,15 @@ def test_parameters_of_blocks_that_were_not_come_to_are_known(tmp_path):
     with pytest.raises(TracingError) as caught:
         trace_facts(workload, folder=tmp_path)
     assert caught.value.known.parameters == 4 * 8 + 8 + 5 * (64 + 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_traced_forward_and_backward_and_has_all_its_parameters(name, tmp_path):
+    workload = rl.workload(name)
+    facts = trace_facts(workload, precision="bf16", folder=tmp_path)
+    assert not [note for note in facts.notes if "cannot be traced" in note]
+    with torch.device("meta"):
+        named = workload.build_model(workload.probe).parameters()
+    assert facts.parameters == sum(each.numel() for each in named)
+    assert facts.blocks >= 4
