@@ -1,13 +1,19 @@
-"""Ranks for the tests that need several."""
+"""Ranks for the tests that need several, and interrupts for those that send them."""
 
 import multiprocessing
 import multiprocessing.connection
+import signal
 import tempfile
 import traceback
 
 import cloudpickle
 import pytest
 import torch
+
+
+# A shell starts what it runs in the background with interrupts ignored, and so would every process of a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ranks:
