@@ -235,6 +235,28 @@ def test_a_table_that_fails_later_on_loses_its_effects_and_nothing_else():
     assert first.joined(second).effects.shape == (2, 2)
 
 
+def test_effects_of_another_shape_are_a_fault_of_the_table_and_said():
+    class Prior(Network):
+        def __init__(self):
+            super().__init__(True)
+
+        def table(self, configs):
+            table = super().table(configs)
+            table.log_throughput_effects = table.log_throughput_effects.T
+            return table
+
+        def __call__(self, config):
+            return float(config["micro_batch"])
+
+    space = Space()
+    space.choice("tp", [1, 16])
+    space.choice("micro_batch", [1, 2, 3])
+    said = []
+    done = search(make_sampler("bayes", space, 0, prior=Prior(), warn=said.append), lambda config: ok(1.0), 4)
+    assert len(done) == 4
+    assert len(said) == 1 and "log_throughput_effects must have shape (6, factors), but has (2, 6)" in said[0]
+
+
 def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong():
     def half(config):
         return Estimate(config) if config["fusion"] else float("nan")

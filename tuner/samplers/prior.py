@@ -167,7 +167,10 @@ def _effects_of(table: Any, count: int) -> np.ndarray:
     effects = getattr(table, "log_throughput_effects", None)
     if effects is None:
         return np.zeros((count, 0))
-    return np.nan_to_num(np.asarray(effects, dtype=float).reshape(count, -1), posinf=0.0, neginf=0.0)
+    effects = np.asarray(effects, dtype=float)
+    if effects.ndim != 2 or len(effects) != count:
+        raise ValueError(f"log_throughput_effects must have shape ({count}, factors), but has {effects.shape}")
+    return np.nan_to_num(effects, posinf=0.0, neginf=0.0)
 
 
 def _number(value: Any) -> float:
