@@ -156,7 +156,8 @@ def refiner(
             relatives(space, winner.config),
             margin=min(MARGIN, 1.0 - headroom),
         )
-        if found.gain <= 0:
+        known = found.amounts_to(facts.blocks)
+        if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
             return None
         return Refinement(
             config=Config(found.config),

@@ -60,6 +60,14 @@ class Layerwise:
         """Predicted throughput over that of the uniform winner, less 1."""
         return self.throughput / self.uniform.estimate.throughput - 1
 
+    def amounts_to(self, blocks: int) -> dict[str, Any] | None:
+        """The uniform configuration that does the same; None where the `blocks` are treated unlike each other."""
+        if any(0 < len(indices) < blocks for indices in (self.checkpointed, self.gathered)):
+            return None
+        knobs = {name: value for name, value in self.config.items() if name not in (CHECKPOINT_KNOB, GATHERED_KNOB)}
+        knobs["checkpoint_ratio"] = 1.0 if self.checkpointed else 0.0
+        return {**knobs, "zero": 2} if self.gathered else knobs
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {

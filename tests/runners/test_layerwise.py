@@ -1,5 +1,6 @@
 """The refinement block by block: within the memory limit, never slower than the uniform winner, and optimal."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -190,3 +191,20 @@ def test_the_answer_holds_both_beside_each_other():
     data = found.to_dict()["layerwise"]
     assert data["gain"] == pytest.approx(data["throughput"] / found.ranked[0].estimate.throughput - 1)
     assert data["config"]["checkpoint_blocks"] and "checkpoint_ratio" not in data["config"]
+
+
+def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_configuration():
+    _, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
+    mixed = found.layerwise
+    assert 0 < len(mixed.checkpointed) < 24 and mixed.amounts_to(24) is None
+    base = {name: value for name, value in mixed.config.items() if name != "checkpoint_blocks"}
+
+    def made(checkpointed, gathered=(), **more):
+        config = {**mixed.config, "checkpoint_blocks": "any", **({"gathered_blocks": "any"} if gathered else {}), **more}
+        return replace(mixed, config=config, checkpointed=checkpointed, gathered=gathered).amounts_to(24)
+
+    every = tuple(range(24))
+    assert made(()) == {**base, "checkpoint_ratio": 0.0}
+    assert made(every) == {**base, "checkpoint_ratio": 1.0}
+    assert made((), every, zero=3) == {**base, "zero": 2, "checkpoint_ratio": 0.0}
+    assert made((), every[:5], zero=3) is None

@@ -13,9 +13,11 @@ from redline.models.families.standard import indices_of
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
 from redline.runners import Runner
-from redline.space import Config
+from redline.runners.estimate import Estimator, Shape, TrainingSetup
+from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.listener import SearchListener
+from redline.tuner.predicting import refiner
 from redline.tuner.search import REFINEMENT, ROUNDS, Refinement, Search
 from redline.tuner.warm_start import read_runs
 
@@ -134,6 +136,27 @@ def test_one_that_was_tried_before_is_not_tried_again():
         search = Search(run_folder=folder, sampler=None, runner=runner, budget=Budget(trials=1))
         search.refine(lambda trials: Refinement(config=Config(checkpoint_blocks="0")))
     assert len(folder.trials()) == 3 and runner.order == [2]
+
+
+def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured():
+    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
+    estimator = Estimator(Shape(layers=24, hidden=1024, heads=16, vocabulary=50000), "a100-80gb", setup)
+    space = Space()
+    space.choice("micro_batch", [8])
+    space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
+    none, half, _ = space
+
+    def measured(number, config, throughput):
+        return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
+
+    refined = refiner(estimator, space, 0.05)
+    # Nothing need be recomputed on such a device, whatever the measurements say.
+    winner = measured(0, half, estimator(half).throughput)
+    found = refined([winner])
+    assert found.config == {"micro_batch": 8, "checkpoint_blocks": "none"}
+    assert found.predicted_throughput > summary.standing(winner)
+    slower = measured(1, none, 0.9 * summary.standing(winner))
+    assert refined([winner, slower]) is None
 
 
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
