@@ -132,11 +132,12 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
 
 
 def refiner(
-    estimator: "Estimator", space: Space, headroom: float
+    estimator: "Estimator | None", space: Space, headroom: float, warn: Callable[[str], None]
 ) -> Callable[[Sequence[Trial]], Refinement | None]:
     """What makes of trials their winner refined block by block, for `Search.refine`.
 
     The estimator learns from the trials first: which blocks have to be recomputed depends on how much memory is left.
+    Where there is none, or it cannot predict this model, nothing is refined, and `warn` is told why.
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
@@ -147,15 +148,22 @@ def refiner(
         winner = summary.best(trials)
         if winner is None or winner.sampler == REFINEMENT:
             return None
-        learned = estimator.calibrate([trial for trial in trials if not trial.pending])
-        facts = learned.facts_of(columns([winner.config], learned.training), 0)
-        found = refine(
-            learned,
-            Ranked(config=winner.config, estimate=learned(winner.config)),
-            facts,
-            relatives(space, winner.config),
-            margin=min(MARGIN, 1.0 - headroom),
-        )
+        if estimator is None:
+            warn("the winner is not refined layer by layer: there is no estimate")
+            return None
+        try:
+            learned = estimator.calibrate([trial for trial in trials if not trial.pending])
+            facts = learned.facts_of(columns([winner.config], learned.training), 0)
+            found = refine(
+                learned,
+                Ranked(config=winner.config, estimate=learned(winner.config)),
+                facts,
+                relatives(space, winner.config),
+                margin=min(MARGIN, 1.0 - headroom),
+            )
+        except UsageError as error:
+            warn(f"the winner is not refined layer by layer: {error}")
+            return None
         known = found.amounts_to(facts.blocks)
         if found.gain <= 0 or any(dict(trial.config) == known for trial in trials):
             return None

@@ -134,7 +134,7 @@ class Search:
             return
         found = refiner(trials)
         if found is None:
-            self.listener.said("layer by layer: nothing is expected to be gained over the winner")
+            self.listener.said("layer by layer: nothing is tried beside the winner, as no gain is expected")
             return
         if any(trial.config == found.config for trial in trials):
             return

@@ -260,8 +260,8 @@ def tune(
                     listener.began(plan_of(task, budget, folder, sampler, made))
                     search.run()
                     ended = search.ended
-                    if layerwise and estimator is not None:
-                        search.refine(refiner(estimator, task.space, headroom))
+                    if layerwise:
+                        search.refine(refiner(estimator, task.space, headroom, warn))
                     search.confirm()
                 except KeyboardInterrupt:
                     interrupted, ended = True, "interrupted"

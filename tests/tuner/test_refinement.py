@@ -119,7 +119,7 @@ def test_one_that_is_slower_or_fails_leaves_the_uniform_winner(outcome):
 def test_where_nothing_is_to_be_gained_nothing_is_tried_and_that_is_said():
     trials, order, heard = searched([60.0, 100.0], None, found=None)
     assert len(trials) == 2 and order == [1, 0] * ROUNDS
-    assert "nothing is expected to be gained" in heard.lines[0]
+    assert "no gain is expected" in heard.lines[0]
 
 
 def test_without_a_success_there_is_nothing_to_refine():
@@ -149,7 +149,7 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
     def measured(number, config, throughput):
         return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=throughput))
 
-    refined = refiner(estimator, space, 0.05)
+    refined = refiner(estimator, space, 0.05, pytest.fail)
     # Nothing need be recomputed on such a device, whatever the measurements say.
     winner = measured(0, half, estimator(half).throughput)
     found = refined([winner])
@@ -157,6 +157,22 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
     assert found.predicted_throughput > summary.standing(winner)
     slower = measured(1, none, 0.9 * summary.standing(winner))
     assert refined([winner, slower]) is None
+
+
+@pytest.mark.parametrize(("known", "why"), [(False, "there is no estimate"), (True, "cannot be traced")])
+def test_without_predictions_the_winner_stands_and_why_it_is_not_refined_is_said(known, why):
+    class Untraceable:
+        def facts(self, **variant):
+            raise UsageError("the model cannot be traced")
+
+    setup = TrainingSetup(devices=1, seq_len=1024, global_batch=8, precision="bf16")
+    space = Space()
+    space.choice("checkpoint_ratio", [0.0, 1.0])
+    winner = Trial(number=0, config=space.at(0), measurement=Measurement(status=Status.OK, throughput=1.0))
+    said = []
+    estimator = Estimator(Untraceable(), "a100-80gb", setup) if known else None
+    assert refiner(estimator, space, 0.05, said.append)([winner]) is None
+    assert len(said) == 1 and "not refined layer by layer" in said[0] and why in said[0]
 
 
 def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():

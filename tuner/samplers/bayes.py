@@ -50,8 +50,6 @@ STATED_TRUST = 0.99
 """The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
 FAILURE_COST = 0.005
 """What a failed trial is worth, in log throughput."""
-OWN = 1.0
-"""Share of an estimate's stated spread, beyond that of its surest candidate, that is a candidate's own."""
 WORTHWHILE = 0.01
 """Gain in log throughput for which a search goes on."""
 HOPELESS = 0.02
@@ -324,7 +322,7 @@ class _Round:
             if np.isfinite(predictions.log_std[order]).all():
                 # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
                 rest = np.maximum(predictions.log_std[order] ** 2 - (effects**2).sum(axis=1), 0.0)
-                own = (OWN**2) * (rest - rest.min())
+                own = rest - rest.min()
             trust = STATED_TRUST if stated else TRUST
             beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, own=own, weight=trust))
         beliefs.append(

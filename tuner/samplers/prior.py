@@ -100,8 +100,7 @@ class Prior:
         if hasattr(self.source, "table"):
             try:
                 table = self.source.table(list(configs))
-                rows = _rows_of(table, len(configs))
-                effects = _effects_of(table, len(configs))
+                rows, effects = _rows_of(table, len(configs)), _effects_of(table, len(configs))
             except Exception as error:  # somebody's own code: asked one by one below, it may do better
                 problem = f"its table raised {type(error).__name__}: {error}"
         if rows is None:
@@ -186,7 +185,7 @@ class Answers:
     """
 
     def __init__(self, prior: Prior, listed: int | None) -> None:
-        self._prior, self._listed = prior, listed
+        self._prior = prior
         self._kept: dict[Config, tuple[float, ...]] = {}
         self._table: np.ndarray | None = None
         """Predictions of a listed space, a row a configuration; `_asked` where there are."""
