@@ -71,14 +71,15 @@ class TerminalListener(ProgressListener):
     """A line for each finished trial, and below them what is going on."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
-        self._live = Live(
-            console=self._console, get_renderable=self._view, refresh_per_second=4, transient=True, screen=False
-        )
         self._plan: SearchPlan | None = None
         self._what = ""
         self._running: dict[int, Trial] = {}
         self._finished: list[Trial] = []
+        self._console = Console(file=stream, highlight=False)
+        # Last: Live draws the view once as it is made.
+        self._live = Live(
+            console=self._console, get_renderable=self._view, refresh_per_second=4, transient=True, screen=False
+        )
         self._begin = time.monotonic()
 
     def __enter__(self) -> "TerminalListener":
