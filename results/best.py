@@ -14,8 +14,8 @@ def document(
     """What best.yaml says about these trials.
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
-    and `gain` the winner's throughput over the default's. Throughputs are medians of the re-measurements
-    where there are any. `reproduce` is the command line, quoted for a shell.
+    and `gain` the winner's throughput over the default's. Measurements are those of the re-measurements where there
+    are any, which `remeasured` lists: for each such trial its throughput at `first` and those measured `again`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -23,6 +23,11 @@ def document(
         out["why"] = summary.why_nothing(trials)
     out["default"] = _entry(base) if base else None
     out["gain"] = summary.gain(trials)
+    out["remeasured"] = {
+        str(trial.number): {"first": trial.first, "again": list(trial.remeasured)}
+        for trial in trials
+        if trial.first is not None
+    }
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
     out["environment"] = dict(environment)
     out["reproduce"] = shlex.join(command)
@@ -40,10 +45,11 @@ def _entry(trial: Trial) -> dict[str, Any]:
         return out | {"status": "pending"}
     out["status"] = trial.measurement.status
     if trial.ok:
-        out["throughput"] = summary.standing(trial)
+        out["throughput"] = trial.measurement.throughput
         out["unit"] = trial.measurement.unit
     if trial.remeasured:
         out["remeasured"] = list(trial.remeasured)
+        out["first_throughput"] = trial.first
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
     out["measurement"] = trial.measurement.to_dict()

@@ -109,6 +109,12 @@ def number(value: float, digits: int = 7) -> str:
     return text
 
 
+def speed(throughput: float, unit: str) -> str:
+    """A throughput as people read it: `12,345 tokens/s`."""
+    digits = f"{throughput:,.0f}" if throughput >= 1000 else number(throughput, 4)
+    return f"{digits} {unit}".strip()
+
+
 def fold(text: str) -> str:
     """`text` on one line: line breaks become a space, other control characters their escapes."""
     text = _BREAKS.sub(" ", text)

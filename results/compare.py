@@ -4,18 +4,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Any
 
 from ..errors import UsageError
 from . import request, summary
+from .again import Z95
 from .columns import cell, number
 from .measurement import Status, Trial
 from .view import View
 
 SIGNIFICANT = 0.05
 """Probability below which a difference counts as real."""
-_Z95 = 1.959963984540054
 _NOTED = ("workload", "seq_len", "global_batch", "devices", "memory_limit_mib")
 
 
@@ -38,7 +37,7 @@ class Side:
     @property
     def throughput(self) -> float | None:
         """The winner's, as it is judged."""
-        return summary.standing(self.best) if self.best else None
+        return self.best.measurement.throughput if self.best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,19 +121,9 @@ def compare(views: Sequence[View]) -> Comparison:
 
 
 def relative_error(trial: Trial) -> float | None:
-    """Relative standard error of what a trial is judged by; None where nothing of its spread was recorded.
-
-    Two sources add up: the spread of steps within a measurement (`step_ms_spread` is the half-width of a 95 %
-    interval) and that of the re-measurements among each other.
-    """
-    measured = trial.measurement
-    parts = []
-    if measured.step_ms and measured.step_ms_spread is not None:
-        parts.append(measured.step_ms_spread / _Z95 / measured.step_ms)
-    again = trial.remeasured
-    if len(again) > 1 and fmean(again):
-        parts.append(stdev(again) / fmean(again) / math.sqrt(len(again)))
-    return math.hypot(*parts) if parts else None
+    """Relative standard error of a trial's throughput; None where nothing of its spread was recorded."""
+    spread = trial.measurement.spread
+    return None if spread is None else spread / Z95
 
 
 def probability(ratio: float, error: float, other: float) -> float:
@@ -205,7 +194,7 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
     def error(side: Side) -> float | None:
         found = relative_error(side.best) if side.best else None
-        return None if found is None else 100 * _Z95 * found
+        return None if found is None else 100 * Z95 * found
 
     def spent(side: Side) -> float | None:
         known = [

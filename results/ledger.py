@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError, unknown
+from .again import judged
 from .distributions import distribution
 from .files import plain
 from .measurement import Measurement, Status, Trial
@@ -27,7 +28,8 @@ class Ledger:
     `skipped` is PRUNED, any other status FAIL. User attributes hold the whole configuration (`config`, its id
     in `config_id`, derived knobs also as `knob.<name>`), `sampler`, `predicted_throughput`,
     `predicted_memory_mib`, `status`, `reason` and `measurement`; the study's hold the metadata and, since
-    Optuna's finished trials cannot change, `remeasured`: trial -> throughputs.
+    Optuna's finished trials cannot change, `remeasured`: trial -> throughputs, and `fallen`: trial -> the measurement
+    of the one that did not end well again.
 
     Made by `Ledger.open` and `Ledger.load`. May be used from several threads.
     """
@@ -52,6 +54,8 @@ class Ledger:
         self._lock = threading.RLock()
         self._trials: dict[int, Trial] = {}
         self._ids: dict[int, int] = {}
+        self._first: dict[int, Measurement] = {}
+        self._fallen: dict[int, Measurement] = {}
         self._load(make_config)
 
     @classmethod
@@ -216,8 +220,15 @@ class Ledger:
             self._raise_trouble(f"trial {number}")
         return done
 
-    def remeasure(self, number: int, throughputs: Sequence[float]) -> Trial:
-        """The `ok` trial `number` with `throughputs` as all its re-measurements, replacing earlier ones.
+    def remeasure(
+        self, number: int, throughputs: Sequence[float], failure: Measurement | None = None
+    ) -> Trial:
+        """The trial `number`, an `ok` at first, with these as all its re-measurements, replacing earlier ones.
+
+        Args:
+            number: the trial's.
+            throughputs: of the re-measurements that ran to the end.
+            failure: the re-measurement that did not, if any; the trial's measurement then tells of it.
 
         Raises:
             StudyError: there is no such `ok` trial, or the storage could not be written (see `finish`).
@@ -225,18 +236,25 @@ class Ledger:
         with self._lock:
             self._writable()
             trial = self._known(number)
-            if not trial.ok:
+            first = self._first.get(number, trial.measurement)
+            if first is None or not first.ok:
                 raise StudyError(f"trial {number} did not succeed, so there is nothing to measure again")
             values = tuple(float(each) for each in throughputs)
             if not all(math.isfinite(each) for each in values):
                 raise StudyError(f"re-measured throughputs must be finite numbers, but got {values}")
-            done = self._trials[number] = replace(trial, remeasured=values)
-            remeasured = {
-                str(each.number): each.remeasured for each in self._trials.values() if each.remeasured
+            if failure is not None:
+                self._fallen[number] = failure
+            else:
+                self._fallen.pop(number, None)
+            done = self._judge(trial, first, values)
+            attributes = {
+                "remeasured": {str(n): each.remeasured for n, each in self._trials.items() if each.remeasured},
+                "fallen": {str(n): each.to_dict() for n, each in self._fallen.items()},
             }
             try:
                 with contained(self._where), self._together():
-                    self._storage.set_study_user_attr(self._study_id, "remeasured", remeasured)
+                    for name, value in attributes.items():
+                        self._storage.set_study_user_attr(self._study_id, name, value)
             except StudyError as error:
                 raise StudyError(
                     f"the re-measurement of trial {number} could not be stored: {error}"
@@ -269,7 +287,9 @@ class Ledger:
         self._storage.remove_session()
 
     def _load(self, make_config: Callable[[Mapping[str, Any]], Any]) -> None:
-        remeasured = self._storage.get_study_user_attrs(self._study_id).get("remeasured", {})
+        stored = self._storage.get_study_user_attrs(self._study_id)
+        remeasured = stored.get("remeasured", {})
+        self._fallen = {int(n): Measurement.from_dict(each) for n, each in stored.get("fallen", {}).items()}
         for frozen in self._storage.get_all_trials(self._study_id, deepcopy=False):
             attributes = frozen.user_attrs
             if "config" not in attributes:
@@ -283,11 +303,21 @@ class Ledger:
                 predicted_throughput=attributes.get("predicted_throughput"),
                 predicted_memory_mib=attributes.get("predicted_memory_mib"),
                 measurement=Measurement.from_dict(outcome) if outcome else None,
-                remeasured=tuple(remeasured.get(str(frozen.number), ())),
             )
             if outcome and not frozen.state.is_finished() and not self._read_only:
                 # Killed between the outcome and the state, which are one write but may be torn.
                 self._store(frozen._trial_id, self._trials[frozen.number].measurement)
+            again = tuple(remeasured.get(str(frozen.number), ()))
+            trial = self._trials[frozen.number]
+            if trial.ok and (again or frozen.number in self._fallen):
+                self._judge(trial, trial.measurement, again)
+
+    def _judge(self, trial: Trial, first: Measurement, throughputs: tuple[float, ...]) -> Trial:
+        """The trial as its re-measurements have it, remembered so."""
+        self._first[trial.number] = first
+        done = judged(trial, throughputs, self._fallen.get(trial.number), first=first)
+        self._trials[trial.number] = done
+        return done
 
     def _store(self, trial_id: int, measurement: Measurement) -> None:
         from optuna.trial import TrialState

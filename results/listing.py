@@ -55,7 +55,7 @@ def chosen_columns(trials: Sequence[Trial], names: Iterable[str]) -> list[str]:
 
 
 def value(trial: Trial, column: str) -> Any:
-    """What a trial has in a column; None where there is nothing. The throughput is what the trial is judged by."""
+    """What a trial has in a column; None where there is nothing."""
     if column.startswith(KNOB):
         return trial.config.get(column.removeprefix(KNOB))
     if column == "trial":
@@ -64,8 +64,6 @@ def value(trial: Trial, column: str) -> Any:
         return getattr(trial, column)
     if column == "status":
         return PENDING if trial.pending else str(trial.measurement.status)
-    if column == "throughput" and trial.ok:
-        return summary.standing(trial)
     return None if trial.pending else getattr(trial.measurement, column)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -142,6 +142,11 @@ class Measurement:
         """Whether the trial counts as a success."""
         return self.status is Status.OK
 
+    @property
+    def spread(self) -> float | None:
+        """Relative half-width of the 95 % interval of throughput and step time; None where nothing tells."""
+        return self.step_ms_spread / self.step_ms if self.step_ms and self.step_ms_spread is not None else None
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping, without fields that are None or empty.
 
@@ -188,9 +193,12 @@ class Trial:
     predicted_memory_mib: float | None = None
     """Estimated peak memory before the run, MiB."""
     measurement: Measurement | None = None
-    """The outcome; None while the trial is pending."""
-    remeasured: tuple[float, ...] = field(default=())
+    """The outcome; None while the trial is pending. Where it was measured again, what came of that
+    (`again.measured_again`): there is one number for how fast a configuration is."""
+    remeasured: tuple[float, ...] = ()
     """Throughputs of the interleaved re-measurements at the end of the search."""
+    first: float | None = None
+    """Throughput of the first measurement, where `measurement` is what came of measuring again."""
 
     @property
     def pending(self) -> bool:

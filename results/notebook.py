@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MissingDependency
 from . import listing, summary
-from .columns import cell, fold, number
+from .columns import cell, fold, number, speed
 from .measurement import Status, Trial
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
     head = escape(why or summary.why_nothing(trials))
     if winner is not None:
         gain = summary.gain(trials)
-        speed = f"{number(summary.standing(winner), 5)} {winner.measurement.unit}".strip()
-        head = f"<b>{escape(speed)}</b> (trial {winner.number}" + (
+        told = speed(winner.measurement.throughput, winner.measurement.unit)
+        head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
             f", {gain:.2f} times the default configuration)" if gain else ")"
         )
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
@@ -55,8 +55,8 @@ def drawing(trials: Sequence[Trial]) -> str:
     def x(place: int) -> float:
         return _MARGIN + (_WIDTH - 2 * _MARGIN) * place / (len(finished) - 1)
 
-    def y(speed: float | None) -> float:
-        return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * (speed or 0.0) / (top or 1.0)
+    def y(throughput: float | None) -> float:
+        return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * (throughput or 0.0) / (top or 1.0)
 
     points = "".join(
         f'<circle cx="{x(i):.1f}" cy="{y(trial.measurement.throughput if trial.ok else None):.1f}" r="3" '
@@ -125,8 +125,8 @@ def figure(trials: Sequence[Trial]) -> "Figure":
         }  # fmt: skip
         made.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
         placed = [
-            (trial.measurement.peak_memory_mib, speed, text)
-            for trial, speed, text in zip(those, speeds, look["text"])
+            (trial.measurement.peak_memory_mib, throughput, text)
+            for trial, throughput, text in zip(those, speeds, look["text"])
             if trial.measurement.peak_memory_mib is not None
         ]
         if placed:

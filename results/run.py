@@ -175,13 +175,18 @@ class RunFolder:
         self._tabulate(trial)
         return trial
 
-    def remeasure(self, number: int, throughputs: Sequence[float]) -> Trial:
-        """The `ok` trial `number` with these as all its re-measurements.
+    def remeasure(
+        self, number: int, throughputs: Sequence[float], failure: Measurement | None = None
+    ) -> Trial:
+        """The trial `number` with these as all its re-measurements, in the ledger and in trials.csv (see
+        `Ledger.remeasure`).
 
         Raises:
             StudyError: there is no such trial, or the ledger could not be written.
         """
-        return self.ledger.remeasure(number, throughputs)
+        trial = self.ledger.remeasure(number, throughputs, failure)
+        self._tabulate(trial)
+        return trial
 
     def trials(self) -> list[Trial]:
         """All trials in the order of their numbers, pending ones too."""

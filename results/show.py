@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import listing, summary
-from .columns import KNOB, cell, fold, number
+from .columns import KNOB, cell, fold, number, speed
 from .measurement import Status, Trial
 from .run import RunFolder
 from .view import View
@@ -135,7 +135,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measurement.status}"
     if winner.remeasured:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
-        lines.append(f"measured again: {again}; the first time {number(winner.measurement.throughput, 5)}")
+        lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
     lines.append(
         "configuration: "
         + ", ".join(f"{name}={cell(value, 'knob.')}" for name, value in winner.config.items())
@@ -145,7 +145,9 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
 
 
 def _speed(trial: Trial) -> str:
-    return f"{number(summary.standing(trial), 5)} {trial.measurement.unit}".rstrip()
+    measured = trial.measurement
+    doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
+    return speed(measured.throughput, measured.unit) + doubt
 
 
 def _column(trials: Sequence[Trial], name: str) -> Column:
@@ -164,11 +166,11 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
         return ["" if value is None else number(value, digits) for value in given]
 
     unit = next((each.unit for each in finished if each is not None and each.unit), "throughput")
-    speeds = [summary.standing(trial) for trial in trials]
+    speeds = [trial.measurement.throughput if trial.ok else None for trial in trials]
     outcome = [
         Column("trial", [str(trial.number) for trial in trials], "right"),
         Column("status", ["pending" if each is None else str(each.status) for each in finished]),
-        Column(unit, ["" if speed is None else number(speed, 5) for speed in speeds], "right"),
+        Column(unit, ["" if each is None else number(each, 5) for each in speeds], "right"),
         Column("step ms", measured("step_ms", 4), "right"),
         Column("peak MiB", measured("peak_memory_mib", 5), "right"),
         Column("sampler", [trial.sampler for trial in trials]),

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
 
 from .columns import number
 from .measurement import Status, Trial
@@ -13,21 +12,14 @@ WORTH_HAVING = 0.02
 """Share of memory by which a tie is decided."""
 
 
-def standing(trial: Trial) -> float | None:
-    """What a trial is judged by: the median of its re-measurements, else its throughput; None unless `ok`."""
-    if not trial.ok:
-        return None
-    return median(trial.remeasured) if trial.remeasured else trial.measurement.throughput
-
-
 def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
     """The `ok` trials, best first, at most `count` of them.
 
-    Those that were measured again come before the others: they led, and what counts is what held up. Those
-    that failed when measured again are left out. Of two equal ones the earlier leads.
+    Those that were measured again come before the others: they led, and what counts is what held up. Of two equal
+    ones the earlier leads.
     """
-    successes = [trial for trial in trials if standing(trial)]
-    successes.sort(key=lambda trial: (not trial.remeasured, -standing(trial), trial.number))
+    successes = [trial for trial in trials if trial.ok]
+    successes.sort(key=lambda trial: (not trial.remeasured, -trial.measurement.throughput, trial.number))
     if successes and successes[0].remeasured:
         tied = [trial for trial in successes if _ties(trial, successes[0])]
         roomiest = max(tied, key=lambda trial: (_room(trial), -successes.index(trial)))
@@ -43,7 +35,8 @@ def _ties(trial: Trial, first: Trial) -> bool:
         return True
     if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
         return False
-    return max(trial.remeasured) >= min(first.remeasured) and standing(trial) >= (1 - NOISE) * standing(first)
+    near = trial.measurement.throughput >= (1 - NOISE) * first.measurement.throughput
+    return near and max(trial.remeasured) >= min(first.remeasured)
 
 
 def _room(trial: Trial) -> float:
@@ -65,9 +58,9 @@ def default(trials: Sequence[Trial]) -> Trial | None:
 def gain(trials: Sequence[Trial]) -> float | None:
     """The winner's throughput over the default configuration's; None if either has none."""
     winner, base = best(trials), default(trials)
-    if winner is None or base is None or not standing(base):
+    if winner is None or base is None or not base.ok:
         return None
-    return standing(winner) / standing(base)
+    return winner.measurement.throughput / base.measurement.throughput
 
 
 def counts(trials: Sequence[Trial]) -> dict[Status, int]:
@@ -78,7 +71,7 @@ def counts(trials: Sequence[Trial]) -> dict[Status, int]:
 
 def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
     """Per finished trial, in the order of numbers, the highest throughput up to and including it; None before
-    the first success. Re-measurements do not count: they come after the search."""
+    the first success."""
     series: list[float | None] = []
     top: float | None = None
     for trial in trials:
@@ -112,7 +105,7 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     finished = [trial for trial in trials if not trial.pending]
     if not finished:
         return "no trial has finished"
-    if any(trial.ok for trial in finished):
+    if any(trial.first is not None for trial in finished):
         return "every trial that succeeded failed when it was measured again; its log (.again.log) says how"
     found = counts(finished)
     listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)

@@ -170,7 +170,7 @@ def refiner(
         return Refinement(
             config=Config(found.config),
             # What is predicted is the gain: how fast the uniform one is, was measured.
-            predicted_throughput=(1 + found.gain) * summary.standing(winner),
+            predicted_throughput=(1 + found.gain) * winner.measurement.throughput,
             predicted_memory_mib=found.peak_memory_mib,
             said="\n".join(found.lines()),
         )

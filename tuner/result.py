@@ -20,7 +20,7 @@ class Candidate:
     config: Config
     """The configuration."""
     throughput: float
-    """Median of the interleaved re-measurements where there are any, else the trial's own."""
+    """Its measurement's: the median of the re-measurements where there are any."""
     measurement: Measurement
     """The trial's measurement."""
     trial: Trial
@@ -127,7 +127,7 @@ def _candidate(trial: Trial | None) -> Candidate | None:
         return None
     return Candidate(
         config=trial.config,
-        throughput=summary.standing(trial),
+        throughput=trial.measurement.throughput,
         measurement=trial.measurement,
         trial=trial,
     )
@@ -142,5 +142,6 @@ def _entry(candidate: Candidate | None) -> dict[str, Any] | None:
         "throughput": candidate.throughput,
         "unit": candidate.measurement.unit,
         "remeasured": list(candidate.trial.remeasured),
+        "first_throughput": candidate.trial.first,
         "measurement": candidate.measurement.to_dict(),
     }

@@ -314,10 +314,13 @@ class Search:
         """Measures these again; whether any of them held up."""
         total = len(leaders) * ROUNDS
         taken: dict[int, list[float]] = {trial.number: [] for trial in leaders}
+        failed: dict[int, Measurement] = {}
         done = 0
         try:
             for _ in range(ROUNDS):
                 for trial in leaders:
+                    if trial.number in failed:
+                        continue
                     self.listener.remeasuring(leaders, done, total)
                     if self._watch.left < 0 and done >= len(leaders):
                         break
@@ -330,16 +333,16 @@ class Search:
                             f"trial {trial.number} did not hold up when measured again: "
                             f"{again.status} ({again.reason})"
                         )
-                        taken[trial.number].append(0.0)
+                        failed[trial.number] = again
         except BaseException:
             self.runner.close()
             raise
         finally:
             for number, throughputs in taken.items():
-                if throughputs:
-                    self.run_folder.remeasure(number, throughputs)
+                if throughputs or number in failed:
+                    self.run_folder.remeasure(number, throughputs, failed.get(number))
         self.listener.remeasuring(leaders, total, total)
-        return any(statistics.median(throughputs) for throughputs in taken.values() if throughputs)
+        return len(failed) < len(leaders)
 
     def _leaders(self, fallen: set[int]) -> list[Trial]:
         successes = sorted(

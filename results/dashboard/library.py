@@ -211,7 +211,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "state": source.state,
             "trials": len(trials),
             "counts": {str(status): count for status, count in summary.counts(trials).items()},
-            "best": summary.standing(winner) if winner else None,
+            "best": winner.measurement.throughput if winner else None,
             "unit": winner.measurement.unit if winner else "",
             "gain": summary.gain(trials),
             "spark": _thin(summary.best_so_far(trials)),

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import UsageError, unknown
 from .. import summary
-from ..columns import fold, number
+from ..columns import fold, number, speed
 from ..measurement import Trial
 from . import accelerate, deepspeed, megatron, plain, script, torchtitan, trainer
 from .setup import Setup
@@ -97,9 +97,8 @@ def chosen_trial(trials: Sequence[Trial], number: int | None) -> Trial:
 def _comment(target: Target, form: str, setup: Setup, notes: tuple[str, ...]) -> str:
     measured = setup.trial.measurement
     what = f"{setup.model or 'a model'}, trial {setup.trial.number}"
-    speed = summary.standing(setup.trial)
-    if speed is not None:
-        what += f": {number(speed, 5)} {measured.unit}".rstrip()
+    if setup.trial.ok:
+        what += f": {speed(measured.throughput, measured.unit)}"
     if measured is not None and measured.peak_memory_mib is not None:
         what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
     lines = [f"Written by redline for {target.name}: {fold(what)}"]

@@ -15,14 +15,13 @@ RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
 def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     """What the search found and what it cost, JSON-ready; None where the trials do not tell.
 
-    `spread` is relative: half the range of the winner's re-measurements over their median, else the half-width
-    of the step time's 95 % confidence interval over the step time. Device seconds are a trial's total time
+    `spread` is relative: the half-width of the 95 % interval of a throughput. Device seconds are a trial's total time
     times its devices (1 where not told); `lost` are those of trials that did not end as `ok`, `overhead` what
     the successful ones spent outside build, warm-up and measurement.
     """
     winner, base = summary.best(trials), summary.default(trials)
     gain = summary.gain(trials)
-    spreads = [spread(each) for each in (winner, base) if each is not None and each.ok]
+    spreads = [each.measurement.spread for each in (winner, base) if each is not None and each.ok]
     return {
         "trials": len(trials),
         "counts": {str(status): count for status, count in summary.counts(trials).items()},
@@ -44,10 +43,10 @@ def entry(trial: Trial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "status": str(found.status),
-        "throughput": summary.standing(trial),
-        "first": found.throughput,
+        "throughput": found.throughput,
+        "first": trial.first,
         "remeasured": list(trial.remeasured),
-        "spread": spread(trial),
+        "spread": found.spread,
         "step_ms": found.step_ms,
         "peak_memory_mib": found.peak_memory_mib,
         "memory_limit_mib": found.memory_limit_mib,
@@ -55,16 +54,6 @@ def entry(trial: Trial) -> dict[str, Any]:
         "devices": found.devices,
         "config": dict(trial.config),
     }
-
-
-def spread(trial: Trial) -> float | None:
-    """Relative half-width of what a trial's throughput is uncertain by; None where nothing tells."""
-    if len(trial.remeasured) > 1:
-        return (max(trial.remeasured) - min(trial.remeasured)) / 2 / median(trial.remeasured)
-    found = trial.measurement
-    if found.step_ms and found.step_ms_spread is not None:
-        return found.step_ms_spread / found.step_ms
-    return None
 
 
 def memory_limit(trials: Sequence[Trial]) -> float | None:

@@ -41,7 +41,11 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "effects": effects(trials, free),
         "failures": failures(trials, source.folder),
         "exports": exports(source),
-        "again": {str(each.number): list(each.remeasured) for each in trials if each.remeasured},
+        "again": {
+            str(each.number): {"first": each.first, "again": list(each.remeasured)}
+            for each in trials
+            if each.first is not None
+        },
     }
     if with_rows:
         out["rows"] = rows(source)

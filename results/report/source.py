@@ -193,18 +193,17 @@ def _tells_of(best: dict[str, Any], trials: list[Trial]) -> bool:
 
 
 def _remeasured(trials: list[Trial], best: dict[str, Any]) -> list[Trial]:
-    """The trials with the re-measurements that best.yaml keeps: those of the winner and the default."""
-    again: dict[int, tuple[float, ...]] = {}
-    if best.get("best", ...) is None:
-        # Whatever ran to the end did not do so again (`summary.standing`): none of them is a winner.
-        return [replace(trial, remeasured=(0.0,)) if trial.ok else trial for trial in trials]
-    for key in ("best", "default"):
-        entry = best.get(key)
-        values = entry.get("remeasured") if isinstance(entry, dict) else None
-        if isinstance(values, list) and values and all(_is_speed(each) for each in values):
-            again[entry.get("trial")] = tuple(float(each) for each in values)
+    """The trials with the re-measurements that best.yaml keeps; the table has what came of them."""
+    kept = best.get("remeasured")
+    told: dict[str, tuple[float, tuple[float, ...]]] = {}
+    for number, entry in kept.items() if isinstance(kept, dict) else ():
+        first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, dict) else (None, None)
+        if _is_speed(first) and isinstance(again, list) and all(_is_speed(each) for each in again):
+            told[str(number)] = float(first), tuple(float(each) for each in again)
     return [
-        replace(trial, remeasured=again[trial.number]) if trial.ok and trial.number in again else trial
+        replace(trial, first=told[str(trial.number)][0], remeasured=told[str(trial.number)][1])
+        if str(trial.number) in told
+        else trial
         for trial in trials
     ]
 

@@ -8,6 +8,7 @@ import statistics
 import pytest
 from redline.errors import UsageError
 from redline.results import Measurement, Status, Trial, View
+from redline.results.again import judged
 from redline.results.compare import compare, probability, relative_error
 
 
@@ -79,7 +80,7 @@ def test_the_error_holds_what_a_simulation_shows():
 
 def test_re_measurements_add_to_the_error():
     again = (95.0, 100.0, 105.0)
-    trial = Trial(number=0, config={}, measurement=measurement(100.0, 2.0), remeasured=again)
+    trial = judged(Trial(number=0, config={}, measurement=measurement(100.0, 2.0)), again)
     within = 2.0 / 1.959963984540054 / 100.0
     among = statistics.stdev(again) / 100.0 / math.sqrt(3)
     assert relative_error(trial) == pytest.approx(math.hypot(within, among))

@@ -9,6 +9,7 @@ import optuna
 import pytest
 from redline.errors import StudyError
 from redline.results import Ledger, Measurement, RankReport, Status
+from redline.results.again import measured_again
 
 ALL = Measurement(
     status=Status.OK,
@@ -68,8 +69,9 @@ def test_a_trial_comes_back_as_it_was_kept(source, open_ledger, point):
     ledger.remeasure(0, [1200, 1210.5])
     again = open_ledger(source).trials()
     assert again == ledger.trials()
-    assert again[0].measurement == ALL == done.measurement
-    assert again[0].remeasured == (1200.0, 1210.5)
+    assert done.measurement == ALL
+    assert again[0].measurement == measured_again(ALL, [1200.0, 1210.5])
+    assert (again[0].remeasured, again[0].first) == ((1200.0, 1210.5), ALL.throughput)
     assert (again[0].sampler, again[0].predicted_throughput, again[0].predicted_memory_mib) == (
         "hebo",
         1000.0,

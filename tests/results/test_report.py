@@ -12,7 +12,7 @@ import yaml
 from redline.errors import StudyError
 from redline.results import Measurement, Status, Trial
 from redline.results.report import Source, document, page, write_report
-from redline.results.report.analysis import cost, frontier, lanes, predictions, spread
+from redline.results.report.analysis import cost, frontier, lanes, predictions
 from redline.results.report.effects import effects
 from redline.results.report.failures import failures
 from redline.results.report.inside import Outside, open_inside, read_inside, tail_inside
@@ -62,8 +62,12 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     found = document(Source.read(run))
     head = found["headline"]
     assert (head["winner"]["trial"], head["winner"]["throughput"], head["gain"]) == (1, 2000.0, 2.0)
-    assert head["winner"]["spread"] == pytest.approx(0.01)
-    assert head["gain_spread"] == pytest.approx(0.01)
+    # Within a measurement and among the two again, 95 %: standard error 1 % of the throughput.
+    winner, base = math.hypot(0.1 / 4, 1.959963984540054 * 0.01), 0.4 / 8
+    assert head["winner"]["spread"] == pytest.approx(winner)
+    assert head["gain_spread"] == pytest.approx(math.hypot(winner, base))
+    assert head["winner"]["first"] == 1900.0 and head["winner"]["step_ms"] == pytest.approx(4.0 * 1900 / 2000)
+    assert found["again"] == {"0": {"first": 1000.0, "again": [1000.0, 1000.0]}, "1": {"first": 1900.0, "again": [1980.0, 2020.0]}}
     assert (head["winner"]["peak_memory_mib"], head["limit_mib"]) == (512.0, 1024.0)
     assert head["counts"] == {"ok": 2, "oom": 1, "timeout": 0, "crash": 1, "wrong": 0, "skipped": 0}
     assert head["cost"]["device_seconds"] == 50.0
@@ -178,7 +182,7 @@ def test_trials_are_laid_on_devices_that_were_free():
 
 def test_what_is_not_told_is_none_rather_than_nought():
     assert cost([trial(0, throughput=1.0)]) is None
-    assert spread(trial(0, throughput=1.0)) is None
+    assert trial(0, throughput=1.0).measurement.spread is None
     assert lanes([trial(0, throughput=1.0)]) is None
 
 
@@ -281,11 +285,16 @@ def test_a_best_of_other_trials_is_not_believed(run):
     assert document(source)["headline"]["winner"]["trial"] == 0
 
 
-def test_where_no_success_held_up_there_is_no_winner(run):
-    best = yaml.safe_load((run / "best.yaml").read_text())
-    (run / "best.yaml").write_text(yaml.safe_dump(best | {"best": None}))
-    head = document(Source.read(run))["headline"]
-    assert head["winner"] is None and "measured again" in head["why"]
+def test_where_no_success_held_up_there_is_no_winner(tmp_path, open_run, point, ok, oom):
+    with open_run(tmp_path / "run") as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, ok(1000.0, step_ms=8.0))
+        folder.remeasure(0, [990.0], oom(2048.0))
+        folder.write_best(["redline"])
+    found = document(Source.read(tmp_path / "run"))
+    assert found["headline"]["winner"] is None and "measured again" in found["headline"]["why"]
+    assert found["rows"]["status"] == ["oom"] and found["rows"]["throughput"] == [None]
+    assert found["rows"]["reason"] == ["when measured again: out of memory; the first time 1,000 tokens/s"]
 
 
 # -- the page ----------------------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 import pytest
 from redline.results import Measurement, Status, Trial, summary
+from redline.results.again import judged
 
 
 def trial(number, throughput=None, status=None, **more):
-    fields = {each: more.pop(each) for each in ("sampler", "remeasured") if each in more}
+    sampler, again = more.pop("sampler", ""), more.pop("remeasured", ())
     status = status or (Status.OK if throughput is not None else Status.CRASH)
-    return Trial(
-        number=number,
-        config={},
-        measurement=Measurement(status=status, throughput=throughput, **more),
-        **fields,
-    )
+    measured = Measurement(status=status, throughput=throughput, **more)
+    made = Trial(number=number, config={}, measurement=measured, sampler=sampler)
+    return judged(made, again) if again else made
 
 
 def pending(number, **more):
@@ -32,7 +30,6 @@ def test_what_holds_up_wins_over_what_was_fast_once():
         trial(1, 90.0, remeasured=(88.0, 10.0, 89.0)),
         trial(2, 89.5),
     ]
-    assert summary.standing(trials[0]) == 51.0
     assert [each.number for each in summary.leaders(trials)] == [1, 0, 2]
 
 
@@ -40,7 +37,6 @@ def test_without_success_there_is_no_best():
     trials = [trial(0), pending(1), trial(2, 5.0, status=Status.WRONG)]
     assert summary.best(trials) is None
     assert summary.leaders(trials) == []
-    assert summary.standing(trials[2]) is None
     assert summary.best([]) is None
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from redline.results import Measurement, Status, Trial, summary
+from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget
@@ -27,8 +28,8 @@ class Memory:
     def trials(self):
         return self._trials
 
-    def remeasure(self, number, throughputs):
-        self._trials[number] = replace(self._trials[number], remeasured=tuple(throughputs))
+    def remeasure(self, number, throughputs, failure=None):
+        self._trials[number] = judged(self._trials[number], throughputs, failure)
 
     def log_path(self, number):
         return SimpleNamespace(with_suffix=lambda suffix: None)

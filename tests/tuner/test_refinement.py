@@ -12,6 +12,7 @@ from redline.errors import SpaceError, UsageError
 from redline.models.families.standard import indices_of
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
+from redline.results.again import judged
 from redline.runners import Runner
 from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
@@ -50,8 +51,8 @@ class Memory:
         self._trials[number] = replace(self._trials[number], measurement=measurement)
         return self._trials[number]
 
-    def remeasure(self, number, throughputs):
-        self._trials[number] = replace(self._trials[number], remeasured=tuple(throughputs))
+    def remeasure(self, number, throughputs, failure=None):
+        self._trials[number] = judged(self._trials[number], throughputs, failure)
 
     def log_path(self, number):
         return SimpleNamespace(with_suffix=lambda suffix: None)
@@ -154,8 +155,8 @@ def test_one_that_treats_all_blocks_alike_is_tried_only_if_that_was_not_measured
     winner = measured(0, half, estimator(half).throughput)
     found = refined([winner])
     assert found.config == {"micro_batch": 8, "checkpoint_blocks": "none"}
-    assert found.predicted_throughput > summary.standing(winner)
-    slower = measured(1, none, 0.9 * summary.standing(winner))
+    assert found.predicted_throughput > winner.measurement.throughput
+    slower = measured(1, none, 0.9 * winner.measurement.throughput)
     assert refined([winner, slower]) is None
 
 
@@ -247,7 +248,7 @@ def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_i
     assert refined.sampler == REFINEMENT
     assert 0 < len(indices_of(refined.config["checkpoint_blocks"], 12)) < 12
     assert refined.ok and refined.measurement.peak_memory_mib <= limit
-    faster = summary.standing(refined) > summary.standing(everything)
+    faster = refined.measurement.throughput > everything.measurement.throughput
     assert (result.best.trial.number == refined.number) == faster
     assert len(View(out, make_config=Config).trials()) == 3
     best = yaml.safe_load((out / "best.yaml").read_text())

@@ -5,6 +5,7 @@ import time
 import pytest
 import redline as rl
 from redline.results import Measurement, Status, Trial, summary
+from redline.results.again import judged
 from redline.space import Config, Space
 from redline.tuner.budget import Budget, device_hours_of
 
@@ -173,7 +174,7 @@ def again(number, throughputs, peak):
     made = Measurement(
         status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0
     )
-    return Trial(number=number, config=Config({"x": number}), measurement=made, remeasured=tuple(throughputs))
+    return judged(Trial(number=number, config=Config({"x": number}), measurement=made), throughputs)
 
 
 def test_a_tie_within_noise_goes_to_more_free_memory():

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...results import Status, Trial
+from ...results.columns import speed
 from ..listener import SearchListener, SearchPlan
 from ..result import Candidate, Result
 
@@ -172,12 +173,6 @@ def trial_line(trial: Trial) -> Text:
     return line
 
 
-def speed(throughput: float, unit: str) -> str:
-    """`12,345 tokens/s`."""
-    digits = 0 if throughput >= 1000 else 1 if throughput >= 10 else 3
-    return f"{throughput:,.{digits}f} {unit}".strip()
-
-
 def duration(seconds: float) -> str:
     """`1:05` or `1:00:05`."""
     minutes, rest = divmod(round(seconds), 60)
@@ -219,9 +214,10 @@ def _files(result: Result) -> str:
 def _said(candidate: Candidate) -> str:
     measured = candidate.measurement
     parts = [f"{speed(candidate.throughput, measured.unit):>20}"]
-    if measured.step_ms and measured.throughput:
-        step_ms = measured.step_ms * measured.throughput / candidate.throughput
-        parts.append(f"step {step_ms:,.1f} ms")
+    if measured.spread is not None:
+        parts.append(f"± {100 * measured.spread:.2g} %")
+    if measured.step_ms:
+        parts.append(f"step {measured.step_ms:,.1f} ms")
     if measured.peak_memory_mib:
         parts.append(f"peak {measured.peak_memory_mib:,.0f} MiB")
     if measured.mfu:

@@ -106,7 +106,7 @@ function overlayPage(page, ids) {
     });
     // Tokens and samples cannot stand on one axis; ratios to the default can.
     const units = new Set(runs.map((run) => run.unit));
-    const relative = units.size > 1 ? (run) => (run.base && run.base.first) || Math.max(...run.rows.map((row) => row.throughput || 0), 1e-12) : null;
+    const relative = units.size > 1 ? (run) => (run.base && run.base.throughput) || Math.max(...run.rows.map((row) => row.throughput || 0), 1e-12) : null;
     const unit = timeUnit(Math.max(0, ...runs.flatMap((run) => [...run.spent.values()])));
     const timed = runs.some((run) => run.spent.size);
     place.style.minHeight = `${place.offsetHeight}px`;

@@ -12,8 +12,8 @@ function progressOver(run, { label, place, unit, caption }) {
       xLabel: label, yLabel: `Throughput${run.unit ? `, ${run.unit}` : ""}`,
     });
     const points = rows.map((row) => point(run, row, frame.x(place(row) / unit.by), row.status === "ok" ? frame.y(row.throughput) : frame.base - 7));
-    if (run.base && given(run.base.first)) {
-      const at = frame.y(run.base.first);
+    if (run.base && given(run.base.throughput)) {
+      const at = frame.y(run.base.throughput);
       frame.layer.append(svg("line", { class: "reference", x1: frame.left, x2: frame.right, y1: at, y2: at }));
       // Above the line or below it, where fewer marks are.
       const inside = (y) => points.filter((each) => each.x > frame.right - 52 && Math.abs(each.y - y + 4) < 10).length;

@@ -12,8 +12,6 @@ function makeRun(data) {
       if (name.startsWith("knob.")) row.knobs[name.slice(5)] = value;
       else row[name] = value;
     }
-    const again = data.again[String(row.trial)];
-    row.standing = row.status === "ok" ? (again ? middle(again) : row.throughput) : null;
     rows.push(row);
   }
   const knobNames = names.filter((each) => each.startsWith("knob.")).map((each) => each.slice(5));
@@ -28,12 +26,6 @@ function makeRun(data) {
     pick: null,
     ui: data.ui || {},
   };
-}
-
-function middle(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  const half = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
 
 function configText(knobs) {

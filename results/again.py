@@ -1,0 +1,79 @@
+"""What re-measurements make of a trial, so that every view has one number for how fast it is."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, median, stdev
+
+from .columns import speed
+from .measurement import Measurement, Trial
+
+Z95 = 1.959963984540054
+"""Standard errors in half of a 95 % interval."""
+
+
+def measured_again(
+    first: Measurement, throughputs: Sequence[float], failure: Measurement | None = None
+) -> Measurement:
+    """What re-measurements make of a trial's first, successful measurement.
+
+    The throughput becomes their median, and with it whatever says how fast the trial is: the step time, samples and
+    tokens per second, FLOPs, MFU. The interval covers what was seen within a measurement and among the re-measurements,
+    errors adding in squares. Memory, losses and times spent stay those of the first.
+
+    Args:
+        first: the first measurement, an `ok`.
+        throughputs: those of the re-measurements that ran to the end, in the unit of the first.
+        failure: the re-measurement that did not, if any: then the trial ends as that one did.
+    """
+    if failure is not None:
+        told = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.throughput, first.unit)}"
+        return replace(
+            first, status=failure.status, reason=told, throughput=None, log=failure.log or first.log
+        )
+    if not throughputs:
+        return first
+    middle = median(throughputs)
+    ratio = middle / first.throughput
+    many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
+    told = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.throughput, first.unit)}"
+    again = replace(
+        first,
+        throughput=middle,
+        reason=f"{first.reason}; {told}" if first.reason else told,
+        **{
+            name: None if getattr(first, name) is None else getattr(first, name) * ratio
+            for name in ("samples_per_second", "tokens_per_second", "tflops_per_device", "mfu")
+        },
+    )
+    if first.step_ms is None:
+        return again
+    step_ms = first.step_ms / ratio
+    parts = [] if first.spread is None else [first.spread]
+    if len(throughputs) > 1:
+        parts.append(Z95 * stdev(throughputs) / fmean(throughputs) / math.sqrt(len(throughputs)))
+    return replace(again, step_ms=step_ms, step_ms_spread=step_ms * math.hypot(*parts) if parts else None)
+
+
+def judged(
+    trial: Trial,
+    throughputs: Sequence[float],
+    failure: Measurement | None = None,
+    *,
+    first: Measurement | None = None,
+) -> Trial:
+    """The trial as its re-measurements have it.
+
+    Args:
+        trial: the trial; measured once, unless `first` is given.
+        throughputs: see `measured_again`.
+        failure: see `measured_again`.
+        first: its first measurement; None for the one it has.
+    """
+    first = first or trial.measurement
+    return replace(
+        trial,
+        measurement=measured_again(first, throughputs, failure),
+        remeasured=tuple(throughputs),
+        first=first.throughput,
+    )
