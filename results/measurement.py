@@ -107,6 +107,11 @@ class Measurement:
     """Model FLOPs utilisation, 0 to 1: `tflops_per_device` over the device's peak at this precision."""
     devices: int | None = None
     """Devices the trial ran on."""
+    foreign_cores: float | None = None
+    """Cores of the trial's host (the busiest one) that others kept busy while it was measured, on average."""
+    machine_speed: float | None = None
+    """How fast the default configuration ran at that time over how fast it ran at first, where other work had made a
+    difference (see `tuner.conditions`)."""
     loss: float | None = None
     """Loss of the first step."""
     losses: tuple[float, ...] = ()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from .columns import number
 from .measurement import Status, Trial
 
+EQUAL = 0.01
+"""Share within which two throughputs are as good as equal."""
 NOISE = 0.02
 """Two throughputs farther apart than this share are no tie, however their measurements spread."""
 WORTH_HAVING = 0.02
@@ -15,28 +17,55 @@ WORTH_HAVING = 0.02
 def leaders(trials: Sequence[Trial], count: int | None = None) -> list[Trial]:
     """The `ok` trials, best first, at most `count` of them.
 
-    Those that were measured again come before the others: they led, and what counts is what held up. Of two equal
-    ones the earlier leads.
+    Those that were measured again come before the others: they led, and what counts is what held up. Of those `tied`
+    with the fastest the one that leaves more memory free leads, then the one nearest to the default configuration. Of
+    two equal ones the earlier leads.
     """
     successes = [trial for trial in trials if trial.ok]
-    successes.sort(key=lambda trial: (not trial.remeasured, -trial.measurement.throughput, trial.number))
-    if successes and successes[0].remeasured:
-        tied = [trial for trial in successes if _ties(trial, successes[0])]
-        roomiest = max(tied, key=lambda trial: (_room(trial), -successes.index(trial)))
-        if _room(roomiest) > _room(successes[0]) + WORTH_HAVING:
-            successes.remove(roomiest)
-            successes.insert(0, roomiest)
+    successes.sort(key=lambda trial: (not trial.remeasured, *_slowness(trial)))
+    equal = _tied(successes)
+    if equal:
+        most = max(_room(trial) for trial in equal)
+        base = default(trials)
+        roomy = [trial for trial in equal if _room(trial) >= most - WORTH_HAVING]
+        first = min(roomy, key=lambda trial: _distance(trial, base))
+        successes.remove(first)
+        successes.insert(0, first)
     return successes[:count]
 
 
+def tied(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that were measured again and are not to be told from the winner; empty where it is ahead."""
+    winner = best(trials)
+    successes = sorted((trial for trial in trials if trial.ok and trial.remeasured), key=_slowness)
+    return [trial for trial in _tied(successes) if trial is not winner]
+
+
+def _slowness(trial: Trial) -> tuple[float, int]:
+    return -trial.measurement.throughput, trial.number
+
+
+def _tied(successes: Sequence[Trial]) -> list[Trial]:
+    """The first of these and those that tie with it; empty where it was not measured again."""
+    return [trial for trial in successes if _ties(trial, successes[0])] if successes and successes[0].remeasured else []
+
+
+def _distance(trial: Trial, base: Trial | None) -> int:
+    """In how many knobs a trial differs from the default configuration."""
+    if base is None:
+        return 0
+    names = {*trial.config, *base.config}
+    return sum(trial.config.get(name) != base.config.get(name) for name in names)
+
+
 def _ties(trial: Trial, first: Trial) -> bool:
-    """Whether the re-measurements of both overlap, and by no more than `NOISE` apart."""
+    """Whether both are as good as equal, or their re-measurements overlap and are no more than `NOISE` apart."""
     if trial is first:
         return True
     if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
         return False
-    near = trial.measurement.throughput >= (1 - NOISE) * first.measurement.throughput
-    return near and max(trial.remeasured) >= min(first.remeasured)
+    ratio = trial.measurement.throughput / first.measurement.throughput
+    return ratio >= 1 - EQUAL or (ratio >= 1 - NOISE and max(trial.remeasured) >= min(first.remeasured))
 
 
 def _room(trial: Trial) -> float:

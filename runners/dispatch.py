@@ -12,6 +12,7 @@ from . import truth
 from .dry_run import DryRun, DryRunReport
 from .estimate.hardware import recognise
 from .job import Job, Outcome, RankOutcome, Rendezvous
+from .load import foreign_cores
 from .runner import Runner, TrialRequest
 from .timing import TimingPlan
 
@@ -137,6 +138,7 @@ class DryRunner(Runner):
             loss=slowest.losses[0],
             losses=slowest.losses,
             samples_per_step=slowest.samples_per_step,
+            foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - sum(timed.values())),
             **timed,
             **common,

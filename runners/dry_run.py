@@ -6,6 +6,7 @@ from typing import Any
 
 from ..models import Training, Workload
 from ..space import Config
+from .load import HostLoad, Watch
 from .rank import RankContext
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
@@ -48,6 +49,8 @@ class DryRunReport:
     """CUDA: peak of live tensors, MiB."""
     allocation_retries: int
     """CUDA: times the allocator flushed its cache."""
+    load: HostLoad | None = None
+    """What its host's processors did while it was warmed up and measured; None where that is not known."""
     note: str = ""
     """Why the measurement was cut short."""
 
@@ -99,6 +102,7 @@ class DryRun:
 
         context.phase("first steps")
         clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
+        watch = Watch()
         timing = measure(
             step, clock, self.plan, best_step_ms=self._best_step_ms(training), agree=_agreement(context.world_size)
         )
@@ -118,6 +122,7 @@ class DryRun:
             peak_memory_mib=context.memory.peak_mib(),
             peak_allocated_mib=context.memory.peak_allocated_mib(),
             allocation_retries=context.memory.allocation_retries(),
+            load=watch.load(),
             note=timing.stopped_early,
         )
 

@@ -15,6 +15,8 @@ from ..results.summary import best_so_far
 from ..runners import Reference, Runner, TrialRequest
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
+from .conditions import Conditions, at_first_speed
+from .confirm import Confirmation
 from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
 from .samplers import Sampler
@@ -24,13 +26,6 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""
-LEADERS = 3
-"""Candidates measured again at the end, beside the default configuration."""
-LEADER_WITHIN = 0.85
-"""Share of the best throughput from which a candidate counts as a leader."""
-ROUNDS = 2
-"""How often each leader is measured again."""
-
 REFINEMENT = "layerwise"
 """Who proposed the trial that refines the winner, in place of a sampler."""
 SMALL_CHANCE = 0.05
@@ -87,6 +82,7 @@ class Search:
     def __post_init__(self) -> None:
         self.listener = self.listener or SearchListener()
         self._watch = Stopwatch(self.budget.seconds)
+        self._conditions = Conditions(self._measure_again, self.listener)
         self._judge_at = 0
         self._shortfall = ""
         self.ended = ""
@@ -116,7 +112,11 @@ class Search:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     trial = running.pop(future)
-                    self.listener.finished(self.run_folder.finish(trial.number, future.result()))
+                    measured = future.result()
+                    # Beside other trials a canary would measure those.
+                    if self.runner.slots == 1:
+                        measured = self._conditions.judge(self.run_folder.trials(), measured)
+                    self.listener.finished(self.run_folder.finish(trial.number, measured))
         except BaseException:
             self.runner.close()  # ends the running trials, so that the threads return
             raise
@@ -157,7 +157,7 @@ class Search:
         """The next trial, recorded as pending; None if there is to be none now."""
         while True:
             # A refined configuration is beyond the space, so it says nothing to who proposes from it.
-            trials = [trial for trial in self.run_folder.trials() if trial.sampler != REFINEMENT]
+            trials = [at_first_speed(trial) for trial in self.run_folder.trials() if trial.sampler != REFINEMENT]
             if (ended := self._spent(trials)) is not None:
                 self.ended = ended
                 return None
@@ -274,7 +274,7 @@ class Search:
             number=trial.number,
             log=self._log(trial, free),
             timeout_s=self.trial_timeout_s,
-            best_throughput=None if free else _best_throughput(trials),
+            best_throughput=None if free else self._conditions.best(trials),
             reference=reference(trials, trial.number),
         )
         for attempt in range(1, ATTEMPTS + 1):
@@ -297,64 +297,17 @@ class Search:
         return path.with_suffix(".again.log") if free else path
 
     def confirm(self) -> None:
-        """Measures the leaders again, interleaved, so that the winner is not merely the luckiest.
-
-        Throughputs of one candidate drift with the machine's state; interleaving spreads that over all. Where
-        none holds up, the next best are measured, until some do or the time is used up.
-        """
+        """Measures the leaders again, in turns, so that the winner is not merely the luckiest (see `Confirmation`)."""
         if self.runner.name == "function":
             return
-        fallen: set[int] = set()
-        while leaders := self._leaders(fallen):
-            if self._confirmed(leaders) or self._watch.left < 0:
-                return
-            fallen |= {trial.number for trial in leaders}
-
-    def _confirmed(self, leaders: list[Trial]) -> bool:
-        """Measures these again; whether any of them held up."""
-        total = len(leaders) * ROUNDS
-        taken: dict[int, list[float]] = {trial.number: [] for trial in leaders}
-        failed: dict[int, Measurement] = {}
-        done = 0
         try:
-            for _ in range(ROUNDS):
-                for trial in leaders:
-                    if trial.number in failed:
-                        continue
-                    self.listener.remeasuring(leaders, done, total)
-                    if self._watch.left < 0 and done >= len(leaders):
-                        break
-                    again = self._try(replace(trial, measurement=None), free=True)
-                    done += 1
-                    if again.status is Status.OK:
-                        taken[trial.number].append(again.throughput)
-                    else:
-                        self.listener.said(
-                            f"trial {trial.number} did not hold up when measured again: "
-                            f"{again.status} ({again.reason})"
-                        )
-                        failed[trial.number] = again
+            Confirmation(self.run_folder, self._measure_again, self.listener, self._watch).run()
         except BaseException:
             self.runner.close()
             raise
-        finally:
-            for number, throughputs in taken.items():
-                if throughputs or number in failed:
-                    self.run_folder.remeasure(number, throughputs, failed.get(number))
-        self.listener.remeasuring(leaders, total, total)
-        return len(failed) < len(leaders)
 
-    def _leaders(self, fallen: set[int]) -> list[Trial]:
-        successes = sorted(
-            (trial for trial in self.run_folder.trials() if trial.ok and trial.number not in fallen),
-            key=lambda trial: -trial.measurement.throughput,
-        )
-        if not successes:
-            return []
-        floor = LEADER_WITHIN * successes[0].measurement.throughput
-        leaders = [trial for trial in successes[:LEADERS] if trial.measurement.throughput >= floor]
-        base = [trial for trial in successes if trial.sampler == "default" and trial not in leaders]
-        return leaders + base
+    def _measure_again(self, trial: Trial) -> Measurement:
+        return self._try(replace(trial, measurement=None), free=True)
 
 
 def reference(trials: list[Trial], number: int) -> Reference | None:
@@ -377,7 +330,3 @@ def _trials(count: int) -> str:
 
 def _skipped(trial: Trial) -> bool:
     return not trial.pending and trial.measurement.status is Status.SKIPPED
-
-
-def _best_throughput(trials: list[Trial]) -> float | None:
-    return max((trial.measurement.throughput for trial in trials if trial.ok), default=None)

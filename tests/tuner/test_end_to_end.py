@@ -147,7 +147,7 @@ def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder):
     best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
     assert best["gain"] >= 0.9
     assert best["default"]["configuration"]["micro_batch"] == 8
-    assert len(best["best"]["remeasured"]) == 2
+    assert len(best["best"]["remeasured"]) >= 2
     assert "--fix micro_batch=" in best["reproduce"]
     table = rows(folder)
     assert [row["trial"] for row in table] == [str(number) for number in range(6)]
@@ -243,7 +243,11 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     done = tune(folder, "slow", "--trials", 5, "--resume")
     assert done.returncode == 0, done.stderr
     after = rows(folder)
-    assert after[: len(before)] == before
+    # The leaders were measured again since; what was tried, and when, stands.
+    kept = ["trial", "sampler", "started", "loss", "log", *(name for name in before[0] if name.startswith("knob."))]
+    assert [[row[name] for name in kept] for row in after[: len(before)]] == [
+        [row[name] for name in kept] for row in before
+    ]
     assert [row["trial"] for row in after] == [str(number) for number in range(5)]
     configs = {(row["knob.micro_batch"], row["knob.checkpoint_ratio"]) for row in after}
     assert len(configs) == 5

@@ -1,0 +1,65 @@
+"""What a host's processors do meanwhile, for whoever measures on them."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """What a host's processors did in a stretch of time, seen by one process."""
+
+    host: str
+    """The host's name."""
+    seconds: float
+    """How long the stretch was, s."""
+    busy: float
+    """Time in which its cores were not idle, summed over them, s; what a hypervisor gave to others counts."""
+    own: float
+    """Processor time of this process, s."""
+
+
+class Watch:
+    """Begins a stretch when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = _now()
+
+    def load(self) -> HostLoad | None:
+        """The stretch until now; None where the kernel does not tell."""
+        then, now = self._begin, _now()
+        if then is None or now is None:
+            return None
+        seconds, busy, own = (b - a for a, b in zip(then, now))
+        return HostLoad(socket.gethostname(), seconds, busy, own)
+
+
+def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
+    """Cores that others than these processes kept busy, on average, on the host where they were most; None where
+    that is not known."""
+    hosts: dict[str, list[HostLoad]] = {}
+    for each in loads:
+        if each is not None and each.seconds > 0:
+            hosts.setdefault(each.host, []).append(each)
+    found = [
+        max(each.busy for each in here) / max(each.seconds for each in here)
+        - sum(each.own / each.seconds for each in here)
+        for here in hosts.values()
+    ]
+    return max(0.0, *found) if found else None
+
+
+def _now() -> tuple[float, float, float] | None:
+    try:
+        first = _STAT.read_text().partition("\n")[0]
+    except OSError:
+        return None
+    # cpu  user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user already.
+    ticks = [int(each) for each in first.split()[1:9]]
+    busy = sum(ticks) - sum(ticks[3:5])
+    return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()

@@ -1,0 +1,109 @@
+"""Trials that ran while other work slowed the machine down are compared as if it had not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from redline.results import Measurement, Status, Trial
+from redline.runners.load import HostLoad, Watch, foreign_cores
+from redline.space import Config
+from redline.tuner.conditions import Conditions, at_first_speed
+from redline.tuner.listener import SearchListener
+
+
+def ran(throughput, load, **more):
+    return Measurement(status=Status.OK, throughput=throughput, unit="tokens/s", foreign_cores=load, **more)
+
+
+def trial(number, measured):
+    return Trial(number=number, config=Config(x=number), measurement=measured, sampler="default" if number == 0 else "x")
+
+
+class Heard(SearchListener):
+    def __init__(self):
+        self.lines = []
+
+    def said(self, message):
+        self.lines.append(message)
+
+
+class Canary:
+    """Measures trial 0 anew: the next of these."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def __call__(self, trial):
+        self.asked.append(trial.number)
+        return self.answers.pop(0)
+
+
+def test_while_nothing_changes_no_canary_is_run():
+    canary, heard = Canary(), Heard()
+    conditions = Conditions(canary, heard)
+    trials = []
+    for number, load in enumerate((0.1, 0.15, 0.0, 0.3)):
+        measured = conditions.judge(trials, ran(100.0 + number, load))
+        assert measured.machine_speed is None
+        trials.append(trial(number, measured))
+    assert canary.asked == [] and heard.lines == [] and conditions.best(trials) == 103.0
+
+
+def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
+    canary, heard = Canary(ran(40.0, 1.0), ran(100.0, 0.0)), Heard()
+    conditions = Conditions(canary, heard)
+    trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
+    busy = conditions.judge(trials, ran(60.0, 1.0))
+    trials.append(trial(1, busy))
+    assert canary.asked == [0] and busy.machine_speed == 0.4
+    assert busy.throughput == 60.0, "what is kept is what was measured"
+    assert at_first_speed(trials[1]).measurement.throughput == pytest.approx(150.0)
+    # A candidate is stopped early against the best as it would be now, not as it was in a quiet minute.
+    assert conditions.best(trials) == pytest.approx(60.0)
+    assert "trial 0 now runs at 40 % of its first speed" in heard.lines[0]
+    quiet = conditions.judge(trials, ran(120.0, 0.05))
+    assert canary.asked == [0, 0] and quiet.machine_speed is None
+    assert conditions.best(trials) == pytest.approx(150.0)
+
+
+def test_a_canary_that_fails_changes_nothing():
+    conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), Heard())
+    trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
+    assert conditions.judge(trials, ran(60.0, 1.0)).machine_speed is None
+
+
+def test_failures_and_unknown_loads_need_no_canary():
+    conditions = Conditions(Canary(), Heard())
+    trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
+    assert conditions.judge(trials, Measurement(status=Status.OOM)).machine_speed is None
+    assert conditions.judge(trials, ran(50.0, None)).machine_speed is None
+
+
+def test_cores_that_others_keep_busy_are_counted_a_host():
+    ranks = [HostLoad("a", 10.0, 25.0, 9.0), HostLoad("a", 10.0, 25.0, 9.5), HostLoad("b", 10.0, 10.0, 10.0), None]
+    assert foreign_cores(ranks) == pytest.approx(2.5 - 1.85)
+    assert foreign_cores([None]) is None and foreign_cores([]) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the kernel does not tell")
+def test_a_process_that_spins_beside_is_seen():
+    spin = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        watch = Watch()
+        # Until the other one has had a second of a core, however busy the machine is.
+        while _seconds_of(other.pid) < 1.0:
+            sum(range(10_000))
+        load = watch.load()
+    finally:
+        other.kill()
+        other.wait()
+    assert load.busy - load.own > 0.7
+    assert foreign_cores([load]) > 0.0
+
+
+def _seconds_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

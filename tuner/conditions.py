@@ -1,0 +1,71 @@
+"""Whether the machine is as fast as it was when the search began: the default configuration tells."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..results import Measurement, Trial
+from .listener import SearchListener
+
+CHANGED_CORES = 0.25
+"""Cores more or fewer that others keep busy, from which conditions count as changed."""
+WORTH_SAYING = 0.1
+"""Share by which the default configuration's speed must differ from the last one told."""
+
+
+def at_first_speed(trial: Trial) -> Trial:
+    """The trial with the throughput it would have had in the conditions in which the search began."""
+    measured = trial.measurement
+    if measured is None or not measured.ok or not measured.machine_speed:
+        return trial
+    return replace(trial, measurement=replace(measured, throughput=measured.throughput / measured.machine_speed))
+
+
+@dataclass
+class Conditions:
+    """Compares what others take of the machine now with what they took when the default configuration, the canary, was
+    last measured; where that has changed, measures it again."""
+
+    measure: Callable[[Trial], Measurement]
+    """A trial's configuration measured anew, to the end."""
+    listener: SearchListener
+    """Hears when the machine has become slower or faster."""
+    speed: float = 1.0
+    """How fast the canary ran last over how fast it ran at first."""
+    _load: float | None = None
+    _told: float = 1.0
+
+    def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
+        """A new outcome with the machine's speed at its time.
+
+        Args:
+            trials: those that are finished.
+            measured: what has just been measured.
+        """
+        canary = next((trial for trial in trials if trial.ok), None)
+        if canary is None:
+            self._load = measured.foreign_cores
+            return measured
+        load = measured.foreign_cores
+        if load is None or self._load is None:
+            return measured
+        if abs(load - self._load) > CHANGED_CORES:
+            again = self.measure(canary)
+            if again.ok:
+                self.speed = again.throughput / (canary.first or canary.measurement.throughput)
+                self._load = again.foreign_cores
+                self._say(canary)
+        return measured if self.speed == 1.0 else replace(measured, machine_speed=self.speed)
+
+    def best(self, trials: Sequence[Trial]) -> float | None:
+        """The highest throughput so far as it would be now."""
+        speeds = [at_first_speed(trial).measurement.throughput for trial in trials if trial.ok]
+        return max(speeds) * self.speed if speeds else None
+
+    def _say(self, canary: Trial) -> None:
+        if abs(self.speed / self._told - 1) > WORTH_SAYING:
+            self._told = self.speed
+            slower = "other work slows the machine down: " if self.speed < 1 else ""
+            self.listener.said(
+                f"{slower}trial {canary.number} now runs at {100 * self.speed:.0f} % of its first speed; trials are "
+                "compared as if all had run at that"
+            )

@@ -1,0 +1,253 @@
+"""The leaders measured again, in turns, until one is ahead of the others or they are as good as equal.
+
+What is compared are logarithms of throughput, of contender i in round r:
+
+    y[i, r] = level[i] + round[r] + slope * load[i, r] + noise
+
+A round's own term takes in whatever the machine did to all of them, and the slope what the cores that others kept busy
+(`Measurement.foreign_cores`) did within a round, so that levels compare although the load comes and goes, and although
+not all take part in every round (a randomised block design with a covariate; Montgomery, Design and Analysis of
+Experiments, chapters 4 and 15). The noise's variance is that of the residuals, moderated by what the
+measurements say of themselves (Smyth 2004, Linear models and empirical Bayes methods, section 3).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..results import Measurement, RunFolder, Status, Trial
+from ..results.again import Z95
+from ..results.columns import speed
+from ..results.summary import EQUAL
+from .budget import Stopwatch
+from .conditions import CHANGED_CORES, at_first_speed
+from .listener import SearchListener
+
+LEADERS = 3
+"""Contenders beside the default configuration, at first."""
+LEADER_WITHIN = 0.85
+"""Share of the best throughput from which a trial can be a contender."""
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
+"""How often each contender is measured again."""
+ERROR = 0.05
+"""Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
+ROUNDS_TO_TIE = 3
+"""Rounds after which what is no farther apart than `EQUAL` is as good as equal."""
+SHARE_OF_SEARCH = 0.5
+"""Of the time the trials took, what further rounds than the fewest may take."""
+FAR_OFF = 1.25
+"""Ratio of a first measurement to what came of measuring again from which it is said."""
+_TYPICAL_NOISE, _PRIOR_DEGREES = 0.01, 4.0
+
+
+@dataclass
+class Confirmation:
+    """Measures leaders again and keeps in the run's folder what came of it. Call `run` once."""
+
+    run_folder: RunFolder
+    """Trials and files."""
+    measure: Callable[[Trial], Measurement]
+    """A trial's configuration measured anew, to the end."""
+    listener: SearchListener
+    """Hears of progress."""
+    watch: Stopwatch
+    """Time left of the search."""
+    rounds: list[dict[int, Measurement]] = field(default_factory=list)
+    """What each contender that ran measured, by its trial's number, a round an entry."""
+    failed: dict[int, Measurement] = field(default_factory=dict)
+    """Contenders that did not run to the end again."""
+    _done: int = 0
+
+    def run(self) -> None:
+        """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
+        the time are used up. Contenders that fail are replaced by the next best."""
+        begin = self.watch.elapsed
+        spent = sum(
+            trial.measurement.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending
+        )
+        active = self._contenders(())
+        try:
+            while active and len(self.rounds) < MOST_ROUNDS:
+                enough = all(self._times(trial) >= FEWEST_ROUNDS for trial in active)
+                late = self.watch.elapsed - begin > SHARE_OF_SEARCH * spent
+                if self.watch.left < 0 and self.rounds or enough and late:
+                    break
+                self._round(active)
+                active = self._still_open([trial for trial in active if trial.number not in self.failed])
+        finally:
+            self._keep()
+        self._say_far_off()
+
+    def _contenders(self, known: Iterable[int]) -> list[Trial]:
+        """Those who can have led, beyond the trials of the numbers `known`, and the default configuration."""
+        beyond = {*known, *self.failed}
+        left = [trial for trial in self.run_folder.trials() if trial.ok and trial.number not in beyond]
+        left.sort(key=lambda trial: -_at_first(trial))
+        if not left:
+            return []
+        floor = LEADER_WITHIN * _at_first(left[0])
+        leaders = [trial for trial in left[:LEADERS] if _at_first(trial) >= floor]
+        return leaders + [trial for trial in left if trial.sampler == "default" and trial not in leaders]
+
+    def _round(self, active: Sequence[Trial]) -> None:
+        taken: dict[int, Measurement] = {}
+        self.rounds.append(taken)
+        total = self._done + sum(max(1, FEWEST_ROUNDS - self._times(trial)) for trial in active)
+        # Another one goes first each time, so that no one's turn comes always after the same.
+        start = (len(self.rounds) - 1) % len(active)
+        for trial in [*active[start:], *active[:start]]:
+            self.listener.remeasuring(list(active), self._done, total)
+            if self.watch.left < 0 and self._times(trial):
+                return
+            again = self.measure(trial)
+            self._done += 1
+            if again.status is Status.OK:
+                taken[trial.number] = again
+            else:
+                self.failed[trial.number] = again
+                self.listener.said(
+                    f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
+                )
+        self.listener.remeasuring(list(active), self._done, max(total, self._done))
+
+    def _still_open(self, active: list[Trial]) -> list[Trial]:
+        """Who takes part in the next round; nobody where the winner is found."""
+        if not any(self._times(trial) for trial in active):
+            return self._contenders(())
+        if any(self._times(trial) < FEWEST_ROUNDS for trial in active):
+            return active
+        found = self.comparison()
+        top = max(found.level, key=found.level.get)
+        by_number = {trial.number: trial for trial in self.run_folder.trials()}
+        # Were those who were never measured again as fast as the best, had they been measured beside it?
+        # The default configuration tells what has changed: it does not take part for having been lucky once.
+        shifts = {n: found.level[n] - math.log(_at_first(by_number[n])) for n in found.level}
+        base = next((n for n in shifts if by_number[n].sampler == "default"), None)
+        shift = statistics.median(shifts.values()) if base is None else shifts[base]
+        challengers = [
+            trial
+            for trial in self._contenders(found.level)
+            if math.log(_at_first(trial)) + shift > found.level[top]
+        ]
+        rivals = [
+            trial
+            for trial in active
+            if trial.number != top
+            and not found.ahead(top, trial.number, len(found.level) - 1)
+            and (trial.sampler != "default" or found.gap(top, trial.number) < EQUAL)
+        ]
+        close = all(found.gap(top, trial.number) < EQUAL for trial in rivals)
+        if close and all(self._times(trial) >= ROUNDS_TO_TIE for trial in rivals):
+            rivals = []
+        return [by_number[top], *rivals, *challengers] if rivals or challengers else []
+
+    def comparison(self) -> "Comparison":
+        """The contenders' levels, from all rounds so far."""
+        return compare_rounds(self._held())
+
+    def _held(self) -> list[dict[int, Measurement]]:
+        """The rounds without those that failed in one of them."""
+        rounds = [{n: each for n, each in taken.items() if n not in self.failed} for taken in self.rounds]
+        return [taken for taken in rounds if taken]
+
+    def _times(self, trial: Trial) -> int:
+        return sum(trial.number in taken for taken in self.rounds)
+
+    def _keep(self) -> None:
+        """Stores the re-measurements, each with what its round did to all taken off."""
+        kept: dict[int, list[float]] = {number: [] for number in self.failed}
+        rounds = self._held()
+        found = compare_rounds(rounds) if rounds else None
+        for at, taken in enumerate(rounds):
+            for number, each in taken.items():
+                kept.setdefault(number, []).append(each.throughput / math.exp(found.disturbance[at][number]))
+        for number, throughputs in kept.items():
+            self.run_folder.remeasure(number, throughputs, self.failed.get(number))
+
+    def _say_far_off(self) -> None:
+        told = []
+        for trial in self.run_folder.trials():
+            if not trial.ok or trial.first is None:
+                continue
+            now, unit = trial.measurement.throughput, trial.measurement.unit
+            if max(now / trial.first, trial.first / now) > FAR_OFF:
+                told.append(f"trial {trial.number} ran at {speed(trial.first, unit)}, then at {speed(now, unit)}")
+        if told:
+            self.listener.said(
+                f"measured again, much has changed: {'; '.join(told)}. The machine's load is not steady; what counts "
+                "are the later figures, which were taken in turns"
+            )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What rounds say of their contenders."""
+
+    level: dict[int, float]
+    """Log throughput of each contender in an average round."""
+    disturbance: list[dict[int, float]]
+    """What the machine did to each measurement of each round, log; nothing on average."""
+    variance: float
+    """Of the noise."""
+    degrees: float
+    """Degrees of freedom of that."""
+    _covariance: dict[tuple[int, int], float]
+
+    def gap(self, first: int, other: int) -> float:
+        """How much faster the first is, log."""
+        return self.level[first] - self.level[other]
+
+    def ahead(self, first: int, other: int, comparisons: int) -> bool:
+        """Whether the first is faster than the other, at `ERROR` over all rounds and so many comparisons."""
+        from scipy.stats import t
+
+        at = self._covariance
+        error = math.sqrt(self.variance * (at[first, first] + at[other, other] - 2 * at[first, other]))
+        looks = (MOST_ROUNDS - FEWEST_ROUNDS + 1) * max(1, comparisons)
+        return self.gap(first, other) > error * t.ppf(1 - ERROR / looks, self.degrees)
+
+
+def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
+    """Levels by least squares (see the top of this file).
+
+    Args:
+        rounds: what the contenders that took part in it measured, by number; none is empty.
+    """
+    numbers = list(dict.fromkeys(number for taken in rounds for number in taken))
+    cells = [(at, number, each) for at, taken in enumerate(rounds) for number, each in taken.items()]
+    loads = np.array([each.foreign_cores or 0.0 for _, _, each in cells])
+    first = len(numbers)
+    design = np.zeros((len(cells), first + len(rounds) + 1))
+    for row, (at, number, _) in enumerate(cells):
+        design[row, numbers.index(number)] = design[row, first + at] = 1.0
+    # Where the load hardly changed its slope would only follow the noise.
+    if np.ptp(loads) > CHANGED_CORES:
+        design[:, -1] = loads
+    # A disturbance is nothing on average, so that levels are those of average rounds.
+    design[:, first:] -= design[:, first:].mean(axis=0)
+    y = np.array([math.log(each.throughput) for _, _, each in cells])
+    inverse = np.linalg.pinv(design.T @ design)
+    found = inverse @ design.T @ y
+    degrees = len(cells) - np.linalg.matrix_rank(design)
+    spreads = [each.spread / Z95 for _, _, each in cells if each.spread]
+    typical = statistics.median(spreads) if spreads else _TYPICAL_NOISE
+    residual = float(((y - design @ found) ** 2).sum())
+    disturbance: list[dict[int, float]] = [{} for _ in rounds]
+    for row, (at, number, _) in enumerate(cells):
+        disturbance[at][number] = float(design[row, first:] @ found[first:])
+    return Comparison(
+        level={number: float(found[at]) for at, number in enumerate(numbers)},
+        disturbance=disturbance,
+        variance=(residual + _PRIOR_DEGREES * typical**2) / (degrees + _PRIOR_DEGREES),
+        degrees=degrees + _PRIOR_DEGREES,
+        _covariance={
+            (a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)
+        },
+    )
+
+
+def _at_first(trial: Trial) -> float:
+    return at_first_speed(trial).measurement.throughput
