@@ -74,24 +74,20 @@ class RunFolder:
             make_config: makes a configuration from a mapping of its values.
             storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder, or when
                 resuming for the one run.yaml names (it keeps no password).
-            resume: continue the run that is there; with none there, start one.
+            resume: continue the run that is there.
             warn: told of what goes wrong without ending the run.
 
         Raises:
             StudyError: the folder or storage cannot be used (locked, full, read-only, damaged), holds a run
-                and `resume` is off, or a run that was asked something else. Nothing in it is changed then.
+                and `resume` is off, none and `resume` is on, or a run that was asked something else. Nothing in it
+                is changed then.
         """
         path = Path(path)
         created = make_folder(path)
         lock = None
         try:
             lock = FolderLock(path)
-            resumed = holds_run(path)
-            if resumed and not resume:
-                raise StudyError(
-                    f"'{path}' already holds a run{_of(path)}; continue it with --resume, "
-                    "or give another --out for a new one"
-                )
+            resumed = cls.check(path, asked, storage=storage, resume=resume)
             document, notes = (
                 request.resume(path, asked, storage) if resumed else (request.begin(path, asked, storage), [])
             )
@@ -132,6 +128,32 @@ class RunFolder:
                 raise cannot_write(path, error) from error
             raise
         return folder
+
+    @staticmethod
+    def check(
+        path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
+    ) -> bool:
+        """Whether `path` holds the run that is to be taken up; changes nothing.
+
+        Args:
+            path, asked, storage, resume: as for `open`.
+
+        Raises:
+            StudyError: it holds a run and `resume` is off, none and `resume` is on, or one that was asked
+                something else.
+        """
+        path = Path(path)
+        resumed = holds_run(path)
+        if resumed and not resume:
+            raise StudyError(
+                f"'{path}' already holds a run{_of(path)}; continue it with --resume, "
+                "or give another --out for a new one"
+            )
+        if resume and not resumed:
+            raise StudyError(f"'{path}' holds no run to resume; leave --resume out to start one there")
+        if resumed:
+            request.resume(path, asked, storage)
+        return resumed
 
     @property
     def knobs(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """What a search tells while it runs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..results import Trial
 
@@ -54,3 +56,9 @@ class SearchPlan:
     """Who proposes."""
     runner: str
     """Who runs."""
+    default: Mapping[str, Any] | None = None
+    """The configuration that others are compared with; None for none."""
+    derived: frozenset[str] = frozenset()
+    """Knobs that follow from others."""
+    folder: Path | None = None
+    """Where the run is kept; None where it is not."""

@@ -1,7 +1,7 @@
 """What is kept of a request: run.yaml's account, the plan that is shown, the command that measures the winner again."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,10 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
     }
 
 
-def plan_of(task: "Task", budget: Budget, folder: RunFolder, sampler: str, runner: Runner) -> SearchPlan:
+def plan_of(
+    task: "Task", budget: Budget, folder: RunFolder, sampler: str, runner: Runner, *, default: Mapping[str, Any], kept: bool
+) -> SearchPlan:
+    """What the search sets out to do, for who listens; `kept` is whether the folder stays."""
     count = f"{task.devices} x " if task.devices > 1 else ""
     return SearchPlan(
         name=task.name,
@@ -48,11 +51,31 @@ def plan_of(task: "Task", budget: Budget, folder: RunFolder, sampler: str, runne
         done=sum(not trial.pending for trial in folder.trials()),
         sampler=sampler,
         runner=runner.name,
+        default=default,
+        derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
+        folder=folder.path if kept else None,
     )
 
 
-def command_of(task: "Task", target: Any, limit_mib: float | None, seed: int, made_of: Sequence[Any]) -> list[str]:
-    """The command line that measures the winner again."""
+def command_of(
+    task: "Task",
+    target: Any,
+    limit_mib: float | None,
+    seed: int,
+    made_of: Sequence[Any],
+    given: Mapping[str, Any],
+) -> list[str]:
+    """The command line that measures the winner again.
+
+    Args:
+        task: what was tuned.
+        target: as `tune` was given it.
+        limit_mib: memory of a device, MiB.
+        seed: of weights and data.
+        made_of: the trials.
+        given: of the request `space` (a file), `data`, `set` (values of knobs) and `fix`; a winner's values may be ones
+            that only these allow.
+    """
     from ..results import summary
 
     if task.workload is None or not isinstance(target, (str, Path)):
@@ -67,6 +90,9 @@ def command_of(task: "Task", target: Any, limit_mib: float | None, seed: int, ma
     lora = getattr(task.workload.model, "lora", None)
     if lora is not None:
         command += ["--lora", str(lora)]
+    command += [each for name in ("space", "data") if given[name] for each in (f"--{name}", str(given[name]))]
+    for name, values in (given["set"] or {}).items():
+        command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
     winner = summary.best(made_of)
@@ -74,7 +100,10 @@ def command_of(task: "Task", target: Any, limit_mib: float | None, seed: int, ma
         chosen = [knob.name for knob in task.space.knobs if not knob.derived]
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
             if name in winner.config:
-                value = winner.config[name]
-                command += ["--fix", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
+                command += ["--fix", f"{name}={_text(winner.config[name])}"]
         command += ["--trials", "1"]
     return [*command, "--seed", str(seed)]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

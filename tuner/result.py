@@ -49,6 +49,8 @@ class Result:
     """Names of the knobs, in order of columns."""
     notes: tuple[str, ...] = ()
     """What was said on the way."""
+    simulated: bool = False
+    """Whether nothing was run and all numbers are predictions."""
 
     @property
     def gain(self) -> float | None:
@@ -71,6 +73,7 @@ class Result:
             "why": self.why or None,
             "ended": self.ended,
             "interrupted": self.interrupted,
+            "simulated": self.simulated,
             "trials": {str(name): count for name, count in summary.counts(self.all_trials).items() if count},
             "out": str(self.folder) if self.folder else None,
             "notes": list(self.notes),
@@ -107,6 +110,7 @@ def make_result(
     ended: str,
     interrupted: bool,
     notes: Sequence[str] = (),
+    simulated: bool = False,
 ) -> Result:
     """The result of these trials."""
     return Result(
@@ -119,6 +123,7 @@ def make_result(
         all_trials=tuple(trials),
         knobs=tuple(knobs),
         notes=tuple(notes),
+        simulated=simulated,
     )
 
 

@@ -20,7 +20,7 @@ from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
 from .feasibility import tight_winner
 from .listener import SearchListener
-from .loggers import logging_to
+from .loggers import check_trackers, logging_to
 from .predicting import check_refinable, described, device_of, estimate_to_begin_with
 from .predicting import peak_rate, refiner, simulator, usable
 from .record import asked_of, command_of, plan_of
@@ -66,7 +66,7 @@ class Task:
 
 def tune(
     target: str | Workload | Callable[[Config], Any],
-    space: Space | None = None,
+    space: Space | str | Path | None = None,
     *,
     devices: int | None = None,
     seq_len: int | None = None,
@@ -103,7 +103,7 @@ def tune(
     Args:
         target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, or any
             callable `fn(config) -> throughput | Measurement`, which needs a `space`.
-        space: what may vary; by default the workload's own for the devices at hand.
+        space: what may vary, also as a YAML file; by default the workload's own for the devices at hand.
         devices: devices of one trial; by default all that are present.
         seq_len, global_batch, data: override the workload's sequence length (tokens), samples per
             optimizer step, and text file.
@@ -150,6 +150,7 @@ def tune(
         RunnerError: the machinery that runs trials failed.
     """
     listener = listener or SearchListener()
+    space_file, space = (space, Space.from_yaml(space)) if isinstance(space, (str, Path)) else (None, space)
     if trials is None and time is None and device_hours is None:
         trials = DEFAULT_TRIALS
     if patience is None:
@@ -187,6 +188,13 @@ def tune(
     if layerwise:
         check_refinable(task.workload, task.space)
     asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
+    # Whatever can be refused is, before anything takes time.
+    make_sampler(sampler, task.space, seed=seed)
+    check_trackers(log_to, out)
+    if out is not None:
+        RunFolder.check(out, asked, storage=storage, resume=resume)
+    elif resume:
+        raise UsageError("resume needs out, the folder of the run to go on with")
     limit_mib = _limit(task, limit_mib, concurrency)
     notes: list[str] = []
 
@@ -257,7 +265,9 @@ def tune(
                         predictor=judge,
                         peak_rate=peak_rate(estimator) if estimator is not None else None,
                     )
-                    listener.began(plan_of(task, budget, folder, sampler, made))
+                    listener.began(
+                        plan_of(task, budget, folder, sampler, made, default=first[0], kept=out is not None)
+                    )
                     search.run()
                     ended = search.ended
                     if layerwise:
@@ -268,7 +278,8 @@ def tune(
             done = folder.trials()
             if (tight := tight_winner(done, headroom)) and not interrupted:
                 warn(tight)
-            command = command_of(task, target, limit_mib, seed, made_of=done)
+            given = {"space": space_file, "data": data, "set": override, "fix": fix}
+            command = command_of(task, target, limit_mib, seed, made_of=done, given=given)
             folder.write_best(command, devices=task.device.to_dict())
             result = make_result(
                 done,
@@ -277,6 +288,7 @@ def tune(
                 ended=ended,
                 interrupted=interrupted,
                 notes=notes,
+                simulated=task.simulated,
             )
             listener.ended(result)
             return result

@@ -151,9 +151,10 @@ def test_closing_brings_the_table_up_to_date(tmp_path, open_run, point, ok):
     assert not (tmp_path / "trials.csv").exists()
 
 
-def test_resuming_where_nothing_is_begins(tmp_path, open_run):
-    with open_run(tmp_path / "new", resume=True) as run:
-        assert not run.resumed
+def test_resuming_where_nothing_is_is_refused_and_leaves_nothing(tmp_path, open_run):
+    with pytest.raises(StudyError, match="holds no run to resume"):
+        open_run(tmp_path / "new", resume=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_run_killed_right_after_run_yaml_can_be_resumed(tmp_path, open_run, point):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
+import redline as rl
 from redline.tuner.cli import main
 from redline.tuner.cli.main import redline
 
@@ -82,6 +82,8 @@ BAD = [
     (["tune", "gpt2-tiny", "--space", "no_such.yaml"], "no_such.yaml"),
     (["tune", "gpt2-tiny", "--data", "no_such.txt"], "no_such.txt"),
     (["tune", "gpt2-tiny", "--resume"], "--resume needs --out"),
+    (["tune", "gpt2-tiny", "--resume", "--out", "no/such/run"], "'no/such/run' holds no run to resume"),
+    (["tune", "gpt2-tiny", "--log-to", "wandbb"], "did you mean 'wandb'"),
     (["tune", "gpt2-tiny", "--no-such-option"], "no-such-option"),
     (["estimate", "gpt2-tinny"], "did you mean 'gpt2-tiny'"),
     (["estimate"], "give either MODEL or --workload"),
@@ -115,6 +117,50 @@ def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_
     assert message in err
     assert "Traceback" not in err + out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sampler", "tpee"], "did you mean 'tpe'"),
+        (["--out", "taken"], "'taken' already holds a run"),
+        (["--out", "new", "--resume"], "holds no run to resume"),
+        (["--log-to", "wandbb"], "did you mean 'wandb'"),
+        (["--runner", "rays"], "did you mean 'ray'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_can_be_refused_is_before_anything_is_predicted(capsys, tmp_path, monkeypatch, arguments, message):
+    def predicted(*given, **how):
+        pytest.fail("predicted first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("redline.tuner.tuning.estimate_to_begin_with", predicted)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
+    code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)
+    assert code == 2 and message in err
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
+    import shlex
+
+    import yaml
+
+    from redline.tuner.cli.main import redline as group
+
+    asked = {"override": {"micro_batch": [4, 48], "precision": ["fp32"]}, "fix": {"attention": "eager"}}
+    result = rl.tune(
+        "gpt2-tiny", seq_len=16, global_batch=48, runner="simulate", hardware="h100", devices=1, trials=2,
+        out=tmp_path / "run", **asked,
+    )  # fmt: skip
+    words = shlex.split(yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["reproduce"])
+    pairs = list(zip(words, words[1:]))
+    assert ("--set", "micro_batch=4,48") in pairs and ("--fix", "attention=eager") in pairs
+    assert ("--fix", f"micro_batch={result.best.config['micro_batch']}") in pairs
+    parsed = group.get_command(None, "tune").make_context("tune", words[2:])
+    assert parsed.params["overrides"] == ("micro_batch=4,48", "precision=fp32")
 
 
 def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
 """What a person sees while a search runs: a live view on a terminal, plain lines elsewhere."""
 
+import os
 import statistics
 import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -12,9 +13,9 @@ from rich.text import Text
 from ...results import Status, Trial
 from ...results.columns import speed
 from ..listener import SearchListener, SearchPlan
-from ..result import Candidate, Result
+from . import words
 
-_STYLES = {
+STYLES = {
     Status.OK: "green",
     Status.OOM: "yellow",
     Status.TIMEOUT: "magenta",
@@ -22,13 +23,17 @@ _STYLES = {
     Status.WRONG: "red",
     Status.SKIPPED: "dim",
 }
+_NARROW = 90
+"""Columns of a terminal below which a trial's line goes without its memory."""
 
 
 def listener_for(stream: TextIO, *, silent: bool) -> "ProgressListener":
     """The listener that suits the stream."""
     if silent:
         return ProgressListener()
-    return TerminalListener(stream) if stream.isatty() else LineListener(stream)
+    # A dumb terminal cannot take back what it has written.
+    live = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return TerminalListener(stream) if live else LineListener(stream)
 
 
 class ProgressListener(SearchListener):
@@ -46,20 +51,22 @@ class LineListener(ProgressListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._plan: SearchPlan | None = None
 
     def began(self, plan: SearchPlan) -> None:
-        self._print(headline(plan))
+        self._plan = plan
+        for line in headline(plan):
+            self._print(line)
 
     def waiting(self, what: str) -> None:
         self._print(f"{what} ...")
 
     def finished(self, trial: Trial) -> None:
-        self._print(trial_line(trial).plain)
+        self._print(trial_line(trial, self._plan).plain)
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
         if done == 0:
-            numbers = ", ".join(str(trial.number) for trial in leaders)
-            self._print(f"measuring the leaders again, in turns: trials {numbers}")
+            self._print(f"measuring the leaders again, in turns: {_numbers(leaders)}")
 
     def said(self, message: str) -> None:
         self._print(f"note: {message}")
@@ -69,19 +76,22 @@ class LineListener(ProgressListener):
 
 
 class TerminalListener(ProgressListener):
-    """A line for each finished trial, and below them what is going on."""
+    """A line for each finished trial, and below them what is going on.
+
+    What is live never takes more than the width of the terminal, so that a line of it stays one when it is redrawn.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._plan: SearchPlan | None = None
         self._what = ""
-        self._running: dict[int, Trial] = {}
+        self._running: dict[int, tuple[Trial, float]] = {}
         self._finished: list[Trial] = []
+        self._begin = time.monotonic()
         self._console = Console(file=stream, highlight=False)
         # Last: Live draws the view once as it is made.
         self._live = Live(
             console=self._console, get_renderable=self._view, refresh_per_second=4, transient=True, screen=False
         )
-        self._begin = time.monotonic()
 
     def __enter__(self) -> "TerminalListener":
         self._live.start()
@@ -94,147 +104,103 @@ class TerminalListener(ProgressListener):
 
     def began(self, plan: SearchPlan) -> None:
         self._plan, self._what = plan, ""
-        self._console.print(Text(headline(plan), style="bold"))
+        title, *rest = headline(plan)
+        self._console.print(Text(title, style="bold"))
+        for line in rest:
+            self._console.print(Text(line, style="dim"))
+        self._console.print()
 
     def waiting(self, what: str) -> None:
         self._what = what
 
     def started(self, trial: Trial) -> None:
-        self._running[trial.number] = trial
+        self._running[trial.number] = trial, time.monotonic()
 
     def finished(self, trial: Trial) -> None:
         self._running.pop(trial.number, None)
         self._finished.append(trial)
-        self._console.print(trial_line(trial), no_wrap=True, overflow="ellipsis")
+        line = trial_line(trial, self._plan, narrow=self._console.width < _NARROW)
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
 
     def remeasuring(self, leaders: list[Trial], done: int, total: int) -> None:
-        self._what = f"measuring the leaders again, in turns: {done} of {total}" if done < total else ""
+        self._what = f"measuring the leaders again, in turns: {_numbers(leaders)}; {done} of {total}"
+        if done >= total:
+            self._what = ""
 
     def said(self, message: str) -> None:
         self._console.print(Text(f"note: {message}", style="yellow"))
 
-    def _view(self) -> Group | Text:
+    def _view(self) -> Group:
         lines = [Text(f"{self._what} ...", style="cyan")] if self._what else []
-        if self._plan is None:
-            return Group(*lines)
-        done = self._plan.done + len(self._finished)
-        status = Text(f"{done}{f' of {self._plan.trials}' if self._plan.trials else ''} trials done", style="bold")
-        for name, style in _STYLES.items():
-            count = sum(trial.measurement.status is name for trial in self._finished)
-            if count:
-                status.append(f"  {name} {count}", style=style)
-        leader = max((t for t in self._finished if t.ok), key=lambda t: t.measurement.throughput, default=None)
-        if leader is not None:
-            status.append(f"  best {speed(leader.measurement.throughput, leader.measurement.unit)}", style="bold green")
-            status.append(f" (trial {leader.number})")
-        left = self._seconds_left(done)
-        if left is not None:
-            status.append(f"  about {duration(left)} left", style="dim")
-        lines.append(status)
-        for trial in self._running.values():
-            lines.append(Text(f"running {trial.number}: {words(trial)}", style="dim", overflow="ellipsis", no_wrap=True))
+        if self._plan is not None:
+            lines.append(self._status(self._plan))
+            for trial, since in self._running.values():
+                spent = words.duration(time.monotonic() - since)
+                what = words.difference(trial.config, self._plan.default, self._plan.derived)
+                lines.append(Text(f"trial {trial.number}, {spent}: {what}", style="dim"))
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*lines)
 
-    def _seconds_left(self, done: int) -> float | None:
+    def _status(self, plan: SearchPlan) -> Text:
+        done = plan.done + len(self._finished)
+        of = f" of {plan.trials}" if plan.trials else ""
+        status = Text(f"{done}{of} trials", style="bold")
+        leader = max((t for t in self._finished if t.ok), key=lambda t: t.measurement.throughput, default=None)
+        if leader is not None:
+            best = speed(leader.measurement.throughput, leader.measurement.unit)
+            status.append(f"  best {best}", style="bold green").append(f" (trial {leader.number})")
+        left = self._seconds_left(plan, done)
+        if left is not None and not self._what and done != plan.trials:
+            status.append(f"  about {words.duration(left)} left", style="dim")
+        for name, style in STYLES.items():
+            count = sum(trial.measurement.status is name for trial in self._finished)
+            if count:
+                status.append(f"  {count} {name}", style=style)
+        return status
+
+    def _seconds_left(self, plan: SearchPlan, done: int) -> float | None:
         limits = []
-        if self._plan.seconds is not None:
-            limits.append(self._plan.seconds - (time.monotonic() - self._begin))
+        if plan.seconds is not None:
+            limits.append(plan.seconds - (time.monotonic() - self._begin))
         known = [trial.measurement.seconds_total or 0.0 for trial in self._finished]
-        if self._plan.trials is not None and known:
-            limits.append((self._plan.trials - done) * statistics.mean(known))
+        if plan.trials is not None and known:
+            limits.append((plan.trials - done) * statistics.mean(known))
         return max(0.0, min(limits)) if limits else None
 
 
-def headline(plan: SearchPlan) -> str:
-    """What is tuned, on what, out of how many, by whom."""
+def headline(plan: SearchPlan) -> list[str]:
+    """What is tuned, on what, out of how many, by whom, and where it is kept."""
     valid = f"{plan.valid:,} valid configurations" if plan.valid is not None else "more valid configurations than can be counted"
     trials = f", {plan.trials} trials" if plan.trials else ""
     resumed = f", resumed after {plan.done} trials" if plan.done else ""
-    return f"{plan.name} on {plan.where}: {valid}{trials}, sampler {plan.sampler}, runner {plan.runner}{resumed}"
+    lines = [
+        f"{plan.name} on {plan.where}: {valid}{trials}",
+        f"sampler {plan.sampler}, runner {plan.runner}{resumed}",
+    ]
+    if plan.folder is not None:
+        lines[-1] += f", kept in {plan.folder}"
+    return lines
 
 
-def words(trial: Trial) -> str:
-    """A trial's knobs on one line."""
-    return " ".join(f"{name}={_value(value)}" for name, value in trial.config.items())
-
-
-def trial_line(trial: Trial) -> Text:
-    """A finished trial on one line."""
+def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = False) -> Text:
+    """A finished trial on one line: how it ended, how fast it was, and in what it differs from the default."""
     measured = trial.measurement
     # The number that files, logs and the final word call it by; the first is 0.
     line = Text(f"{trial.number:>4}  ")
-    line.append(f"{measured.status:<8}", style=_STYLES[measured.status])
-    memory = f"{measured.peak_memory_mib:,.0f} MiB" if measured.peak_memory_mib else ""
-    if measured.ok:
-        line.append(f"{speed(measured.throughput, measured.unit):>20}  {memory:>11}  ")
-    line.append(words(trial))
+    line.append(f"{measured.status:<8}", style=STYLES[measured.status])
+    line.append(f"{speed(measured.throughput, measured.unit) if measured.ok else '':>16}  ")
+    if not narrow:
+        line.append(f"{words.memory(measured.peak_memory_mib) if measured.peak_memory_mib else '':>10}  ")
+    is_default = trial.sampler == "default"
+    base = plan.default if plan is not None and not is_default else None
+    what = words.difference(trial.config, base, plan.derived if plan is not None else frozenset())
+    line.append(f"default: {what}" if is_default else what)
     if measured.reason:
         line.append(f"  ({measured.reason})", style="dim")
     return line
 
 
-def duration(seconds: float) -> str:
-    """`1:05` or `1:00:05`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def print_result(result: Result) -> None:
-    """The final word of a search."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print()
-    if result.interrupted:
-        resume = f" Go on with --resume --out {result.folder}." if result.folder else ""
-        console.print(f"Interrupted; what was found so far is kept.{resume}", style="yellow")
-    elif result.ended:
-        console.print(f"Done: {result.ended}.", style="dim")
-    if result.best is None:
-        console.print(f"Nothing feasible: {result.why}", style="bold red")
-    else:
-        console.print(f"winner   {_said(result.best)}", style="bold green")
-        for name, value in result.best.config.items():
-            console.print(f"           {name} = {_value(value)}")
-        if result.default is not None:
-            console.print(f"default  {_said(result.default)}")
-            if result.gain is not None:
-                same = " (the default configuration is the winner)" if result.best == result.default else ""
-                console.print(f"gain     {result.gain:.2f}x{same}", style="bold")
-        else:
-            console.print(f"default  {_default_failed(result)}")
-    if result.folder is not None:
-        console.print("wrote    " + _files(result))
-
-
-def _files(result: Result) -> str:
-    names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs/"]
-    return ", ".join(str(result.folder / name) for name in names if (result.folder / name).exists())
-
-
-def _said(candidate: Candidate) -> str:
-    measured = candidate.measurement
-    parts = [f"{speed(candidate.throughput, measured.unit):>20}"]
-    if measured.spread is not None:
-        parts.append(f"± {100 * measured.spread:.2g} %")
-    if measured.step_ms:
-        parts.append(f"step {measured.step_ms:,.1f} ms")
-    if measured.peak_memory_mib:
-        parts.append(f"peak {measured.peak_memory_mib:,.0f} MiB")
-    if measured.mfu:
-        parts.append(f"MFU {measured.mfu:.0%}")
-    again = len(candidate.trial.remeasured)
-    parts.append(f"trial {candidate.trial.number}" + (f", median of {again} re-measurements" if again else ""))
-    return "  ".join(parts)
-
-
-def _default_failed(result: Result) -> str:
-    trial = next((each for each in result.all_trials if each.sampler == "default"), None)
-    if trial is None or trial.pending:
-        return "not measured"
-    return f"{trial.measurement.status} ({trial.measurement.reason})"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _numbers(trials: list[Trial]) -> str:
+    many = "s" if len(trials) > 1 else ""
+    return f"trial{many} {', '.join(str(trial.number) for trial in trials)}"

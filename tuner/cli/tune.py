@@ -84,17 +84,16 @@ def tune(
     if options["resume"] and out is None:
         raise UsageError("--resume needs --out, the folder of the run to go on with")
     override, fix = values_of(overrides, "--set"), fixes_of(fixed)
-    from ...space import Space
     from ..tuning import tune as search
     from .main import EXIT_FOUND, EXIT_INTERRUPTED, EXIT_NOTHING_FEASIBLE
-    from .progress import listener_for, print_result
+    from .outcome import print_result
+    from .progress import listener_for
 
-    space = Space.from_yaml(space_file) if space_file else None
     out = out or _fresh_folder(target)
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     signal.signal(signal.SIGTERM, _interrupt)
     with listener:
-        result = search(target, space, time=duration, out=out, override=override, fix=fix, listener=listener, **options)
+        result = search(target, space_file, time=duration, out=out, override=override, fix=fix, listener=listener, **options)
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:

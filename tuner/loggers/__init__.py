@@ -18,6 +18,21 @@ def logger_names() -> tuple[str, ...]:
     return _LOGGERS
 
 
+def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> list[str]:
+    """The trackers of these names, each once.
+
+    Raises:
+        UsageError: there is no tracker of a name, or no folder for what it writes.
+    """
+    chosen = list(dict.fromkeys([names] if isinstance(names, str) else names or ()))
+    for name in chosen:
+        if name not in _LOGGERS:
+            raise UsageError(unknown("tracker", name, _LOGGERS))
+    if chosen and folder is None:
+        raise UsageError(f"logging to {chosen[0]} needs a folder for the run; give out=...")
+    return chosen
+
+
 @contextlib.contextmanager
 def logging_to(
     names: str | Sequence[str] | None, folder: str | Path | None, listener: SearchListener
@@ -28,15 +43,10 @@ def logging_to(
         UsageError: there is no tracker of a name, or no folder for what it writes.
         MissingDependency: a tracker's package is not installed.
     """
-    chosen = list(dict.fromkeys([names] if isinstance(names, str) else names or ()))
-    for name in chosen:
-        if name not in _LOGGERS:
-            raise UsageError(unknown("tracker", name, _LOGGERS))
+    chosen = check_trackers(names, folder)
     if not chosen:
         yield listener
         return
-    if folder is None:
-        raise UsageError(f"logging to {chosen[0]} needs a folder for the run; give out=...")
     trackers: list[TrialLogger] = [
         import_module(f".{name}", __package__).LOGGER(Path(folder), listener.said) for name in chosen
     ]

@@ -1,0 +1,147 @@
+"""Commands run as a person runs them: in a terminal, of a size, with keys pressed in the middle."""
+
+import codecs
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import termios
+import time
+from pathlib import Path
+
+import pyte
+
+
+class Terminal:
+    """A command in a pseudo-terminal, and what its screen shows at each moment.
+
+    Args:
+        command: the program and its arguments.
+        cwd: where it runs.
+        columns, rows: the terminal's size.
+        env: variables that differ from this process's; None takes one away.
+    """
+
+    def __init__(self, command, *, cwd=None, columns=80, rows=40, env=None):
+        self.columns, self.rows = columns, rows
+        self.screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=0.5)
+        self._stream = pyte.Stream(self.screen)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.begin = time.monotonic()
+        self.output = []
+        """What was written, as (seconds since the start, text)."""
+        self.frames = []
+        """What the screen showed, as (seconds since the start, lines), an entry a change."""
+        self.code = None
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": None, "LINES": None, **(env or {})}
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            try:
+                if cwd is not None:
+                    os.chdir(cwd)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.execvpe(
+                    command[0],
+                    [str(each) for each in command],
+                    {name: value for name, value in environment.items() if value is not None},
+                )
+            finally:
+                os._exit(127)
+        self._size(columns, rows)
+
+    def _size(self, columns, rows):
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def resize(self, columns, rows):
+        """Makes the terminal larger or smaller, as dragging its corner does."""
+        self.columns, self.rows = columns, rows
+        self.screen.resize(rows, columns)
+        self._size(columns, rows)
+
+    def send(self, keys):
+        """Presses keys, such as "\\x03" for Ctrl-C."""
+        os.write(self.fd, keys.encode())
+
+    def wait_for(self, text, timeout=60):
+        """Goes on until `text` has been shown."""
+        end = time.monotonic() + timeout
+        while text not in self.text:
+            if time.monotonic() > end or not self._read(0.2):
+                raise AssertionError(f"{text!r} was not shown:\n{self.text}")
+
+    def wait(self, timeout=100):
+        """Goes on until the command ends; its exit code."""
+        end = time.monotonic() + timeout
+        while self._read(0.2):
+            if time.monotonic() > end:
+                self.close()
+                raise AssertionError(f"still running after {timeout} s:\n{self.text}")
+        if self.code is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.code = os.waitstatus_to_exitcode(status)
+            os.close(self.fd)
+        return self.code
+
+    def close(self):
+        """Ends the command if it still runs."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+            self.code = os.waitstatus_to_exitcode(status)
+            os.close(self.fd)
+
+    def _read(self, seconds):
+        """Takes in what is written within so long; whether the command may write more."""
+        ready, _, _ = select.select([self.fd], [], [], seconds)
+        if not ready:
+            return True
+        try:
+            data = os.read(self.fd, 65536)
+        except OSError:  # how Linux says that the other side was closed
+            data = b""
+        if not data:
+            return False
+        text, now = self._decoder.decode(data), time.monotonic() - self.begin
+        self.output.append((now, text))
+        self._stream.feed(text)
+        lines = [line.rstrip() for line in self.screen.display]
+        if not self.frames or self.frames[-1][1] != lines:
+            self.frames.append((now, lines))
+        return True
+
+    @property
+    def lines(self):
+        """All lines, those that have scrolled away too."""
+        gone = [
+            "".join(line[column].data for column in range(max(line, default=-1) + 1)).rstrip()
+            for line in self.screen.history.top
+        ]
+        shown = [line.rstrip() for line in self.screen.display]
+        while shown and not shown[-1]:
+            shown.pop()
+        return gone + shown
+
+    @property
+    def text(self):
+        """All lines as one text."""
+        return "\n".join(self.lines)
+
+    @property
+    def raw(self):
+        """Everything that was written, with its control sequences."""
+        return "".join(text for _, text in self.output)
+
+    def record(self, path):
+        """Writes what was seen: `path` as an asciicast (version 2), which players replay, and beside it `.txt`, the
+        frames as text."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = {"version": 2, "width": self.columns, "height": self.rows}
+        events = [json.dumps([round(at, 3), "o", text]) for at, text in self.output]
+        path.write_text("\n".join([json.dumps(head), *events]) + "\n")
+        bar = "-" * self.columns
+        frames = [f"{bar}\n{at:8.1f} s\n" + "\n".join(lines).rstrip() + "\n" for at, lines in self.frames]
+        path.with_suffix(".txt").write_text("".join(frames))

@@ -1,0 +1,335 @@
+"""Every command in a terminal: it ends as it should, fits the width, and leaves nothing behind of what it redrew."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from pseudo_terminal import Terminal
+from redline.tuner.cli.main import redline as command_line
+
+ROOT = Path(__file__).parents[2]
+RECORDINGS = ROOT / "build" / "recordings"
+REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
+WORKLOAD = '''
+import time
+
+import torch
+from torch import nn
+
+import redline as rl
+
+
+def batch(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 64, generator=generator), torch.randint(0, 10, (size,), generator=generator)
+
+
+def make_space():
+    space = rl.Space()
+    micro = space.choice("micro_batch", [4, 8, 16, 32, 64], default=8)
+    space.choice("checkpoint_ratio", [0, 1])
+    space.derive("grad_accum", 64 // micro)
+    return space
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+
+
+class Slow(Net):
+    def forward(self, x):
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+mlp = rl.Workload(name="mlp", model=Net, batch=batch, loss=loss, space=make_space(), global_batch=64)
+slow = rl.Workload(name="slow", model=Slow, batch=batch, loss=loss, space=make_space(), global_batch=64)
+
+
+def nothing(output, batch):
+    raise ValueError("no such kernel")
+
+
+broken = rl.Workload(name="broken", model=Net, batch=batch, loss=nothing, space=make_space(), global_batch=64)
+'''
+ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "work.py").write_text(WORKLOAD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(place):
+    """Two finished runs, made in a terminal of 80 columns."""
+    for name in ("a", "b"):
+        shown = tune(place, "--trials", 4, "--out", f"runs/{name}")
+        assert shown.wait() == 0, shown.text
+    return place / "runs"
+
+
+def tune(place, *arguments, workload="mlp", **terminal):
+    command = [
+        *REDLINE, "tune", "--workload", f"work.py:{workload}", "--runner", "local", "--sampler", "random",
+        "--measure-time", "50ms", "--patience", "0", *arguments,
+    ]  # fmt: skip
+    return Terminal(command, cwd=place, **terminal)
+
+
+def ended_well(shown, code=0):
+    """The exit code, no traceback, a cursor that is there again, and nothing left of the live view."""
+    assert shown.wait() == code, shown.text
+    assert "Traceback" not in shown.text, shown.text
+    hidden = [match[2] for match in ESCAPE.finditer(shown.raw) if match[1] == "?25"]
+    assert not hidden or hidden[-1] == "h"
+    if hidden:  # what is live hides the cursor; plain lines stay
+        live = r"\.\.\.$|about \d+:\d\d left|^trial \d+, \d+:\d\d: "
+        assert [line for line in shown.lines if re.search(live, line)] == []
+
+
+def trial_lines(shown):
+    return [line for line in shown.lines if re.match(r" +\d+  (ok|oom|crash|timeout|wrong|skipped)\b", line)]
+
+
+# -- tune ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [60, 80, 110, 200])
+def test_a_search_to_its_end(place, columns):
+    shown = tune(place, "--trials", 4, "--out", f"w{columns}", columns=columns, rows=30)
+    ended_well(shown)
+    shown.record(RECORDINGS / f"tune-{columns}.cast")
+    lines = trial_lines(shown)
+    assert [int(line.split()[0]) for line in lines] == [0, 1, 2, 3], "a line that wrapped would be two"
+    # The first tells the whole configuration, the others what is other in them.
+    assert "micro_batch=8 checkpoint_ratio=0"[: columns - 45] in lines[0]
+    assert not any("grad_accum" in line for line in lines)
+    for word in ("winner", "default", "gain", "±", "wrote", "redline report"):
+        assert word in shown.text
+    assert any("trial " in line for _, frame in shown.frames for line in frame), "what runs was never shown"
+    # No line but the last ones, which are paths and commands to copy, is longer than the terminal is wide.
+    body = shown.raw[: shown.raw.index("wrote ")]
+    plain = ESCAPE.sub("", body).replace("\r", "\n")
+    assert max(map(len, plain.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("env", "colours", "moves"),
+    [
+        ({"NO_COLOR": "1"}, False, True),
+        ({"TERM": "dumb"}, False, False),
+        ({"TERM": "xterm"}, True, True),
+    ],
+    ids=["no-color", "dumb", "xterm"],
+)
+def test_a_search_in_other_terminals(place, env, colours, moves):
+    shown = tune(place, "--trials", 2, "--out", "-".join(["t", *env.values()]), env=env)
+    ended_well(shown)
+    codes = ESCAPE.findall(shown.raw)
+    coloured = [code for code, kind in codes if kind == "m" and re.search(r"(^|;)3\d", code)]
+    assert bool(coloured) is colours
+    assert any(kind in "AK" for _, kind in codes) is moves
+    assert len(trial_lines(shown)) == 2
+
+
+def test_a_terminal_that_changes_its_size_in_mid_run(place):
+    shown = tune(place, "--trials", 4, "--out", "resized", workload="slow", columns=110)
+    shown.wait_for("   0  ok")
+    shown.resize(60, 20)
+    shown.wait_for("   1  ok")
+    shown.resize(160, 50)
+    ended_well(shown)
+    assert [int(line.split()[0]) for line in trial_lines(shown)][-2:] == [2, 3]
+
+
+def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(place):
+    shown = tune(place, "--trials", 5, "--out", "stopped", workload="slow")
+    shown.wait_for("   1  ok")
+    beside = Terminal([*REDLINE, "show", "stopped"], cwd=place)
+    ended_well(beside)
+    assert "2 ok" in beside.text and "1 pending" in beside.text
+    shown.send("\x03")
+    ended_well(shown, 130)
+    assert "Interrupted; what was found so far is kept." in shown.text
+    assert "--out stopped --resume" in shown.text
+    assert not [each for each in psutil.Process().children(recursive=True) if "redline" in " ".join(each.cmdline())]
+    again = tune(place, "--trials", 5, "--out", "stopped", "--resume", workload="slow")
+    ended_well(again)
+    assert "resumed after 2 trials" in again.text
+    assert [int(line.split()[0]) for line in trial_lines(again)] == [2, 3, 4]
+
+
+def test_ctrl_c_before_the_first_trial(place):
+    shown = tune(place, "--out", "early")
+    shown.wait_for("...")
+    shown.send("\x03")
+    ended_well(shown, 130)
+
+
+def test_where_nothing_works_that_is_said_and_no_winner_is_announced(place):
+    shown = tune(place, "--trials", 2, "--out", "broken", workload="broken")
+    ended_well(shown, 3)
+    assert "Nothing feasible" in shown.text and "no such kernel" in shown.text
+    assert "best.yaml" not in shown.text
+
+
+def test_the_main_command_through_ray(place):
+    shown = tune(place, "--trials", 2, "--out", "ray", "--runner", "ray")
+    ended_well(shown)
+    assert "runner ray" in shown.text and "gain" in shown.text
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_search_in_tmux(place, tmp_path):
+    server = ["tmux", "-L", f"redline-{os.getpid()}"]
+    command = " ".join([
+        *REDLINE, "tune", "--workload", "work.py:mlp", "--runner", "local", "--trials", "3", "--patience", "0",
+        "--measure-time", "50ms", "--out", "tmux",
+    ])  # fmt: skip
+    try:
+        subprocess.run(
+            [*server, "new-session", "-d", "-x", "100", "-y", "50", "-c", str(place), f"{command}; echo code $?; sleep 60"],
+            check=True,
+            timeout=20,
+        )
+        text = until(lambda: subprocess.run([*server, "capture-pane", "-p"], capture_output=True, text=True).stdout, "code ")
+    finally:
+        subprocess.run([*server, "kill-server"], check=False, timeout=20)
+    assert "code 0" in text and "winner" in text and "Traceback" not in text
+    assert len(re.findall(r"^ +\d+  ok", text, re.MULTILINE)) == 3
+
+
+def until(look, text, tries=400):
+    import time
+
+    for _ in range(tries):
+        found = look()
+        if text in found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(found)
+
+
+# -- the other commands --------------------------------------------------------------------------------------
+
+COMMANDS = [
+    (["show", "runs/a"], 0, ["best: trial"]),
+    (["show", "runs/a", "--columns", "trial,throughput,micro_batch"], 0, ["micro_batch"]),
+    (["compare", "runs/a", "runs/b"], 0, ["against runs/a"]),
+    (["report", "runs/a"], 0, ["wrote"]),
+    (["export", "runs/a", "--to", "yaml"], 0, ["micro_batch:"]),
+    (["export", "runs/a", "--to", "trainer", "-o", "args.yaml"], 0, ["wrote args.yaml"]),
+    (["models"], 0, ["gpt2-tiny"]),
+    (["doctor"], 0, ["versions", "torch"]),
+    (["space", "--workload", "work.py:mlp"], 0, ["micro_batch"]),
+    (["show", "runs/none"], 2, ["there is no folder"]),
+]
+
+
+@pytest.mark.parametrize("columns", [60, 110])
+@pytest.mark.parametrize(("arguments", "code", "words"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
+def test_a_command_in_a_terminal(runs, arguments, code, words, columns):
+    shown = Terminal([*REDLINE, *arguments], cwd=runs.parent, columns=columns)
+    assert shown.wait() == code, shown.text
+    assert "Traceback" not in shown.text
+    joined = re.sub(r"\s+", " ", shown.text)
+    for word in words:
+        assert word in joined
+
+
+def test_estimate_in_a_terminal(place):
+    shown = Terminal(
+        [*REDLINE, "estimate", "gpt2-tiny", "--hardware", "h100-80gb", "--devices", "2"], cwd=place, columns=100
+    )
+    ended_well(shown)
+    assert "are predicted to fit" in shown.text
+
+
+def test_a_simulated_search_says_so_from_its_first_line_to_its_last(place):
+    shown = Terminal(
+        [*REDLINE, "tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--devices", "2",
+         "--trials", "3", "--out", "simulated"],
+        cwd=place, columns=100,
+    )  # fmt: skip
+    ended_well(shown)
+    assert "simulated: nothing is run" in shown.text
+    assert "predicted: nothing was run" in next(line for line in shown.lines if line.startswith("winner"))
+
+
+def test_the_dashboard_serves_until_ctrl_c(runs):
+    shown = Terminal([*REDLINE, "dashboard", "runs", "--port", "0"], cwd=runs.parent)
+    shown.wait_for("http://127.0.0.1:")
+    shown.send("\x03")
+    assert shown.wait() in (0, 130)
+    assert "Traceback" not in shown.text
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_every_help_fits(columns):
+    for command in command_line.list_commands(None):
+        shown = Terminal([*REDLINE, command, "-h"], columns=columns)
+        assert shown.wait() == 0
+        plain = ESCAPE.sub("", shown.raw).replace("\r", "").splitlines()
+        # Examples are lines to copy, which a break would spoil.
+        helped = plain[: next(at for at, line in enumerate(plain) if "Examples:" in line)]
+        assert max(map(len, helped)) <= max(columns, 70), command
+
+
+# -- make ----------------------------------------------------------------------------------------------------
+
+
+def clone(to):
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(to)], check=True, timeout=60)
+    return to
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_make_tune_in_a_fresh_clone(tmp_path):
+    """The first ten minutes: installing and all, in an empty folder; its recording is to be looked at."""
+    shown = Terminal(["make", "tune"], cwd=clone(tmp_path / "redline"), columns=110, rows=45)
+    assert shown.wait(1400) == 0, shown.text
+    shown.record(RECORDINGS / "make-tune.cast")
+    for word in ("winner", "gain", "wrote    runs/gpt2-tiny"):
+        assert word in shown.text
+    assert "Traceback" not in shown.text
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_make_tune_with_what_is_installed(tmp_path):
+    """`make tune` from a clone, without installing anew."""
+    venv = Path(sys.prefix)
+    stamp = venv / ".installed"
+    if not stamp.exists():
+        pytest.skip("not installed by make")
+    folder = clone(tmp_path / "redline")
+    arguments = "ARGS=--trials 1 --measure-time 50ms --seq-len 16 --runner local"
+    # -o: the installation counts as current, though the clone's files are newer.
+    shown = Terminal(["make", "-o", str(stamp), "tune", f"VENV={venv}", arguments], cwd=folder, columns=100)
+    ended_well(shown)
+    shown.record(RECORDINGS / "make-tune-quick.cast")
+    assert "winner   trial 0" in shown.text and (folder / "runs" / "gpt2-tiny" / "best.yaml").exists()
+
+
+def test_a_terminal_that_goes_away_ends_the_search(place):
+    shown = tune(place, "--out", "hangup", workload="slow")
+    shown.wait_for("   0  ok")
+    children = psutil.Process(shown.pid).children(recursive=True)
+    os.kill(shown.pid, signal.SIGHUP)
+    shown.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []

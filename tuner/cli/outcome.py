@@ -1,0 +1,109 @@
+"""The final word of a search: the winner beside the default configuration, and what to do with it."""
+
+import shlex
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...results import summary
+from ...results.columns import speed
+from ..result import Candidate, Result
+from . import words
+
+
+def print_result(result: Result) -> None:
+    """Prints what came of a search, as wide as the terminal."""
+    console = Console(highlight=False)
+    console.print()
+    if result.interrupted:
+        console.print(Text("Interrupted; what was found so far is kept.", style="yellow"))
+    elif result.ended:
+        console.print(Text(f"Done: {result.ended}.", style="dim"))
+    if result.best is None:
+        console.print(Text(f"Nothing feasible: {result.why}", style="bold red"))
+    else:
+        _winner(result, console)
+    if result.folder is not None:
+        names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
+        there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
+        console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
+        for line in _next(result):
+            console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def _winner(result: Result, console: Console) -> None:
+    best, default = result.best, result.default
+    kind = " (predicted: nothing was run)" if result.simulated else ""
+    console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style="bold green"))
+    if default is None:
+        console.print(Text(f"default  {_default_failed(result)}"))
+    else:
+        console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
+        same = " (the default configuration is the winner)" if default.trial.number == best.trial.number else ""
+        console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
+    if tied := summary.tied(result.all_trials):
+        many = "s" if len(tied) > 1 else ""
+        told = ", ".join(f"{each.number} ({speed(each.measurement.throughput, '')})" for each in tied)
+        console.print(Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler"))
+    console.print()
+    console.print(_side_by_side(best, default if default is not None and default.trial != best.trial else None))
+    console.print()
+
+
+def _side_by_side(best: Candidate, default: Candidate | None) -> Table:
+    """Numbers and knobs of the winner, beside the default configuration's where it is another one."""
+    sides = [best] if default is None else [best, default]
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=default is not None)
+    table.add_column("")
+    for name in ("winner", "default")[: len(sides)]:
+        table.add_column(Text(name, style="dim"), overflow="fold")
+    for name, cells in _numbers(sides):
+        if any(cells):
+            table.add_row(Text(name, style="dim"), *cells)
+    for name, value in best.config.items():
+        cells = [words.value(value)]
+        if default is not None:
+            cells.append(words.value(default.config[name]) if name in default.config else "-")
+        style = "bold" if len(set(cells)) > 1 else ""
+        table.add_row(Text(name, style=style), *(Text(each, style=style) for each in cells))
+    return table
+
+
+def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
+    measured = [each.measurement for each in sides]
+    precisions = [str(each.config.get("precision", "")) for each in sides]
+    return [
+        ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
+        ("peak memory", [words.memory(each.peak_memory_mib) if each.peak_memory_mib else "" for each in measured]),
+        (
+            "MFU",
+            [
+                f"{100 * each.mfu:.2g} % of {precision + ' ' if precision else ''}peak" if each.mfu else ""
+                for each, precision in zip(measured, precisions)
+            ],
+        ),
+        ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
+    ]
+
+
+def _speed(candidate: Candidate) -> str:
+    measured = candidate.measurement
+    doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
+    return f"{speed(candidate.throughput, measured.unit)}{doubt}"
+
+
+def _default_failed(result: Result) -> str:
+    trial = next((each for each in result.all_trials if each.sampler == "default"), None)
+    if trial is None or trial.pending:
+        return "not measured"
+    return f"{trial.measurement.status} ({trial.measurement.reason})"
+
+
+def _next(result: Result) -> list[str]:
+    folder = shlex.quote(str(result.folder))
+    if result.interrupted:
+        return [f"next     the same command with --out {folder} --resume goes on"]
+    if result.best is None:
+        return [f"next     redline show {folder}"]
+    return [f"next     redline report {folder}", f"         redline export {folder} --to accelerate   (or --list)"]

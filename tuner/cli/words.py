@@ -1,0 +1,43 @@
+"""How the terminal writes configurations, values and durations."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def value(given: Any) -> str:
+    """A knob's value: `true`, `0.5`, `sdpa`."""
+    if isinstance(given, bool):
+        return str(given).lower()
+    return f"{given:g}" if isinstance(given, float) else str(given)
+
+
+def configuration(config: Mapping[str, Any]) -> str:
+    """All knobs on one line."""
+    return " ".join(f"{name}={value(each)}" for name, each in config.items())
+
+
+def difference(config: Mapping[str, Any], base: Mapping[str, Any] | None, derived: frozenset[str]) -> str:
+    """What was chosen otherwise than in `base`, on one line; of knobs that only one of them has, those of `config`.
+
+    Args:
+        config: the configuration.
+        base: what it is compared with; None to write the whole.
+        derived: knobs that follow from others, which would only repeat them.
+    """
+    chosen = {name: each for name, each in config.items() if name not in derived}
+    if base is None:
+        return configuration(chosen)
+    other = {name: each for name, each in chosen.items() if name not in base or base[name] != each}
+    return configuration(other) if other else "the default configuration"
+
+
+def duration(seconds: float) -> str:
+    """`1:05` or `1:00:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def memory(mib: float) -> str:
+    """`212 MiB`, from 10 GiB on `12.3 GiB`."""
+    return f"{mib / 1024:,.1f} GiB" if mib >= 10 * 1024 else f"{mib:,.0f} MiB"
