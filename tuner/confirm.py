@@ -30,6 +30,8 @@ LEADERS = 3
 """Contenders beside the default configuration, at first."""
 LEADER_WITHIN = 0.85
 """Share of the best throughput from which a trial can be a contender."""
+CHALLENGE_WITHIN = 0.97
+"""Share of the best that one never measured again must have reached at first, all told, to be measured beside it."""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
 """How often each contender is measured again."""
 ERROR = 0.05
@@ -69,6 +71,8 @@ class Confirmation:
             trial.measurement.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending
         )
         active = self._contenders(())
+        if len(active) == 1:  # nobody to compare it with
+            return
         try:
             while active and len(self.rounds) < MOST_ROUNDS:
                 enough = all(self._times(trial) >= FEWEST_ROUNDS for trial in active)
@@ -88,8 +92,9 @@ class Confirmation:
         left.sort(key=lambda trial: -_at_first(trial))
         if not left:
             return []
+        # The second is among them however far behind: the first may have been lucky once.
         floor = LEADER_WITHIN * _at_first(left[0])
-        leaders = [trial for trial in left[:LEADERS] if _at_first(trial) >= floor]
+        leaders = [trial for at, trial in enumerate(left[:LEADERS]) if at < 2 or _at_first(trial) >= floor]
         return leaders + [trial for trial in left if trial.sampler == "default" and trial not in leaders]
 
     def _round(self, active: Sequence[Trial]) -> None:
@@ -122,7 +127,7 @@ class Confirmation:
         found = self.comparison()
         top = max(found.level, key=found.level.get)
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
-        # Were those who were never measured again as fast as the best, had they been measured beside it?
+        # Would those who were never measured again be as fast as the best, had they been measured beside it?
         # The default configuration tells what has changed: it does not take part for having been lucky once.
         shifts = {n: found.level[n] - math.log(_at_first(by_number[n])) for n in found.level}
         base = next((n for n in shifts if by_number[n].sampler == "default"), None)
@@ -130,7 +135,7 @@ class Confirmation:
         challengers = [
             trial
             for trial in self._contenders(found.level)
-            if math.log(_at_first(trial)) + shift > found.level[top]
+            if math.log(_at_first(trial)) + shift > found.level[top] + math.log(CHALLENGE_WITHIN)
         ]
         rivals = [
             trial

@@ -65,14 +65,14 @@ class Terminal:
         """Presses keys, such as "\\x03" for Ctrl-C."""
         os.write(self.fd, keys.encode())
 
-    def wait_for(self, text, timeout=60):
+    def wait_for(self, text, timeout=200):
         """Goes on until `text` has been shown."""
         end = time.monotonic() + timeout
         while text not in self.text:
             if time.monotonic() > end or not self._read(0.2):
                 raise AssertionError(f"{text!r} was not shown:\n{self.text}")
 
-    def wait(self, timeout=100):
+    def wait(self, timeout=250):
         """Goes on until the command ends; its exit code."""
         end = time.monotonic() + timeout
         while self._read(0.2):

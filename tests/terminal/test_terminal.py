@@ -63,6 +63,7 @@ def nothing(output, batch):
 
 broken = rl.Workload(name="broken", model=Net, batch=batch, loss=nothing, space=make_space(), global_batch=64)
 '''
+pytestmark = pytest.mark.timeout(600)  # for a machine that is busy with other things
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 

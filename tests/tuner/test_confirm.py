@@ -169,6 +169,11 @@ def test_a_measurement_far_off_its_first_is_said_aloud():
     assert "trial 1 ran at 1,846 tokens/s, then at 706 tokens/s" in line and "load" in line
 
 
+def test_a_single_success_has_nobody_to_be_compared_with():
+    trials, order, _ = confirm([60.0])
+    assert order == [] and summary.best(trials).number == 0
+
+
 def test_time_that_is_used_up_leaves_one_round():
     _, order, _ = confirm([60.0, 100.0, 99.9], seconds=1e-9)
     assert sorted(order) == [0, 1, 2]
