@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import Terminal
 
 import redline
 
@@ -19,13 +20,11 @@ def test_there_are_python_examples():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0])
-def test_every_python_example_runs(block, tmp_path):
+def test_every_python_example_runs_in_a_terminal(block, tmp_path):
     (tmp_path / "example.py").write_text(block)
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=230
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    shown = Terminal([sys.executable, "example.py"], cwd=tmp_path, columns=100)
+    assert shown.wait(230) == 0, shown.text
+    assert shown.text.strip() and "Traceback" not in shown.text
 
 
 def test_every_option_the_readme_names_exists():
