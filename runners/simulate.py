@@ -9,7 +9,7 @@ of memory where its peak, with some fragmentation, is above the limit, and now a
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -49,13 +49,16 @@ class SimulationTerms:
     """Deadline of a trial in simulated time, s; None for none."""
     measure_s: float = 3.0
     """Time for measuring a candidate's steps, s."""
+    begun: float | None = None
+    """Unix time on the cluster's clock at which its first trial can start, s; None for now."""
 
 
 @dataclass
 class SimulateRunner(Runner):
     """Answers with what a drawn world would measure. The same seed gives the same answers, in whatever order.
 
-    `seconds_*` of a measurement are those of the simulated cluster; answering takes milliseconds.
+    `started` and `seconds_*` of a measurement are those of the simulated cluster: a trial starts as soon as one of
+    the `slots` trials that run there at once has ended. Answering takes milliseconds.
     """
 
     estimator: Estimator
@@ -63,6 +66,7 @@ class SimulateRunner(Runner):
     terms: SimulationTerms
     """What all trials share."""
     slots: int = 1
+    """How many trials run at the same time on the cluster."""
     _asked: dict[Config, int] = field(default_factory=dict, init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
@@ -70,15 +74,30 @@ class SimulateRunner(Runner):
 
     def __post_init__(self) -> None:
         self._world = self.estimator.drawn(self._random("world"))
+        begun = time.time() if self.terms.begun is None else self.terms.begun
+        self._free_at = [begun] * self.slots
 
     def run(self, request: TrialRequest) -> Measurement:
         """The outcome of one trial of the drawn world."""
         with self._lock:
             repeat = self._asked[request.config] = self._asked.get(request.config, 0) + 1
-        config, started = request.config, time.time()
+        measured = self._outcome(request, repeat)
+        return replace(measured, started=self._take(measured.seconds_total or 0.0))
+
+    def _take(self, seconds: float) -> float:
+        """When a trial of that length starts: where a slot is free first, which it then holds to its end."""
+        with self._lock:
+            slot = min(range(self.slots), key=self._free_at.__getitem__)
+            started = self._free_at[slot]
+            self._free_at[slot] = started + seconds
+        return started
+
+    def _outcome(self, request: TrialRequest, repeat: int) -> Measurement:
+        """What comes of a trial when its configuration is tried for the `repeat`-th time, without its start."""
+        config = request.config
         table = self._world.table([config])
         if not np.isfinite(table.step_ms[0]):
-            return self._failed(request, Status.CRASH, "more pipeline stages than blocks", {}, started)
+            return self._failed(request, Status.CRASH, "more pipeline stages than blocks", {})
         truth = table.row(0)
         constants = self.estimator.constants
         peak = float(table.fullest_memory_mib[0]) * np.exp(
@@ -96,13 +115,13 @@ class SimulateRunner(Runner):
         if needed > truth.memory_limit_mib:
             reason = f"out of memory: {needed:,.0f} MiB are needed and {truth.memory_limit_mib:,.0f} MiB there"
             short = {**phases, "seconds_warmup": step / 1e3, "seconds_measure": 0.0}
-            return self._failed(request, Status.OOM, reason, short, started, **common)
+            return self._failed(request, Status.OOM, reason, short, **common)
         if own.random() < CRASHES:
-            return self._failed(request, Status.CRASH, "a rank was lost", phases, started)
+            return self._failed(request, Status.CRASH, "a rank was lost", phases)
         total = sum(phases.values())
         if self.terms.timeout_s is not None and total > self.terms.timeout_s:
             reason = f"longer than the deadline of {self.terms.timeout_s:g} s: {total:,.0f} s"
-            return self._failed(request, Status.TIMEOUT, reason, phases, started)
+            return self._failed(request, Status.TIMEOUT, reason, {"until killed": self.terms.timeout_s})
         cols = columns([config], self.estimator.training)
         samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
         rate, unit = truth.throughput * truth.step_ms / seen, truth.unit
@@ -121,7 +140,6 @@ class SimulateRunner(Runner):
             mfu=mfu,
             devices=self.terms.devices,
             samples_per_step=samples,
-            started=started,
             seconds_total=total,
             seconds_overhead=phases["start"],
             **{name: value for name, value in phases.items() if name.startswith("seconds_")},
@@ -145,7 +163,6 @@ class SimulateRunner(Runner):
         status: Status,
         reason: str,
         phases: Mapping[str, float],
-        started: float,
         **more: Any,
     ) -> Measurement:
         self._log(request, f"{status}: {reason}", {})
@@ -153,7 +170,6 @@ class SimulateRunner(Runner):
             status=status,
             reason=f"simulated: {reason}",
             devices=self.terms.devices,
-            started=started,
             seconds_total=sum(phases.values()),
             log=self._log_name(request),
             **more,

@@ -178,8 +178,10 @@ def refiner(
     return refined
 
 
-def simulator(estimator: "Estimator", *, concurrency: int | None, **terms: Any) -> Any:
-    """The runner that answers for a cluster one does not have."""
+def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int | None, **terms: Any) -> Any:
+    """The runner that answers for a cluster one does not have; its clock goes on where `earlier` trials ended."""
     from ..runners.simulate import SimulateRunner, SimulationTerms
 
-    return SimulateRunner(estimator, SimulationTerms(**terms), slots=concurrency or 1)
+    done = [each.measurement for each in earlier if not each.pending and each.measurement.started is not None]
+    begun = max((each.started + (each.seconds_total or 0.0) for each in done), default=None)
+    return SimulateRunner(estimator, SimulationTerms(begun=begun, **terms), slots=concurrency or 1)

@@ -14,7 +14,7 @@ from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.spaces import fix as fix_knob
-from ..results import RunFolder
+from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
@@ -248,7 +248,10 @@ def tune(
             with contextlib.ExitStack() as stack:
                 try:
                     made = stack.enter_context(
-                        _runner(task, runner, limit_mib, timeout_s, plan, seed, concurrency, ray_address, estimator)
+                        _runner(
+                            task, runner, limit_mib, timeout_s, plan, seed, concurrency, ray_address, estimator,
+                            folder.trials(),
+                        )  # fmt: skip
                     )
                     first, fallback = _first(task.space)
                     search = Search(
@@ -454,12 +457,13 @@ def _runner(
     concurrency: int | None,
     ray_address: str | None,
     estimator: "Estimator | None",
+    earlier: Sequence[Trial],
 ) -> Runner:
     if task.function is not None:
         return FunctionRunner(task.function)
     if task.simulated:
         return simulator(
-            estimator, concurrency=concurrency, devices=task.devices, seed=seed, timeout_s=timeout_s, measure_s=plan.seconds
+            estimator, earlier, concurrency, devices=task.devices, seed=seed, timeout_s=timeout_s, measure_s=plan.seconds
         )
     on_cpu = task.device.type == "cpu"
     ranks = task.devices * (concurrency or 1)

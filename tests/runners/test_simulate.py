@@ -96,6 +96,18 @@ def test_a_deadline_holds_in_simulated_time(question, configs, measured):
     at = next(index for index, each in enumerate(measured) if each.ok)
     (late,) = tried(runner_of(question, timeout_s=10.0), [configs[at]])
     assert late.status is Status.TIMEOUT and "deadline of 10 s" in late.reason
+    assert late.seconds_total == 10.0
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_starts_and_durations_are_of_one_clock(question, configs, slots):
+    runner = SimulateRunner(question.estimator, SimulationTerms(devices=64, begun=1e9), slots=slots)
+    spans = [(each.started, each.started + each.seconds_total) for each in tried(runner, configs[:40])]
+    assert [begin for begin, _ in spans[:slots]] == [1e9] * slots
+    # As soon as a slot is free the next trial starts there, and no more run at once than there are slots.
+    assert all(begin in {end for _, end in spans} for begin, _ in spans[slots:])
+    assert max(sum(begin <= now < end for begin, end in spans) for now, _ in spans) == slots
+    assert max(end for _, end in spans) - 1e9 >= sum(end - begin for begin, end in spans) / slots
 
 
 def test_the_log_says_that_nothing_was_run(question, configs, measured, tmp_path):
