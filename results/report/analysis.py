@@ -6,7 +6,11 @@ from statistics import median
 from typing import Any
 
 from .. import summary
+from ..lossy import lossy
 from ..measurement import Status, Trial
+
+MOST_LANES = 64
+"""Devices that a timeline draws one by one; where there are more, a lane is a trial's."""
 
 RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
 """Statuses of trials that took device time."""
@@ -17,9 +21,13 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
 
     `spread` is relative: the half-width of the 95 % interval of a throughput. Device seconds are a trial's total time
     times its devices (1 where not told); `lost` are those of trials that did not end as `ok`, `overhead` what
-    the successful ones spent outside build, warm-up and measurement.
+    the successful ones spent outside build, warm-up and measurement. `exact` is the best of those that train as
+    asked, where the winner is lossy.
     """
     winner, base = summary.best(trials), summary.default(trials)
+    exact = None
+    if winner is not None and lossy(winner.config):
+        exact = summary.best([each for each in trials if not lossy(each.config)])
     gain = summary.gain(trials)
     spreads = [each.measurement.spread for each in (winner, base) if each is not None and each.ok]
     return {
@@ -28,6 +36,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
         "unit": next((each.measurement.unit for each in trials if each.measurement.unit), ""),
         "winner": entry(winner) if winner else None,
         "default": entry(base) if base else None,
+        "exact": entry(exact) if exact else None,
         "gain": gain,
         # Relative errors of a ratio add in squares.
         "gain_spread": math.hypot(*spreads) if gain and None not in spreads and winner is not base else None,
@@ -53,6 +62,7 @@ def entry(trial: Trial) -> dict[str, Any]:
         "mfu": found.mfu,
         "devices": found.devices,
         "config": dict(trial.config),
+        "lossy": lossy(trial.config),
     }
 
 
@@ -150,8 +160,9 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
 def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """Where and when trials ran: `items` of [trial, first lane, lanes, start, end], s from the first start.
 
-    The table does not say on which devices a trial ran; each is laid on the lowest ones free at its start.
-    None where no trial tells when it started.
+    A lane is a device, or a trial where all use as many devices or more than `MOST_LANES` would be needed, as `of`
+    says. The table does not say on which devices a trial ran; each is laid on the lowest lanes free at its start. None
+    where no trial tells when it started.
     """
     known = [
         each
@@ -161,17 +172,27 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     if not known:
         return None
     known.sort(key=lambda each: (each.measurement.started, each.number))
+    widths = [max(int(each.measurement.devices or 1), 1) for each in known]
+    alike = len(set(widths)) == 1 and widths[0] > 1
+    by_device = None if alike else _laid(known, widths, MOST_LANES)
+    items, count = by_device or _laid(known, [1] * len(known), len(known))
+    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": known[0].measurement.started, "items": items}
+
+
+def _laid(known: Sequence[Trial], widths: Sequence[int], most: int) -> tuple[list[list[Any]], int] | None:
+    """The trials on lanes, and how many lanes those are; None where they are more than `most`."""
     origin = known[0].measurement.started
     busy: list[float] = []
     items = []
-    for each in known:
+    for each, width in zip(known, widths):
         begin = each.measurement.started - origin
         end = begin + each.measurement.seconds_total
-        width = min(max(each.measurement.devices or 1, 1), 4096)
         # A trial's end and the next one's start are taken by different clocks.
         free = [until <= begin + 0.02 for until in busy]
         first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
+        if first + width > most:
+            return None
         busy += [0.0] * (first + width - len(busy))
         busy[first : first + width] = [end] * width
         items.append([each.number, first, width, round(begin, 3), round(end, 3)])
-    return {"lanes": len(busy), "origin": origin, "items": items}
+    return items, len(busy)

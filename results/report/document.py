@@ -4,6 +4,7 @@ import math
 import time
 from typing import Any
 
+from ..lossy import LOSSY
 from . import analysis, words
 from .effects import effects
 from .exports import exports
@@ -29,7 +30,12 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "table": source.table,
         "state": source.state,
         "made": time.time(),
-        "problems": [*_simulated(source), *source.problems],
+        "simulated": source.simulated,
+        "folder": source.folder.resolve().name,
+        "devices": words.devices(source.request),
+        "began": words.began(source.request),
+        "lossy": {name: list(values) for name, values in LOSSY.items()},
+        "problems": source.problems,
         "asked": words.asked(source.request),
         "environment": words.environment(source.request, source.best),
         "reproduce": _reproduce(source),
@@ -75,11 +81,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
     return str(value)
-
-
-def _simulated(source: Source) -> list[str]:
-    asked = (source.request or {}).get("asked", {})
-    return ["Simulated: nothing was run, all numbers are predictions."] if asked.get("simulated") else []
 
 
 def _reproduce(source: Source) -> str | None:

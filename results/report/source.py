@@ -51,6 +51,11 @@ class Source:
             return self.folder.resolve().name or TABLE
         return Path(self.table).stem
 
+    @property
+    def simulated(self) -> bool:
+        """Whether nothing was run: all numbers are predictions."""
+        return bool((self.request or {}).get("asked", {}).get("simulated"))
+
     @classmethod
     def read(cls, path: str | Path, *, lenient: bool = False) -> "Source":
         """The run in a folder, or the table in a CSV file of any name (then without sidecars).
@@ -89,8 +94,10 @@ class Source:
             now = state.RUNNING
         elif asked is None:
             now = state.TABLE_ONLY
+        elif best is None:
+            now = state.STOPPED
         else:
-            now = state.FINISHED if best is not None else state.STOPPED
+            now = state.FINISHED if best.get("best") is not None else state.NOTHING
         return cls(
             folder=folder, table=name, columns=columns, trials=trials, request=asked, best=best, state=now,
             problems=problems,

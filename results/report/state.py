@@ -9,8 +9,9 @@ from pathlib import Path
 from ..names import LEDGER, TABLE
 from .inside import read_inside
 
-RUNNING, FINISHED, STOPPED, TABLE_ONLY = "running", "finished", "stopped", "table"
-"""A process holds the run's lock; best.yaml tells of all its trials; neither; there is only a table."""
+RUNNING, FINISHED, NOTHING, STOPPED, TABLE_ONLY = "running", "finished", "nothing", "stopped", "table"
+"""A process holds the run's lock; best.yaml tells of all its trials, with a winner or without one; neither; there is
+only a table."""
 
 _FRESH_SECONDS = 180.0
 

@@ -26,19 +26,38 @@ def asked(request: Mapping[str, Any] | None) -> list[list[str]]:
         value = given.get(key)
         if value is None:
             continue
-        if key == "devices" and isinstance(value, Mapping):
-            value = _devices(value)
+        if key == "devices":
+            value = devices(request)
         elif key == "memory_limit_mib":
             value = _mib(value)
         elif key == "trial_timeout_s":
             value = f"{value:g} s" if isinstance(value, (int, float)) else value
         out.append([name, _text(value)])
-    if (request or {}).get("created"):
-        out.append(["Started", _text(request["created"]).replace("T", " ")])
+    if began(request):
+        out.append(["Started", began(request)])
     for each in (request or {}).get("resumed") or []:
         if isinstance(each, Mapping):
-            out.append(["Resumed", _text(each.get("at", "")).replace("T", " ")])
+            out.append(["Resumed", _moment(each.get("at", ""))])
     return out
+
+
+def devices(request: Mapping[str, Any] | None) -> str:
+    """What a trial ran on, such as `8 × H100`, with how many there were if more; empty where run.yaml does not say."""
+    value = (request or {}).get("asked", {}).get("devices")
+    if not isinstance(value, Mapping):
+        return _text(value) if value is not None else ""
+    name = _text(value.get("name") or value.get("type") or "devices")
+    count = value.get("count")
+    used = value.get("used") or count
+    if used is None:
+        return name
+    more = isinstance(count, int) and isinstance(used, int) and count > used
+    return f"{used} × {name}" + (f" (of {count})" if more else "")
+
+
+def began(request: Mapping[str, Any] | None) -> str:
+    """When the run was begun, as run.yaml says it; empty where it does not."""
+    return _moment((request or {}).get("created") or "")
 
 
 def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -> dict[str, Any]:
@@ -79,13 +98,6 @@ def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | Non
     return out
 
 
-def _devices(value: Mapping[str, Any]) -> str:
-    count, name = value.get("count"), value.get("name") or value.get("type")
-    used = value.get("used")
-    text = f"{count} × {name}" if count is not None else _text(name)
-    return f"{text}, {used} used by a trial" if used not in (None, count) else text
-
-
 def _fact(name: Any, value: Any) -> str:
     return _mib(value) if str(name).endswith("_mib") else _text(value)
 
@@ -118,6 +130,10 @@ def _seen(name: str, cells: list[Any]) -> dict[str, Any]:
     if len(values) > 40:
         return {"name": name, "values": None, "range": f"{len(values)} values, {values[0]} to {values[-1]}", "help": ""}
     return {"name": name, "values": values, "help": ""}
+
+
+def _moment(value: Any) -> str:
+    return _text(value).replace("T", " ").replace("+0000", " UTC")
 
 
 def _rule(value: Any) -> str:

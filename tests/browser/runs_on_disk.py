@@ -2,7 +2,7 @@
 
 import random
 
-from redline.results import Measurement, Status, Trial
+from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.table import Table
 
 KNOBS = {
@@ -29,6 +29,43 @@ def trial(number, rng, status=None):
         number=number, config=config, sampler="default" if number == 0 else "tpe", predicted_throughput=speed * 1.1,
         predicted_memory_mib=memory * 0.9, measurement=Measurement(status=status, reason=reason, **told),
     )  # fmt: skip
+
+
+class Point(dict):
+    """As much of a configuration as a run's folder needs."""
+
+    id = property(lambda self: "-".join(f"{name}={value}" for name, value in sorted(self.items())))
+    to_dict = dict.copy
+
+
+def measured(throughput, **more):
+    """A success on eight devices of which the others follow."""
+    told = {"unit": "tokens/s", "step_ms": 1e6 / throughput, "step_ms_spread": 1e4 / throughput, "peak_memory_mib": 500.0, "memory_limit_mib": 1000.0, "devices": 8, "mfu": 0.3, "started": 1.7e9, "seconds_total": 9.0}
+    return Measurement(status=Status.OK, throughput=throughput, **told | more)
+
+
+def write_search(folder, outcomes, again=None, *, finished=True, **asked):
+    """The folder of a search through redline.results' own `RunFolder`.
+
+    Args:
+        folder: where.
+        outcomes: a configuration and what came of it, for each trial; the first is the default.
+        again: trial -> throughputs when it was measured again.
+        finished: whether best.yaml is written.
+        asked: more of what run.yaml says was asked.
+    """
+    knobs = {name: sorted({config[name] for config, _ in outcomes}, key=str) for name in outcomes[0][0]}
+    asked = {"model": "made-up", "workload": {"id": "x"}, "devices": {"type": "cuda", "name": "H100", "count": 8, "used": 8}, "seed": 0} | asked
+    asked["space"] = {"knobs": [{"name": name, "values": values} for name, values in knobs.items()]}
+    with RunFolder.open(folder, asked, knobs={name: tuple(values) for name, values in knobs.items()}, make_config=Point) as run:
+        for number, (config, outcome) in enumerate(outcomes):
+            run.start(Point(config), sampler="bayes" if number else "default", predicted_throughput=900.0, predicted_memory_mib=450.0)
+            run.finish(number, outcome)
+        for number, throughputs in (again or {}).items():
+            run.remeasure(number, throughputs)
+        if finished:
+            run.write_best(["redline", "tune", "made-up"], devices=asked["devices"])
+    return folder
 
 
 def write_run(folder, count, seed=0, trials=None):

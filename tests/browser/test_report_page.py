@@ -7,6 +7,7 @@ import re
 import pytest
 from redline.results import Status, summary
 from redline.results.report import Source, document, write_report
+from redline.results.report.page import asset
 
 SECTIONS = ["headline", "progress", "memory", "parallel", "effects", "predicted", "timeline", "failures", "trials", "space"]
 
@@ -124,6 +125,216 @@ def test_a_value_of_the_parallel_coordinates_keeps_its_trials_only(tab, made):
     assert tab.locator("#parallel path.line.out").count() == 1
     tab.locator("#parallel text.choice", has_text="eager").click()
     assert tab.locator("#parallel path.line.out").count() == 0
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory, disk):
+    """A simulated run on 64 devices whose lossy winner is the fastest of five, its trials one after the other."""
+    outcomes = [
+        ({"precision": precision, "micro_batch": n}, disk.measured(speed, devices=64, started=1.7e9 + 100 * n, seconds_total=100.0))
+        for n, (precision, speed) in enumerate([("fp32", 1000.0), ("bf16", 400_000.0), ("bf16", 562_283.0), ("bf16_pure", 705_124.0)])
+    ]  # fmt: skip
+    devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
+    return write_report(disk.write_search(tmp_path_factory.mktemp("simulated") / "run-7", outcomes, simulated=True, devices=devices))
+
+
+def test_a_simulated_run_says_so_beside_its_title_in_its_verdict_and_on_its_tiles(tab, simulated, made):
+    tab.goto(simulated.as_uri())
+    assert tab.locator("header h1 ~ .tag-simulated").inner_text() == "simulated"
+    verdict = tab.locator(".verdict").inner_text()
+    assert verdict.startswith("simulated Nothing was run. Trial 3 is predicted to train at 705,124")
+    titles = tab.locator(".tile h3").all_inner_texts()
+    assert titles == ["Throughput, predicted", "Peak memory, predicted", "Device time, predicted", "Trials, simulated"]
+    assert tab.locator(".problems").count() == 0
+    assert tab.locator("#predicted h2").inner_text() == "Predicted against simulated"
+    assert "Nothing was run" in tab.locator("#trials .lead").inner_text()
+    assert not re.search("[Mm]easured", tab.locator("main").inner_text())
+    tab.goto(made[0].as_uri())
+    assert tab.locator(".tag-simulated").count() == 0 and "predicted" not in tab.locator("#headline").inner_text()
+
+
+def test_a_lossy_winner_is_marked_in_title_headline_table_and_space(tab, simulated, made):
+    tab.goto(simulated.as_uri())
+    assert tab.locator("header h1 ~ .tag-lossy").inner_text() == "lossy"
+    caution = tab.locator(".caution").inner_text()
+    assert "precision=bf16_pure trades accuracy for speed" in caution
+    assert "trial 2 at 562,283" in caution and "1.25 times as fast" in caution
+    assert tab.locator("#winner .knob", has_text="precision").locator(".tag-lossy").count() == 1
+    assert tab.locator("#trials tr[data-trial='3'] .tag-lossy").count() == 1
+    assert tab.locator("#trials tr[data-trial='2'] .tag-lossy").count() == 0
+    assert tab.locator("#space .tag-lossy").count() == 1
+    tab.goto(made[0].as_uri())
+    assert tab.locator(".tag-lossy, .caution").count() == 0
+
+
+def test_a_run_can_be_told_from_others_by_folder_devices_and_when(tab, simulated):
+    tab.goto(simulated.as_uri())
+    identity = tab.locator(".identity").inner_text()
+    assert "Folder run-7" in identity and "Devices 64 × h100-80gb" in identity
+    assert re.search(r"Begun \d{4}-\d\d-\d\d \d\d:\d\d", identity)
+
+
+BROKEN = """(words) => {
+  const broken = [];
+  const walker = document.createTreeWalker(document.querySelector("#headline"), NodeFilter.SHOW_TEXT);
+  let seen = 0;
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    for (let at = node.data.indexOf(words); at >= 0; at = node.data.indexOf(words, at + 1)) {
+      const range = document.createRange();
+      range.setStart(node, at);
+      range.setEnd(node, at + words.length);
+      seen += 1;
+      if (new Set([...range.getClientRects()].map((each) => Math.round(each.top))).size > 1) broken.push(node.data);
+    }
+  }
+  return [seen, broken];
+}"""
+
+
+def test_the_headline_does_not_break_inside_a_unit_on_any_phone(tab, simulated, disk, tmp_path, overflow):
+    outcomes = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(705_123.0))]
+    pages = [simulated, write_report(disk.write_search(tmp_path / "run", outcomes))]
+    disk.write_run(tmp_path / "one", 0, trials=[disk.trial(0, random.Random(1), Status.OK)])  # its throughput stands large
+    pages.append(write_report(tmp_path / "one"))
+    for path in pages:
+        tab.goto(path.as_uri())
+        tab.locator(".verdict").wait_for()
+        for width in range(320, 450, 5):
+            tab.set_viewport_size({"width": width, "height": 844})
+            seen, broken = tab.evaluate(BROKEN, "tokens/s")
+            assert seen >= 2 and broken == [], width
+            assert overflow(tab) == 0
+
+
+ELEVEN = {
+    "tp": (1, 2, 4, 8), "pipeline_schedule": ("gpipe", "1f1b", "interleaved_1f1b"), "checkpoint_ratio": (0.0, 0.25, 0.5, 0.75, 1.0),
+    "attention": ("sdpa", "eager", "flash_attention_2"), "fused_optimizer": (True, False), "sequence_parallel": (True, False),
+    "precision": ("fp32", "bf16", "bf16_pure"), "offload": ("none", "optimizer"), "micro_batch": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "virtual_stages": (1, 2, 4), "compile_mode": ("default", "autotune-without-graphs", "max-autotune-no-cudagraphs"),
+}  # fmt: skip
+CLIPPED = """() => [...document.querySelectorAll("#parallel svg.chart, #effects svg.chart")].flatMap((chart) => {
+  const room = chart.getBoundingClientRect();
+  return [...chart.querySelectorAll("text")].filter((text) => {
+    const box = text.getBoundingClientRect();
+    return text.textContent.includes("…") || box.left < room.left - 1 || box.right > room.right + 1 || box.top < room.top - 1 || box.bottom > room.bottom + 1;
+  }).map((text) => text.textContent);
+})"""
+
+
+@pytest.fixture(scope="module")
+def eleven(tmp_path_factory, disk):
+    rng = random.Random(3)
+    outcomes = [({name: rng.choice(values) for name, values in ELEVEN.items()}, disk.measured(1e5 * (1 + rng.random()))) for _ in range(40)]
+    return write_report(disk.write_search(tmp_path_factory.mktemp("eleven") / "run", outcomes))
+
+
+@pytest.mark.parametrize("width", [320, 390, 600, 768, 900, 1024, 1280, 1600])
+def test_no_label_of_eleven_knobs_is_clipped(tab, eleven, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(eleven.as_uri())
+    tab.locator("#effects svg.chart").nth(len(ELEVEN) - 1).wait_for()
+    assert tab.evaluate(CLIPPED) == []
+    assert set(tab.locator("#parallel .axis-name").all_text_contents()) == {*ELEVEN, "tokens/s"}
+    pressable = {name: sorted(map(str, values)) for name, values in ELEVEN.items() if name in ("compile_mode", "pipeline_schedule", "attention")}
+    for name, values in pressable.items():
+        assert sorted(tab.locator(f"#parallel text.choice[data-knob={name}]").all_text_contents()) == values
+
+
+def test_values_of_the_parallel_coordinates_do_not_overlap(tab, eleven, phone, desktop):
+    for size in (phone, desktop):
+        tab.set_viewport_size(size)
+        tab.goto(eleven.as_uri())
+        tab.locator("#parallel svg.chart").wait_for()
+        assert tab.evaluate("""() => {
+          const boxes = [...document.querySelectorAll("#parallel .axis-value, #parallel .axis-name")].map((each) => [each.textContent, each.getBoundingClientRect()]);
+          return boxes.flatMap(([a, x], at) => boxes.slice(at + 1).filter(([, y]) => x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 4 && y.top < x.bottom - 4).map(([b]) => `${a} | ${b}`));
+        }""") == []
+
+
+def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp_path, disk, simulated):
+    def run(name, devices, step):
+        outcomes = [({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0)) for n in range(20)]
+        return write_report(disk.write_search(tmp_path / name, outcomes))
+
+    # The second is what simulated runs looked like: all at once by this machine's clock.
+    pages = [simulated, run("old", lambda n: 64, 0.01), run("mixed", lambda n: 2 ** (n % 10), 0.01), run("few", lambda n: 1 + n % 4, 150.0)]
+    said = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
+    for path, words in zip(pages, said):
+        tab.goto(path.as_uri())
+        box = tab.locator("#timeline .plot svg").bounding_box()
+        assert 50 < box["height"] < 340
+        assert words in tab.locator("#timeline .plot svg").text_content()
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory, disk):
+    """The default at 1000, then 3000 that becomes 2000 when measured again and still wins, and 2500 measured once."""
+    outcomes = [({"micro_batch": n, "precision": "bf16"}, disk.measured(speed)) for n, speed in enumerate((1000.0, 3000.0, 2500.0, 1500.0))]
+    return write_report(disk.write_search(tmp_path_factory.mktemp("again") / "run", outcomes, {1: [1980.0, 2020.0], 0: [1000.0, 1000.0]}))
+
+
+def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_is_named(tab, again):
+    tab.goto(again.as_uri())
+    assert tab.locator(".big").inner_text() == "2.00×"
+    assert "Trial 1 trains at 2,000\u00a0tokens/s" in tab.locator(".verdict").inner_text()
+    tile = tab.locator(".tile").first.inner_text()
+    assert re.search(r"2,000\s+tokens/s", tile) and re.search(r"±\u00a0\d[\d.]*\u00a0% over 2 re-measurements", tile)
+    assert "first 3,000\u00a0tokens/s" in tile
+    # 30 % at 3000 tokens/s is 20 % at 2000.
+    assert "20\u00a0% of bf16 peak" in tile
+    header = tab.locator("#trials thead th").all_inner_texts()
+    cells = tab.locator("#trials tr[data-trial='1'] td").all_inner_texts()
+    row = dict(zip((each.strip() for each in header), cells))
+    assert (row["tokens/s"], row["First"], row["MFU"], row["Step, ms"]) == ("2,000", "3,000", "20\u00a0% of bf16", "500")
+    tab.locator("tr[data-trial='1']").click()
+    told = tab.locator("dialog").inner_text()
+    assert re.search(r"First\s+3,000", told) and re.search(r"Measured again\s+1,980, 2,020", told)
+
+
+def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_measured_once(tab, again, made):
+    tab.goto(again.as_uri())
+    for name in ("progress", "memory", "parallel", "trials"):
+        lead = tab.locator(f"#{name} .lead").first.inner_text()
+        assert "Trial 2, above the winner, was measured once only: what is not confirmed cannot win." in lead, name
+    assert [each.get_attribute("data-trial") for each in tab.locator("#trials tbody tr[data-trial]").all()] == ["1", "0", "2", "3"]
+    for name in ("progress", "memory"):
+        plot = tab.locator(f"#{name} .plot").first
+        assert plot.locator("path.mark.once").count() == 1
+        assert plot.locator("path.mark.once").get_attribute("d").count("M") == 2
+        # A line each for the two that were measured again, down to the star of the winner.
+        lines = re.findall(r"M(\S+) (\S+)V([\d.]+)", plot.locator("path.revised").get_attribute("d"))
+        assert len(lines) == 2 and sum(float(to) > float(first) for _, to, first in lines) == 1
+        assert "measured again, from its first value" in tab.locator(f"#{name} .legend").inner_text()
+        assert "measured once" in tab.locator(f"#{name} .legend").inner_text()
+    star, best = (tab.evaluate(f"(({{ y, height }}) => ({{ y, height }}))(document.querySelector('#progress {each}').getBBox())") for each in (".star", "path.best"))
+    # The line of the best so far ends at the winner and does not run above its star.
+    assert abs(star["y"] + star["height"] / 2 - best["y"]) < 2
+    tab.goto(made[0].as_uri())
+    assert tab.locator(".mark.once, .revised").count() == 0 and "cannot win" not in tab.locator("main").inner_text()
+
+
+def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
+    outcomes = [({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)), ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0))]
+    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri())
+    assert "Trial 1 is faster than the winner by no more than the error, and leaves less memory free." in tab.locator("#progress .lead").inner_text()
+
+
+def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
+    outcomes = [({"a": n}, disk.measured(1000.0 + n, step_ms=None, step_ms_spread=None)) for n in range(2)]
+    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes)).as_uri())
+    assert "±\u00a0unknown: measured once" in tab.locator(".tile").first.inner_text()
+
+
+def test_ticks_say_where_they_stand(tab, made):
+    """A step of 2.5 is not written as 3, 5, 8, 10."""
+    tab.goto(made[0].as_uri())
+    script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "scale"))
+    labels = tab.evaluate(f"() => {{ {script}; return [[0, 20, 9], [0, 2, 9], [0, 2000, 9], [0, 0.02, 9], [0, 10, 5]].map(([a, b, n]) => {{ const s = linear(a, b, 0, 1, n); return s.ticks.map(s.label); }}); }}")
+    for each in labels:
+        values = [float(label.replace(",", "")) for label in each]
+        steps = {round(b - a, 9) for a, b in zip(values, values[1:])}
+        assert len(steps) == 1, each
 
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

@@ -77,6 +77,43 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     assert found["reproduce"] == "redline tune gpt2-tiny"
 
 
+def test_a_simulated_run_says_so_and_that_is_no_problem(tmp_path, open_run, point, ok, asked):
+    devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
+    with open_run(tmp_path / "sim", asked=asked | {"simulated": True, "devices": devices}) as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, ok(1000.0))
+        folder.write_best(["redline"])
+    found = document(Source.read(tmp_path / "sim"))
+    assert found["simulated"] is True and found["problems"] == []
+    assert (found["folder"], found["devices"]) == ("sim", "64 × h100-80gb")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ?\S+", found["began"])
+
+
+def test_a_run_that_was_not_simulated_does_not_say_so(run):
+    found = document(Source.read(run))
+    assert found["simulated"] is False and found["devices"] == "1 × Some CPU"
+
+
+@pytest.mark.parametrize("lossy", ["bf16_pure", "fp8"])
+def test_a_lossy_winner_is_marked_and_the_best_that_is_not_stands_beside_it(tmp_path, lossy):
+    rows = [("fp32", 10), ("bf16", 30), ("bf16", 20), (lossy, 50)]
+    write_csv(tmp_path / "a.csv", [{"trial": n, "status": "ok", "throughput": t, "knob.precision": p} for n, (p, t) in enumerate(rows)])
+    head = document(Source.read(tmp_path / "a.csv"))["headline"]
+    assert (head["winner"]["trial"], head["winner"]["lossy"]) == (3, f"precision={lossy}")
+    assert (head["exact"]["trial"], head["exact"]["lossy"]) == (1, "")
+    write_csv(tmp_path / "a.csv", [{"trial": 0, "status": "ok", "throughput": 1, "knob.precision": "bf16"}])
+    head = document(Source.read(tmp_path / "a.csv"))["headline"]
+    assert (head["winner"]["lossy"], head["exact"]) == ("", None)
+
+
+def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, open_run, point, oom):
+    with open_run(tmp_path / "run") as folder:
+        folder.start(point(0), sampler="default")
+        folder.finish(0, oom(2048.0))
+        folder.write_best(["redline"])
+    assert Source.read(tmp_path / "run").state == "nothing"
+
+
 def test_it_is_made_from_the_table_and_its_sidecars_alone(run):
     with_ledger = document(Source.read(run))
     (run / "study.log").unlink()
@@ -178,6 +215,22 @@ def test_trials_are_laid_on_devices_that_were_free():
     told = lanes([at(0, 100.0, 10.0, 2), at(1, 100.0, 5.0, 2), at(2, 105.0, 5.0, 1), at(3, 110.0, 1.0, 4), trial(4, Status.SKIPPED)])
     assert told["lanes"] == 4 and told["origin"] == 100.0
     assert told["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
+
+
+def test_lanes_are_trials_where_devices_are_many_or_all_trials_take_as_many():
+    def at(number, started, devices):
+        return trial(number, throughput=1.0, started=started, seconds_total=150.0, devices=devices)
+
+    # As of a simulated run of old: started by this machine's clock, as long as on the cluster's.
+    told = lanes([at(number, 100.0 + number, 64) for number in range(20)])
+    assert (told["of"], told["lanes"]) == ("trials", 20)
+    assert [item[:3] for item in told["items"]] == [[number, number, 1] for number in range(20)]
+    told = lanes([at(number, 100.0 + 150 * number, 64) for number in range(20)])
+    assert (told["of"], told["lanes"]) == ("trials", 1)
+    mixed = lanes([at(0, 100.0, 60), at(1, 110.0, 4)])
+    assert (mixed["of"], mixed["lanes"]) == ("devices", 64)
+    more = lanes([at(0, 100.0, 60), at(1, 110.0, 5)])
+    assert (more["of"], more["lanes"]) == ("trials", 2)
 
 
 def test_what_is_not_told_is_none_rather_than_nought():

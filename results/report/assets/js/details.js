@@ -5,7 +5,7 @@ const DETAIL_FIELDS = [
   ["step_ms", "Step time", (row) => `${milliseconds(row.step_ms)}${given(row.step_ms_spread) ? ` ± ${milliseconds(row.step_ms_spread)}` : ""}`],
   ["peak_memory_mib", "Peak memory", (row) => `${memory(row.peak_memory_mib)}${given(row.memory_limit_mib) ? ` of ${memory(row.memory_limit_mib)}` : ""}`],
   ["tflops_per_device", "Model TFLOP/s per device", (row) => number(row.tflops_per_device, 3)],
-  ["mfu", "Model FLOPs utilisation", (row) => percent(row.mfu)],
+  ["mfu", "Model FLOPs utilisation", (row) => utilisation(row, row.knobs)],
   ["predicted_throughput", "Predicted throughput", (row, run) => rate(row.predicted_throughput, run.unit, 4)],
   ["predicted_memory_mib", "Predicted memory", (row) => memory(row.predicted_memory_mib)],
   ["devices", "Devices", (row) => number(row.devices, 9)],
@@ -28,16 +28,17 @@ function showDetails(run, row, more = null) {
   const again = run.again[String(row.trial)];
   const told = DETAIL_FIELDS.filter(([name]) => row[name] !== null && row[name] !== undefined && row[name] !== "")
     .map(([, title, text]) => [title, text(row, run)]);
-  if (again) told.splice(1, 0, ["Measured again", again.map((each) => number(each, 5)).join(", ")]);
+  const title = run.simulated ? "Simulated" : "Measured";
+  if (again) told.splice(row.status === "ok" ? 1 : 0, 0, ["First", rate(again.first, run.unit, 6)], ...(again.again.length ? [[`${title} again`, again.again.map((each) => number(each, 5)).join(", ")]] : []));
   const knobs = Object.entries(row.knobs).filter(([, value]) => value !== null && value !== undefined);
   const box = el("dialog", { class: "details", "aria-label": `Trial ${row.trial}` },
-    el("header", {}, el("h3", {}, `Trial ${row.trial} `, badge(row.status)),
+    el("header", {}, el("h3", {}, `Trial ${row.trial} `, badge(row.status), run.simulated ? tag("simulated") : null),
       el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => box.close() }, "×")),
     row.reason ? el("p", { class: "reason" }, row.reason) : null,
     el("h4", {}, "Configuration"),
-    pairs(knobs.map(([name, value]) => [name, knob(value)])),
+    pairs(knobs.map(([name, value]) => [name, knobOf(run, name, value)])),
     el("p", {}, copyButton("Copy as knob=value", configText(row.knobs))),
-    el("h4", {}, "Measured"), pairs(told));
+    el("h4", {}, title), pairs(told));
   box.addEventListener("click", (event) => { if (event.target === box) box.close(); });
   box.addEventListener("close", () => box.remove());
   document.body.append(box);

@@ -1,5 +1,7 @@
 // What each knob does: its throughputs as they were measured, and its effect with the others held equal.
 
+const SLANT = Math.SQRT1_2;
+
 function importance(share) {
   return share < 0.001 ? `< ${percent(0.001)}` : percent(share);
 }
@@ -10,7 +12,7 @@ function importanceChart(run) {
   const rest = Math.max(0, 1 - run.effects.explained);
   const bars = [...told.map((each) => [each.name, each.importance, "fill-effect"]), ["not explained", rest, "fill-rest strong"]];
   return figure("", (width) => {
-    const left = Math.min(Math.max(...bars.map(([name]) => textWidth(name))) + 12, width * 0.45);
+    const left = Math.min(Math.max(...bars.map(([name]) => textWidth(name))) + 12, width * 0.6);
     const height = bars.length * 26 + 6;
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "chart" });
     const room = width - left - 56;
@@ -27,20 +29,29 @@ function importanceChart(run) {
 
 function effectChart(run, told, range) {
   return figure("", (width) => {
-    const labels = told.values.map((each) => each.label);
-    const slot = (width - 64) / labels.length;
-    const slanted = labels.some((each) => textWidth(each, 11) > slot - 4);
-    const depth = slanted ? Math.min(70, Math.max(...labels.map((each) => textWidth(each, 11))) * 0.72 + 12) : 18;
+    const counts = told.values.map((each) => each.counts.ok || "none");
+    const ticks = linear(range[0], range[1], 0, 1, 4);
+    const usual = Math.max(34, ...ticks.ticks.map((each) => textWidth(ticks.label(each)) + 12));
+    const count = told.values.length;
+    const slanted = told.values.some((each) => textWidth(each.label, 11) > (width - usual - 4) / count - 6);
+    const labels = told.values.map((each, at) => (slanted ? `${shorten(each.label, width * 0.62, 11)} (${counts[at]})` : each.label));
+    const widths = labels.map((each) => textWidth(each, 11));
+    // A slanted label reaches down and to the left, further than its place if it is long.
+    const reach = (at) => {
+      const share = (at + 0.5) / count;
+      return (widths[at] * SLANT + 2 - (width - 4) * share) / (1 - share);
+    };
+    const left = Math.max(usual, ...(slanted ? labels.map((each, at) => reach(at)) : []));
+    const depth = slanted ? Math.max(...widths) * SLANT + 14 : 18;
     const height = 196 + depth;
     const scale = linear(range[0], range[1], height - depth - 22, 24, 4);
-    const left = Math.max(34, ...scale.ticks.map((each) => textWidth(scale.label(each)) + 12));
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "chart" });
     for (const tick of scale.ticks) {
       root.append(svg("line", { class: "grid-line", x1: left, x2: width - 4, y1: scale(tick), y2: scale(tick) }));
       root.append(svg("text", { class: "ticks", x: left - 7, y: scale(tick) + 4, "text-anchor": "end" }, scale.label(tick)));
     }
     root.append(svg("text", { class: "label", x: 0, y: 11 }, `${run.unit || "throughput"}`));
-    const wide = (width - left - 4) / labels.length;
+    const wide = (width - left - 4) / count;
     const line = [];
     const points = [];
     told.values.forEach((value, at) => {
@@ -64,9 +75,9 @@ function effectChart(run, told, range) {
       points.push({ x, y: given(value.median) ? scale(value.median) : height - depth - 30, lines: () => lines });
       const y = height - depth - 6;
       root.append(slanted
-        ? svg("text", { class: "ticks small", x: x + 4, y: y + 2, "text-anchor": "end", transform: `rotate(-45 ${x + 4} ${y + 2})` }, shorten(value.label, 92, 11))
-        : svg("text", { class: "ticks small", x, y: y + 6, "text-anchor": "middle" }, value.label));
-      root.append(svg("text", { class: "count", x, y: height - 2, "text-anchor": "middle" }, slanted ? "" : `${ran || "none"}`));
+        ? svg("text", { class: "ticks small", x: x + 4, y: y + 2, "text-anchor": "end", transform: `rotate(-45 ${x + 4} ${y + 2})` }, svg("title", {}, value.label), labels[at])
+        : svg("text", { class: "ticks small", x, y: y + 6, "text-anchor": "middle" }, labels[at]));
+      if (!slanted) root.append(svg("text", { class: "count", x, y: height - 2, "text-anchor": "middle" }, counts[at]));
     });
     if (line.length) {
       root.append(svg("path", { class: "effect-line", d: `M${line.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L")}` }));
@@ -86,8 +97,8 @@ function effects(run) {
   const known = given(run.effects.explained) && run.effects.explained > 0;
   const why = known
     ? `The bars say which share of the variation of (log) throughput each knob accounts for by itself, checked by leaving each of the ${plural(run.effects.count, "successful trial")} out in turn; what is not explained is interplay between knobs, and noise.`
-    : `The ${plural(run.effects.count, "successful trial")} are too few, or too alike, to tell how much each knob matters; below is what was measured.`;
+    : `The ${plural(run.effects.count, "successful trial")} are too few, or too alike, to tell how much each knob matters; below is what was ${run.seen}.`;
   return section("effects", "What each knob does", why, importanceChart(run),
-    el("p", { class: "lead" }, "For each value: the box holds the middle half of the measured throughputs, the line across it is the median, the whisker spans all of them, the number below counts them. The dots joined by a line are the effect with the other knobs held equal, one standard error up and down."),
+    el("p", { class: "lead" }, "For each value: the box holds the middle half of the throughputs, the line across it is the median, the whisker spans all of them, the number at its name counts them. The dots joined by a line are the effect with the other knobs held equal, one standard error up and down."),
     el("div", { class: "small-multiples" }, told.map((each) => effectChart(drawn, each, [Math.min(0, low), high]))));
 }

@@ -55,6 +55,17 @@ function rate(value, unit, digits = 4) {
   return given(value) ? `${number(value, digits)}${unit ? `${NBSP}${unit}` : ""}` : MISSING;
 }
 
+// The same where it must not break within, as browsers else do at the stroke of "tokens/s".
+function rateOf(value, unit, digits = 4) {
+  return el("span", { class: "solid" }, rate(value, unit, digits));
+}
+
+// Model FLOPs utilisation, and of which precision's peak it is the share.
+function utilisation(row, knobs) {
+  const precision = knobs && typeof knobs.precision === "string" ? `${knobs.precision.replace(/_pure$/, "")} ` : "";
+  return given(row.mfu) ? `${percent(row.mfu)} of ${precision}peak` : MISSING;
+}
+
 // A knob's value.
 function knob(value) {
   if (value === null || value === undefined) return MISSING;

@@ -77,16 +77,16 @@ function axes(width, height, { x, y, xLabel, yLabel, left = null, right = 14, to
 
 const textWidth = (() => {
   let context = null;
-  return (text, size = 12) => {
+  return (text, size = 12, weight = 400) => {
     context ||= document.createElement("canvas").getContext("2d");
-    context.font = `${size}px system-ui, sans-serif`;
+    context.font = `${weight} ${size}px ${getComputedStyle(document.documentElement).fontFamily}`;
     return context.measureText(text).width;
   };
 })();
 
-function shorten(text, room, size = 12) {
-  if (textWidth(text, size) <= room) return text;
+function shorten(text, room, size = 12, weight = 400) {
+  if (textWidth(text, size, weight) <= room) return text;
   let kept = text;
-  while (kept.length > 1 && textWidth(`${kept}…`, size) > room) kept = kept.slice(0, -1);
+  while (kept.length > 1 && textWidth(`${kept}…`, size, weight) > room) kept = kept.slice(0, -1);
   return `${kept}…`;
 }

@@ -12,59 +12,85 @@ function bar(parts, label) {
   return svg("svg", { class: "bar-chart", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, shapes);
 }
 
-// The number large, its unit small.
+// The number large, its unit small and in one piece.
 function figureOf(value) {
   const [digits, ...unit] = String(value).split(NBSP);
-  return [digits, unit.length ? el("span", { class: "unit" }, ` ${unit.join(NBSP)}`) : null];
+  return [digits, unit.length ? [" ", el("span", { class: "unit solid" }, unit.join(NBSP))] : null];
 }
 
 function tile(title, value, under, chart = null) {
   return el("div", { class: "tile" }, el("h3", {}, title), el("p", { class: "value" }, figureOf(value)), chart, el("p", { class: "under" }, under));
 }
 
+// What stands large, and the sentence below it.
 function verdict(run) {
-  const { winner, base, gain } = { ...run, gain: run.headline.gain };
+  const { winner, base, simulated } = run;
+  const { gain } = run.headline;
   if (!winner) {
-    return [run.rows.length ? "Nothing ran to the end" : "No trials yet", run.rows.length ? `${run.headline.why[0].toUpperCase()}${run.headline.why.slice(1)}` : "The page fills as trials end."];
+    if (!run.rows.length) return ["No trials yet", "The page fills as trials end."];
+    return [simulated ? "Nothing is predicted to run" : "Nothing ran to the end", `${run.headline.why[0].toUpperCase()}${run.headline.why.slice(1)}`];
   }
-  const speed = rate(winner.throughput, run.unit);
-  if (base && base.trial === winner.trial) return [speed, `Trial ${winner.trial}, the default configuration: nothing ${run.rows.length > 1 ? "tried was faster" : "else was tried"}.`];
+  const trial = `Trial ${winner.trial}`;
+  const speed = rateOf(winner.throughput, run.unit);
+  const large = rate(winner.throughput, run.unit);
+  if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: nothing ${run.rows.length > 1 ? "tried was faster" : "else was tried"}.`]];
+  const trains = [trial, simulated ? " is predicted to train at " : " trains at ", speed];
   if (gain) {
     const sure = given(run.headline.gain_spread) ? ` (± ${number(gain * run.headline.gain_spread, 2)})` : "";
-    const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)} % faster than` : `${number(gain, 3)} times`;
-    return [`${gain.toFixed(2)}×`, `Trial ${winner.trial} trains at ${speed}: ${faster} the default configuration's ${rate(base.throughput, run.unit)}, ratio ${gain.toFixed(2)}${sure}.`];
+    const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)}${NBSP}% faster than` : `${number(gain, 3)} times`;
+    return [`${gain.toFixed(2)}×`, [trains, `: ${faster} the default configuration's `, rateOf(base.throughput, run.unit), `, ratio ${gain.toFixed(2)}${sure}.`]];
   }
-  const why = base ? `The default configuration (trial ${base.trial}) ended as ${base.status}.` : "The default configuration was not tried, so there is no ratio.";
-  return [speed, `Trial ${winner.trial} is the fastest. ${why}`];
+  const why = base ? `The default configuration (trial ${base.trial}) ${simulated ? "would end" : "ended"} as ${base.status}.` : "The default configuration was not tried, so there is no ratio.";
+  return [large, [trains, `, the fastest. ${why}`]];
+}
+
+// Said of a winner that is another training than what was asked for.
+function caution(run) {
+  const { lossy, throughput } = run.winner;
+  const { exact } = run.headline;
+  return el("p", { class: "caution" }, tag("lossy"), ` ${lossy} trades accuracy for speed: it is another training, not only a faster one. `,
+    exact ? [`The best that keeps its accuracy is trial ${exact.trial} at `, rateOf(exact.throughput, run.unit), run.measuredAgain && !given(exact.first) ? ` (${run.seen} once)` : "", `; the winner is ${number(throughput / exact.throughput, 3)} times as fast.`]
+      : "No trial that keeps its accuracy ran to the end.");
+}
+
+function throughputTile(run, predicted) {
+  const { winner } = run;
+  const times = winner.remeasured.length;
+  const how = times ? `over ${plural(times, "re-measurement")}` : "within one measurement";
+  const spread = given(winner.spread) ? `±${NBSP}${percent(winner.spread)} ${how}` : `±${NBSP}unknown: ${times ? how : "measured once"}`;
+  return tile(`Throughput${predicted}`, rate(winner.throughput, run.unit), [
+    el("span", {}, spread), given(winner.first) ? el("span", {}, "first ", rateOf(winner.first, run.unit)) : null,
+    given(winner.mfu) ? el("span", {}, `${utilisation(winner, winner.config)} (MFU)`) : null]);
+}
+
+function memoryTile(run, predicted) {
+  const { winner } = run;
+  const limit = winner.memory_limit_mib ?? run.headline.limit_mib;
+  const free = given(limit) && limit > 0 ? 1 - winner.peak_memory_mib / limit : null;
+  return tile(`Peak memory${predicted}`, memory(winner.peak_memory_mib),
+    given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not in the table",
+    given(free) ? bar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null);
 }
 
 function headline(run) {
-  const { winner, base } = run;
+  const { winner, base, simulated } = run;
   const { counts, cost } = run.headline;
   const [big, sentence] = verdict(run);
-  const tiles = [];
-  if (winner) {
-    const spread = given(winner.spread) ? `± ${percent(winner.spread)}` : "spread unknown";
-    const how = winner.remeasured.length ? `${spread} over ${plural(winner.remeasured.length, "re-measurement")}` : `${spread}${given(winner.spread) ? " (95 % of its step time)" : ""}`;
-    tiles.push(tile("Throughput", rate(winner.throughput, run.unit), [how, given(winner.mfu) ? `, ${percent(winner.mfu)} MFU` : ""].join("")));
-    const limit = winner.memory_limit_mib ?? run.headline.limit_mib;
-    if (given(winner.peak_memory_mib)) {
-      const free = given(limit) && limit > 0 ? 1 - winner.peak_memory_mib / limit : null;
-      tiles.push(tile("Peak memory", memory(winner.peak_memory_mib),
-        given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not in the table",
-        given(free) ? bar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null));
-    }
-  }
+  const predicted = simulated ? ", predicted" : "";
+  const tiles = winner ? [throughputTile(run, predicted), given(winner.peak_memory_mib) ? memoryTile(run, predicted) : null] : [];
   if (cost) {
     const lost = cost.device_seconds > 0 ? cost.lost / cost.device_seconds : 0;
     const wall = given(cost.wall_seconds) ? `; ${duration(cost.wall_seconds)} by the clock` : "";
-    tiles.push(tile("Device time", duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
+    tiles.push(tile(`Device time${predicted}`, duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
       bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: cost.by_status[status] || 0 })), "device time by status")));
   }
-  tiles.push(tile("Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
+  tiles.push(tile(simulated ? "Trials, simulated" : "Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
     bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: counts[status] })), "trials by status")));
   return el("section", { id: "headline", class: winner ? "" : "nothing" },
-    el("p", { class: "big" }, big), el("p", { class: "verdict" }, sentence), el("div", { class: "tiles" }, tiles),
+    el("p", { class: "big" }, figureOf(big)),
+    el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : null, sentence),
+    winner && winner.lossy ? caution(run) : null,
+    el("div", { class: "tiles" }, tiles),
     winner ? winning(run, base) : null);
 }
 
@@ -75,11 +101,11 @@ function winning(run, base) {
     const before = base && !same ? base.config[name] : undefined;
     const changed = before !== undefined && before !== null && knob(before) !== knob(value);
     return el("div", { class: changed ? "knob changed" : "knob" }, el("dt", {}, name),
-      el("dd", {}, knob(value), changed ? el("span", { class: "was" }, ` was ${knob(before)}`) : null));
+      el("dd", {}, knobOf(run, name, value), changed ? el("span", { class: "was" }, ` was ${knob(before)}`) : null));
   });
   return el("div", { id: "winner" }, el("h2", {}, "The winning configuration"),
     base && !same ? el("p", { class: "lead" }, "Marked: what differs from the default configuration.") : null,
     el("dl", { class: "knobs" }, cells), exportPanel(run.exports),
-    run.reproduce ? el("div", { class: "reproduce" }, el("p", { class: "lead" }, "Measure it again with"),
+    run.reproduce ? el("div", { class: "reproduce" }, el("p", { class: "lead" }, run.simulated ? "Measure it on the devices themselves with" : "Measure it again with"),
       el("pre", { class: "code", tabindex: 0 }, run.reproduce), copyButton("Copy the command", run.reproduce)) : null);
 }

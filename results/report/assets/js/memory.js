@@ -22,7 +22,7 @@ function throughputOverMemory(run) {
     const high = Math.max(most, nearLimit ? limit * 1.03 : 0);
     const unit = memoryUnit(high);
     const strip = kinds.length * 20 + (kinds.length ? 8 : 0);
-    const speeds = extent(done.map((row) => row.throughput)) || [0, 1];
+    const speeds = extent(done.flatMap((row) => [row.throughput, row.first])) || [0, 1];
     const none = Object.assign(() => 0, { ticks: [], label: String });
     const frame = axes(width, (done.length ? 400 : 100) + strip, {
       x: (from, to) => linear(0, high / unit.by, from, to, Math.min(9, width / 75), { tight: true }),
@@ -48,6 +48,7 @@ function throughputOverMemory(run) {
       ...done.map((row) => point(run, row, x(row.peak_memory_mib), frame.y(row.throughput))),
       ...failed.map((row) => point(run, row, x(memoryNeed(row)), frame.base + 16 + kinds.indexOf(row.status) * 20)),
     ];
+    revisions(frame.layer, done.filter((row) => given(row.first)).map((row) => [x(row.peak_memory_mib), frame.y(row.first), frame.y(row.throughput)]));
     marks(frame.layer, points);
     for (const [trial, kind] of [[run.base, "default"], [run.winner, "winner"]]) {
       const row = trial && run.byTrial.get(trial.trial);
@@ -64,6 +65,6 @@ function throughputOverMemory(run) {
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",
   ].filter(Boolean).join(" ");
   return section("memory", "Throughput over peak memory",
-    `${done.length ? "The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory." : "No trial ran to the end."}${kinds.length ? " Below the axis stands what did not fit: OOMs at what they held plus what they asked for, skipped ones at what was predicted; a mark at the right edge lies beyond it." : ""} ${aside}`.trim(),
-    plot, legend(run.headline.counts, !done.length ? [] : [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"], [svg("path", { class: "default-mark", d: outline("ok", 0, 0, 6) }), "default"]]));
+    `${done.length ? "The stepped line is the frontier: no trial on it is beaten in speed by one that needs less memory." : "No trial ran to the end."}${kinds.length ? " Below the axis stands what did not fit: OOMs at what they held plus what they asked for, skipped ones at what was predicted; a mark at the right edge lies beyond it." : ""} ${whyAbove(run)} ${aside}`.replace(/ +/g, " ").trim(),
+    plot, legend(run.headline.counts, !done.length ? [] : [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"], [svg("path", { class: "default-mark", d: outline("ok", 0, 0, 6) }), "default"], ...againKeys(run)]));
 }

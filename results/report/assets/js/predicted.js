@@ -1,23 +1,25 @@
 // Predicted against measured: on the diagonal a prediction held.
 
+// `pairs` are of a row, what was predicted, what was measured, and what was measured first where it was again.
 function agreementChart(run, pairs, { title, unit, scaleBy, told }) {
-  const words = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was measured; typically ${number(told.ratio, 3)} × predicted was measured${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
+  const words = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was ${run.seen}; typically ${number(told.ratio, 3)} × predicted was ${run.seen}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
   return figure(words, (width) => {
-    const values = pairs.flatMap(([, predicted, measured]) => [predicted, measured]).map((each) => each / scaleBy);
+    const values = pairs.flatMap((each) => each.slice(1)).filter(given).map((each) => each / scaleBy);
     const [low, high] = extent(values);
     const from = low > high * 0.4 ? low * 0.95 : 0;
     const height = Math.min(width, 380);
     const frame = axes(width, height, {
       x: (a, b) => linear(from, high, a, b, Math.min(6, width / 80)),
       y: (a, b) => linear(from, high, a, b, 6),
-      xLabel: `Predicted ${title}, ${unit}`, yLabel: `Measured ${title}, ${unit}`,
+      xLabel: `Predicted ${title}, ${unit}`, yLabel: `${run.simulated ? "Simulated" : "Measured"} ${title}, ${unit}`,
     });
     frame.layer.append(svg("line", { class: "reference", x1: frame.x(frame.x.begin), y1: frame.y(frame.x.begin), x2: frame.x(frame.x.end), y2: frame.y(frame.x.end) }));
     const points = pairs.map(([row, predicted, measured]) => point(run, row, frame.x(predicted / scaleBy), frame.y(measured / scaleBy)));
+    revisions(frame.layer, pairs.filter((each) => given(each[3])).map(([, predicted, measured, first]) => [frame.x(predicted / scaleBy), frame.y(first / scaleBy), frame.y(measured / scaleBy)]));
     marks(frame.layer, points, { radius: 3.2 });
     hover(frame.root, points);
     return frame.root;
-  }, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), label: `predicted against measured ${title}` });
+  }, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), label: `predicted against ${run.seen} ${title}` });
 }
 
 // Trials with predicted and measured step time, or throughput where step times are not known.
@@ -25,7 +27,11 @@ function speedPairs(run) {
   const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
   const timed = rows.every((row) => given(row.step_ms));
   // The work of a step is the same, so the predicted step time follows from the two throughputs.
-  const pairs = rows.map((row) => (timed ? [row, (row.step_ms * row.throughput) / row.predicted_throughput, row.step_ms] : [row, row.predicted_throughput, row.throughput]));
+  const pairs = rows.map((row) => {
+    if (!timed) return [row, row.predicted_throughput, row.throughput, row.first];
+    const work = row.step_ms * row.throughput;
+    return [row, work / row.predicted_throughput, row.step_ms, row.first > 0 ? work / row.first : null];
+  });
   return { timed, pairs: pairs.filter((each) => given(each[1])) };
 }
 
@@ -34,18 +40,20 @@ function predicted(run) {
   const shown = [];
   const { pairs: speeds, timed } = speedPairs(run);
   if (throughput && speeds.length) {
-    const top = Math.max(...speeds.flatMap((each) => each.slice(1)));
+    const top = Math.max(...speeds.flatMap((each) => each.slice(1, 3)));
     const unit = timed ? (top >= 10000 ? ["s", 1000] : ["ms", 1]) : [run.unit || "as measured", 1];
     const told = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
     shown.push(agreementChart(run, speeds, { title: timed ? "step time" : "throughput", unit: unit[0], scaleBy: unit[1], told }));
   }
   if (ram) {
     const pairs = run.rows.filter((row) => (row.status === "ok" || row.status === "oom") && row.peak_memory_mib > 0 && row.predicted_memory_mib > 0)
-      .map((row) => [row, row.predicted_memory_mib, row.peak_memory_mib]);
+      .map((row) => [{ ...row, once: false }, row.predicted_memory_mib, row.peak_memory_mib]);
     const unit = memoryUnit(Math.max(...pairs.flatMap((each) => each.slice(1))));
     shown.push(agreementChart(run, pairs, { title: "peak memory", unit: unit.name, scaleBy: unit.by, told: ram }));
   }
   if (!shown.length) return null;
-  return section("predicted", "Predicted against measured", "What was expected of each trial before it ran. On the diagonal the prediction was exact; above it more was measured than predicted.",
-    el("div", { class: "pair" }, shown), legend(Object.fromEntries(Object.entries(run.headline.counts).filter(([status]) => status === "ok" || status === "oom"))));
+  return section("predicted", `Predicted against ${run.seen}`,
+    run.simulated ? "What was expected of each trial beforehand, and what the simulated cluster, which differs from the expectation as a real one would, made of it. On the diagonal they agree; above it lies more than was expected."
+      : "What was expected of each trial before it ran. On the diagonal the prediction was exact; above it more was measured than predicted.",
+    el("div", { class: "pair" }, shown), legend(Object.fromEntries(Object.entries(run.headline.counts).filter(([status]) => status === "ok" || status === "oom")), againKeys(run)));
 }

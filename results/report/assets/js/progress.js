@@ -5,7 +5,8 @@ function progressOver(run, { label, place, unit, caption }) {
   if (!rows.some((row) => row.status === "ok")) return null;
   return figure(caption, (width) => {
     const reach = extent(rows.map(place))[1] / unit.by;
-    const speeds = extent(rows.filter((row) => row.status === "ok").map((row) => row.throughput));
+    const good = rows.filter((row) => row.status === "ok");
+    const speeds = extent(good.flatMap((row) => [row.throughput, row.first]));
     const frame = axes(width, 300, {
       x: (from, to) => (unit.whole ? counting(reach, from, to, Math.min(8, width / 80)) : linear(0, reach, from, to, Math.min(8, width / 80), { tight: true })),
       y: (from, to) => linear(Math.min(0, speeds[0]), speeds[1] * 1.02, from, to, 5),
@@ -20,14 +21,9 @@ function progressOver(run, { label, place, unit, caption }) {
       const y = inside(at - 5) > inside(at + 14) ? at + 14 : at - 5;
       frame.layer.append(svg("text", { class: "note default", x: frame.right, y, "text-anchor": "end" }, "default"));
     }
-    marks(frame.layer, points, { radius: 3, dim: true });
-    let best = -Infinity;
-    const line = [];
-    for (const row of [...rows].sort((a, b) => place(a) - place(b))) {
-      if (row.status !== "ok" || row.throughput <= best) continue;
-      best = row.throughput;
-      line.push([frame.x(place(row) / unit.by), frame.y(best)]);
-    }
+    revisions(frame.layer, good.filter((row) => given(row.first)).map((row) => [frame.x(place(row) / unit.by), frame.y(row.first), frame.y(row.throughput)]));
+    marks(frame.layer, points, { radius: 3, dim: !run.measuredAgain });
+    const line = climb(run, rows, place).map((row) => [frame.x(place(row) / unit.by), frame.y(row.throughput)]);
     frame.layer.append(svg("path", { class: "best", d: steps(line, frame.right) }));
     const winner = run.winner && run.byTrial.get(run.winner.trial);
     if (winner && given(place(winner))) frame.layer.append(svg("path", { class: "star", d: star(frame.x(place(winner) / unit.by), frame.y(winner.throughput), 8) }));
@@ -59,7 +55,8 @@ function progress(run) {
   ].filter(Boolean);
   if (!shown.length) return null;
   return section("progress", "How the best was found",
-    "The line is the highest throughput measured so far; marks are trials, those that failed along the bottom. Left by number of trials, right by the device time they took."
-    + (run.winner && run.winner.remeasured.length ? " The leaders were measured again at the end; the winner, starred, is the one that held up." : ""),
-    el("div", { class: "pair" }, shown), legend(run.headline.counts, run.winner ? [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"]] : []));
+    [`The line is the highest throughput ${run.seen} so far${run.winner ? ", up to the winner's" : ""}; marks are trials, those that failed along the bottom.`,
+      shown.length > 1 ? "Left by number of trials, right by the device time they took." : "",
+      run.measuredAgain && run.winner ? `The leaders were ${run.seen} again at the end; the winner, starred, is the one that held up.` : "", whyAbove(run)].filter(Boolean).join(" "),
+    el("div", { class: "pair" }, shown), legend(run.headline.counts, run.winner ? [[svg("path", { class: "star", d: star(0, 0, 8) }), "winner"], ...againKeys(run)] : []));
 }

@@ -5,6 +5,7 @@ function makeRun(data) {
   const names = Object.keys(columns);
   const count = (columns.trial || []).length;
   const rows = [];
+  const measuredAgain = Object.keys(data.again).length > 0;
   for (let at = 0; at < count; at += 1) {
     const row = { knobs: {} };
     for (const name of names) {
@@ -12,12 +13,17 @@ function makeRun(data) {
       if (name.startsWith("knob.")) row.knobs[name.slice(5)] = value;
       else row[name] = value;
     }
+    const again = data.again[String(row.trial)];
+    row.first = again ? again.first : null;
+    // Where leaders were measured again, the others have one measurement only, and cannot win.
+    row.once = measuredAgain && !again && row.status === "ok";
     rows.push(row);
   }
   const knobNames = names.filter((each) => each.startsWith("knob.")).map((each) => each.slice(5));
   const derived = new Set(data.space.knobs.filter((each) => each.derived).map((each) => each.name));
   return {
-    ...data, rows, columns: names, knobNames, derived,
+    ...data, rows, columns: measuredAgain ? [...names, "first"] : names, knobNames, derived, measuredAgain,
+    seen: data.simulated ? "simulated" : "measured",
     byTrial: new Map(rows.map((each) => [each.trial, each])),
     unit: data.headline.unit,
     winner: data.headline.winner,
@@ -33,10 +39,48 @@ function configText(knobs) {
     .map(([name, value]) => `${name}=${knob(value)}`).join("  ");
 }
 
+function isLossy(run, name, value) {
+  return (run.lossy[name] || []).includes(value);
+}
+
+// A knob's value, marked where it trades accuracy for speed.
+function knobOf(run, name, value) {
+  return [knob(value), isLossy(run, name, value) ? [" ", tag("lossy")] : null];
+}
+
+// The trials that raised the best so far, in order. What stands above the winner did not hold up, or was not measured
+// again, so the winner is where it ends.
+function climb(run, rows, place) {
+  const top = run.winner ? run.winner.throughput : Infinity;
+  const out = [];
+  let best = -Infinity;
+  for (const row of [...rows].sort((a, b) => place(a) - place(b))) {
+    if (row.status !== "ok" || row.throughput <= best || row.throughput > top) continue;
+    best = row.throughput;
+    out.push(row);
+  }
+  return out;
+}
+
+// Why the winner won, in a sentence or two, where trials stand above it.
+function whyAbove(run) {
+  if (!run.winner || !run.measuredAgain) return "";
+  const above = run.rows.filter((row) => row.status === "ok" && row.throughput > run.winner.throughput);
+  const once = above.filter((row) => row.once).map((row) => row.trial);
+  const tied = above.filter((row) => !row.once).map((row) => row.trial);
+  const named = (list) => `Trial${list.length > 1 ? "s" : ""} ${words(list.slice(0, 4).map(String))}${list.length > 4 ? ` and ${list.length - 4} more` : ""}`;
+  return [
+    once.length ? `${named(once)}, above the winner, ${once.length > 1 ? "were" : "was"} ${run.seen} once only: what is not confirmed cannot win.` : "",
+    tied.length ? `${named(tied)} ${tied.length > 1 ? "are" : "is"} faster than the winner by no more than the error, and ${tied.length > 1 ? "leave" : "leaves"} less memory free.` : "",
+  ].filter(Boolean).join(" ");
+}
+
 // A trial in a few lines, for a tooltip.
 function trialLines(run, row) {
   const lines = [`Trial ${row.trial}: ${row.status}`];
   if (given(row.throughput)) lines.push(rate(row.throughput, run.unit, 5));
+  if (given(row.first)) lines.push(`${run.seen} again; first ${rate(row.first, run.unit, 5)}`);
+  else if (row.once) lines.push(`${run.seen} once`);
   if (given(row.peak_memory_mib)) lines.push(`${memory(row.peak_memory_mib)} peak memory`);
   if (row.status !== "ok" && row.reason) lines.push(row.reason.length > 140 ? `${row.reason.slice(0, 139)}…` : row.reason);
   const told = run.varying.filter((name) => !run.derived.has(name) && row.knobs[name] !== null && row.knobs[name] !== undefined);
@@ -45,5 +89,5 @@ function trialLines(run, row) {
 }
 
 function point(run, row, x, y) {
-  return { x, y, status: row.status, lines: () => trialLines(run, row), pick: run.pick ? () => run.pick(row) : null };
+  return { x, y, status: row.status, once: row.once, lines: () => trialLines(run, row), pick: run.pick ? () => run.pick(row) : null };
 }

@@ -25,7 +25,8 @@ function linear(low, high, from, to, count = 6, { tight = false } = {}) {
     const tick = +(first + i * step).toPrecision(12);
     if (tick >= begin - step * 1e-6 && tick <= end + step * 1e-6) scale.ticks.push(tick);
   }
-  scale.digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9) + (String(+step.toPrecision(3)).includes("25") ? 1 : 0));
+  const power = Math.floor(Math.log10(step) + 1e-9);
+  scale.digits = Math.max(0, Math.abs(step / 10 ** power - 2.5) < 1e-6 ? 1 - power : -power);
   scale.label = (tick) => tick.toLocaleString("en-US", { maximumFractionDigits: Math.min(scale.digits, 12) });
   scale.begin = begin;
   scale.end = end;

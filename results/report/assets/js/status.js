@@ -12,12 +12,13 @@ const STATUS_WORDS = {
 };
 
 const STATES = {
-  running: "running", finished: "finished", stopped: "stopped", table: "table only",
+  running: "running", finished: "finished", nothing: "no winner", stopped: "stopped", table: "table only",
 };
 
 const STATE_WORDS = {
   running: "A process is working on this run; new trials appear as they end.",
   finished: "The search came to its end.",
+  nothing: "The search came to its end without a winner: no trial ran to the end.",
   stopped: "Nobody works on this run, and it did not come to its end; `redline tune --resume` continues it.",
   table: "There is no run.yaml beside the table, so what was asked, the space and the environment are not known, nor whether more is to come.",
 };
@@ -49,6 +50,20 @@ function badge(status) {
     svg("svg", { viewBox: "-7 -7 14 14", width: 12, height: 12, "aria-hidden": "true" },
       svg("path", { class: `mark s-${status}`, d: outline(status, 0, 0, 4) })),
     status);
+}
+
+// Said in plain sight, wherever such a run or trial is shown.
+const TAG_WORDS = {
+  simulated: "Nothing was run: all numbers are predictions.",
+  lossy: "Trades accuracy for speed, such as by weights without an fp32 master copy: another training, not only a faster one.",
+};
+
+function tag(kind) {
+  return el("span", { class: `tag tag-${kind}`, title: TAG_WORDS[kind] }, kind);
+}
+
+function tagsOf(simulated, lossy) {
+  return [simulated ? tag("simulated") : null, lossy ? tag("lossy") : null];
 }
 
 // The legend of those statuses that are there, with how many of each.

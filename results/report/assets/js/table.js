@@ -9,7 +9,8 @@ const TABLE_COLUMNS = [
   ["throughput", "", (row) => number(row.throughput, 5), "number"],
   ["step_ms", "Step, ms", (row) => number(row.step_ms, 4), "number"],
   ["peak_memory_mib", "Peak, MiB", (row) => number(row.peak_memory_mib, 5), "number"],
-  ["mfu", "MFU", (row) => percent(row.mfu), "number"],
+  ["first", "First", (row) => number(row.first, 5), "number"],
+  ["mfu", "MFU", (row) => (given(row.mfu) ? utilisation(row, row.knobs).replace(/ peak$/, "") : MISSING), "number"],
   ["seconds_total", "Time, s", (row) => number(row.seconds_total, 3), "number"],
   ["sampler", "Chosen by", (row) => row.sampler || MISSING, "text"],
 ];
@@ -25,33 +26,39 @@ function compareCells(a, b) {
 function trialTable(first, open) {
   let run = first;
   let shown = [];
-  let sort = { name: "throughput", down: true };
+  // Until a column is chosen the winner stands first, then what else was measured again: all others could not win.
+  let sort = { name: "", down: true };
+  const sortedBy = () => sort.name || (run.measuredAgain ? "" : "throughput");
+  const standing = (row) => (run.winner && row.trial === run.winner.trial ? 0 : given(row.first) && row.status === "ok" ? 1 : 2);
+  const byStanding = (a, b) => standing(a) - standing(b) || (b.throughput ?? -1) - (a.throughput ?? -1) || a.trial - b.trial;
   const off = new Set();
   let columns = [];
   const search = el("input", { type: "search", placeholder: "Filter: micro_batch=8 throughput>5000 sdpa", "aria-label": "Filter trials", spellcheck: "false", autocapitalize: "off" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Statuses" });
   const told = el("p", { class: "under", role: "status" });
+  const about = el("p", { class: "lead" });
   const head = el("tr", {});
   const body = el("tbody", {});
   const pane = el("div", { class: "table-pane", tabindex: 0 }, el("table", { class: "trials" }, el("thead", {}, head), body));
 
   const sortBy = (name) => {
-    sort = { name, down: sort.name === name ? !sort.down : name === "throughput" || name === "mfu" };
+    sort = { name, down: sortedBy() === name ? !sort.down : name === "throughput" || name === "mfu" };
     refresh();
   };
 
   function header() {
     const present = new Set(run.columns);
+    const by = sortedBy();
     columns = [
       ...TABLE_COLUMNS.filter(([name]) => present.has(name)).map(([name, title, text, kind]) => ({ name, title: title || run.unit || "Throughput", text, kind, get: (row) => row[name] })),
       ...run.knobNames.map((name) => ({
-        name: `knob.${name}`, title: name, text: (row) => knob(row.knobs[name]), get: (row) => row.knobs[name],
+        name: `knob.${name}`, title: name, text: (row) => knobOf(run, name, row.knobs[name]), get: (row) => row.knobs[name],
         kind: run.rows.every((row) => row.knobs[name] === null || typeof row.knobs[name] === "number") ? "number" : "text",
       })),
       ...(present.has("reason") && run.rows.some((row) => row.reason) ? [{ name: "reason", title: "Reason", text: (row) => row.reason || "", kind: "text long", get: (row) => row.reason }] : []),
     ];
-    clear(head).append(...columns.map((each) => el("th", { class: each.kind, scope: "col", "aria-sort": sort.name === each.name ? (sort.down ? "descending" : "ascending") : "none" },
-      el("button", { type: "button", "data-sort": each.name, onclick: () => sortBy(each.name) }, each.title, el("span", { class: "arrow", "aria-hidden": "true" }, sort.name === each.name ? (sort.down ? " ▼" : " ▲") : "")))));
+    clear(head).append(...columns.map((each) => el("th", { class: each.kind, scope: "col", "aria-sort": by === each.name ? (sort.down ? "descending" : "ascending") : "none" },
+      el("button", { type: "button", "data-sort": each.name, onclick: () => sortBy(each.name) }, each.title, el("span", { class: "arrow", "aria-hidden": "true" }, by === each.name ? (sort.down ? " ▼" : " ▲") : "")))));
     // An axis of its own for the width, so that columns do not jump while rows come and go.
     clear(chips).append(...STATUSES.filter((status) => run.headline.counts[status]).map((status) => el("button", {
       type: "button", "data-status": status, "aria-pressed": String(!off.has(status)),
@@ -81,17 +88,20 @@ function trialTable(first, open) {
 
   function refresh() {
     const wanted = makeFilter(search.value, run);
-    const column = { name: sort.name };
     header();
-    const get = (columns.find((each) => each.name === column.name) || columns[0]).get;
+    const by = sortedBy();
+    const { get } = columns.find((each) => each.name === by) || columns[0];
     shown = run.rows.filter((row) => !off.has(row.status) && wanted.test(row));
     const sign = sort.down ? -1 : 1;
-    shown.sort((a, b) => {
+    shown.sort(!by ? byStanding : (a, b) => {
       const [x, y] = [get(a), get(b)];
       const empty = (each) => each === null || each === undefined || each === "";
       if (empty(x) !== empty(y)) return empty(x) ? 1 : -1;
       return sign * compareCells(x, y) || a.trial - b.trial;
     });
+    about.textContent = [run.simulated ? "Nothing was run: these numbers are predictions." : "",
+      run.measuredAgain ? `The winner stands first, then what else was ${run.seen} again; what they were ${run.seen} at before stands under “First”.` : "", whyAbove(run)].filter(Boolean).join(" ");
+    about.hidden = !about.textContent;
     told.textContent = wanted.unknown.length
       ? `No column is called ${wanted.unknown.join(", ")}. Columns: ${[...run.knobNames, ...run.columns.filter((each) => !each.startsWith("knob."))].join(", ")}`
       : shown.length === run.rows.length ? plural(shown.length, "trial") : `${number(shown.length, 9)} of ${plural(run.rows.length, "trial")}`;
@@ -113,7 +123,7 @@ function trialTable(first, open) {
   });
   addEventListener("afterprint", () => { left.hidden = true; draw(); });
   search.addEventListener("input", () => { pane.scrollTop = 0; refresh(); });
-  const element = section("trials", "All trials", null,
+  const element = section("trials", "All trials", null, about,
     el("div", { class: "row filters" }, search, chips), told, pane, left);
   new ResizeObserver(draw).observe(pane);
   refresh();
