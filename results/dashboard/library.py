@@ -11,10 +11,12 @@ from typing import Any
 
 from ...errors import StudyError, unknown
 from .. import summary
+from ..lossy import lossy
 from ..measurement import Trial
-from ..names import BEST, LEDGER, RUN, TABLE
+from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..report import Source, document
 from ..report import state as run_state
+from ..report import words
 from ..report.document import plain, rows
 from .discover import runs_under
 
@@ -28,6 +30,10 @@ SPARKS = 48
 """Points of a sparkline at most."""
 
 _FILES = (TABLE, RUN, BEST, ".lock")
+
+
+class NoSuchRun(StudyError):
+    """There is no such run, or no longer."""
 
 
 @dataclass(slots=True)
@@ -97,22 +103,27 @@ class Library:
         """The folder of a run.
 
         Raises:
-            StudyError: there is no such run; a path is never tried, only looked up.
+            NoSuchRun: there is no such run; a path is never tried, only looked up.
         """
         if run not in self.ids():
-            raise StudyError(unknown("run", run, self.ids()[:20]))
+            raise NoSuchRun(unknown("run", run, self.ids()[:20]))
         return self.root / run
 
     def lines(self) -> list[dict[str, Any]]:
         """One line a run, those that changed last first."""
-        out = [self._entry(run).line for run in self.ids()]
+        out = []
+        for run in self.ids():
+            try:
+                out.append(self._entry(run).line)
+            except NoSuchRun:  # deleted since the folders were listed
+                continue
         return sorted(out, key=lambda line: (line["state"] != run_state.RUNNING, -line["changed"], line["run"]))
 
     def source(self, run: str) -> Source:
         """A run's files, as they are now.
 
         Raises:
-            StudyError: there is no such run.
+            NoSuchRun: there is no such run.
         """
         return self._whole(run).source
 
@@ -134,7 +145,7 @@ class Library:
         where `added` is true, only those that are new or other than in `have`.
 
         Raises:
-            StudyError: there is no such run.
+            NoSuchRun: there is no such run.
         """
         if have == f"{self._epoch}.{self._entry(run, keep=True).reads}":
             return None
@@ -157,7 +168,7 @@ class Library:
             known = self._entries.get(run)
             if known is not None and known.signature == signature:
                 return known
-            source = Source.read(folder, lenient=True)
+            source = _read(run, folder)
             line = _line(run, source, signature)
             made = _Entry(signature, line, next(self._counter), source if keep else None)
             with self._lock:
@@ -173,13 +184,27 @@ class Library:
                     self._wholes.move_to_end(run)
             if known is not None and known.reads == entry.reads:
                 return known
-            source, entry.source = entry.source or Source.read(self.folder(run), lenient=True), None
+            source, entry.source = entry.source or _read(run, self.folder(run)), None
             made = _gather(source, entry.reads, known)
             with self._lock:
                 self._wholes[run] = made
                 while len(self._wholes) > DOCUMENTS:
                     self._wholes.popitem(last=False)
             return made
+
+
+def _read(run: str, folder: Path) -> Source:
+    """What can be read of a run.
+
+    Raises:
+        NoSuchRun: its folder was deleted, moved or emptied since it was found.
+    """
+    try:
+        return Source.read(folder, lenient=True)
+    except StudyError:
+        if holds_run(folder):
+            raise
+        raise NoSuchRun(f"run '{run}' is no longer there: its folder was deleted, moved or renamed") from None
 
 
 def _signature(folder: Path) -> tuple[Any, ...]:
@@ -198,6 +223,7 @@ def _signature(folder: Path) -> tuple[Any, ...]:
 def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
+    top = winner.measurement.throughput if winner else None
     times = [each[0] / 1e9 for each in signature[1:4] if each]
     if not times:
         try:
@@ -209,16 +235,25 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "run": run,
             "name": source.name,
             "state": source.state,
+            "simulated": source.simulated,
+            "lossy": lossy(winner.config) if winner else "",
+            "devices": words.devices(source.request),
+            "began": words.began(source.request),
             "trials": len(trials),
             "counts": {str(status): count for status, count in summary.counts(trials).items()},
-            "best": winner.measurement.throughput if winner else None,
+            "best": top,
             "unit": winner.measurement.unit if winner else "",
             "gain": summary.gain(trials),
-            "spark": _thin(summary.best_so_far(trials)),
+            "spark": _thin(_climb(trials, top)),
             "changed": max(times),
             "problems": len(source.problems),
         }
     )
+
+
+def _climb(trials: list[Trial], top: float | None) -> list[float | None]:
+    """The best so far, up to the winner's: what was faster once did not hold up, or was not measured again."""
+    return [each if each is None else min(each, top) for each in summary.best_so_far(trials)]
 
 
 def _thin(series: list[float | None]) -> list[float | None]:

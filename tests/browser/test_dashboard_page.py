@@ -1,6 +1,8 @@
 """The dashboard in a real browser: it lists, follows a run live, filters, overlays, copies, and executes nothing it reads."""
 
 import csv
+import re
+import shutil
 import threading
 import time
 
@@ -9,13 +11,6 @@ from redline.results import Measurement, RunFolder, Status, summary
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 ASKED = {"model": "made-up", "workload": {"id": "x"}, "space": {"knobs": [{"name": "micro_batch", "values": [1, 2, 4, 8]}]}, "seed": 0}
-
-
-class Point(dict):
-    """As much of a configuration as a run's folder needs."""
-
-    id = property(lambda self: f"{self['micro_batch']}-{self['at']}")
-    to_dict = dict.copy
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +50,97 @@ def test_the_list_shows_every_run_with_sparkline_state_and_what_is_damaged(tab, 
     assert [each.get_attribute("data-run") for each in lines.all()] == ["first", "second", "deep/torn"]
     tab.locator("[data-run='deep/torn'] a").click()
     assert "cut off" in tab.locator(".problems").inner_text()
+
+
+@pytest.fixture(scope="module")
+def searches(tmp_path_factory, disk):
+    """Runs of one model that differ in what they are: measured, simulated, lossy, without a winner, stopped."""
+    root = tmp_path_factory.mktemp("searches") / "runs"
+    plain = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(2000.0))]
+    lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(3000.0))]
+    out = disk.Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=2000.0)
+    disk.write_search(root / "plain", plain)
+    disk.write_search(root / "team" / "simulated", lossy, simulated=True, devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64})
+    disk.write_search(root / "nothing", [({"precision": each}, out) for each in ("fp32", "bf16")])
+    disk.write_search(root / "stopped", plain, finished=False)
+    return root
+
+
+@pytest.fixture(scope="module")
+def searches_address(searches, serving_factory):
+    with serving_factory() as start:
+        yield start(searches)
+
+
+def test_the_list_tells_runs_of_one_model_apart(tab, searches_address):
+    tab.goto(searches_address)
+    tab.locator(".run-line").nth(3).wait_for()
+    lines = {each.get_attribute("data-run"): each for each in tab.locator(".run-line").all()}
+    assert set(lines) == {"plain", "team/simulated", "nothing", "stopped"}
+    for name, line in lines.items():
+        assert name in line.locator(".run-name").inner_text()
+        assert ("64 × h100-80gb" if name == "team/simulated" else "8 × H100") in line.locator(".run-name").inner_text()
+        assert re.search(r"begun \d{4}-\d\d-\d\d \d\d:\d\d$", line.locator(".run-when").inner_text())
+    tags = {name: line.locator(".tag").all_inner_texts() for name, line in lines.items()}
+    assert tags == {"plain": [], "team/simulated": ["simulated", "lossy"], "nothing": [], "stopped": []}
+    assert "predicted" in lines["team/simulated"].locator(".run-best").inner_text()
+    states = {name: line.locator(".state").inner_text() for name, line in lines.items()}
+    assert states == {"plain": "finished", "team/simulated": "finished", "nothing": "no winner", "stopped": "stopped"}
+    assert lines["nothing"].locator(".run-best").inner_text().split() == ["–", "2", "oom"]
+    for words, found in (("simulated", ["team/simulated"]), ("no winner", ["nothing"]), ("h100-80gb lossy", ["team/simulated"])):
+        tab.locator("input[type=search]").fill(words)
+        assert [each.get_attribute("data-run") for each in tab.locator(".run-line").all()] == found
+
+
+def test_a_runs_page_says_which_it_is_and_an_overlay_what_is_simulated(tab, searches_address):
+    tab.goto(f"{searches_address}#/run/team%2Fsimulated")
+    tab.locator("#trials").wait_for()
+    assert "Folder team/simulated" in tab.locator(".identity").inner_text()
+    assert tab.locator("header .tag").all_inner_texts() == ["simulated", "lossy"]
+    assert "Nothing was run" in tab.locator(".verdict").inner_text()
+    tab.goto(f"{searches_address}#/overlay/plain/team%2Fsimulated/nothing")
+    tab.locator("#overlay-winners td").first.wait_for()
+    rows = {each.locator("th").inner_text(): each.locator("td").all_inner_texts() for each in tab.locator("#overlay-winners tbody tr").all()}
+    assert rows["Folder"] == ["plain", "team/simulated", "nothing"]
+    assert rows["Devices"] == ["8 × H100", "64 × h100-80gb", "8 × H100"]
+    assert rows["Numbers"] == ["measured", "simulated: predictions", "measured"]
+    assert rows["State"] == ["finished", "finished", "no winner"]
+    assert rows["precision"] == ["bf16", "bf16_pure (lossy)", "–"]
+    assert "different units" not in tab.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("page", ["run/gone", "overlay/gone/kept"])
+def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_the_list(tab, tmp_path, disk, serving, expect, page):
+    for name in ("gone", "kept"):
+        disk.write_run(tmp_path / "runs" / name, 3)
+    asked = []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.goto(f"{serving(tmp_path / 'runs')}#/{page}")
+    tab.locator("section").first.wait_for()
+    shutil.rmtree(tmp_path / "runs" / "gone")
+    told = tab.locator(".problems")
+    expect(told).to_contain_text("'gone'", timeout=5000)
+    expect(told).to_contain_text("was deleted, moved or renamed while this page was open")
+    assert tab.locator("main section").count() == 0
+    count = len(asked)
+    tab.wait_for_timeout(2500)
+    assert len(asked) == count
+    told.locator("a", has_text="All runs").click()
+    expect(tab.locator(".run-line")).to_have_count(1)
+    tab.errors.clear()  # the browser's own of the 404
+
+
+def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_path, disk, serving, expect):
+    disk.write_run(tmp_path / "runs" / "gone", 3)
+    disk.write_run(tmp_path / "runs" / "kept", 3)
+    tab.goto(f"{serving(tmp_path / 'runs')}#/run/gone")
+    tab.route("**/api/run?*", lambda route: route.fulfill(status=204))  # the page itself has not noticed yet
+    tab.locator("tr[data-trial='0']").wait_for()
+    shutil.rmtree(tmp_path / "runs" / "gone")
+    tab.locator("tr[data-trial='0']").click()
+    expect(tab.locator("dialog")).to_contain_text(re.compile("no longer there|unknown run"))
+    assert [each for each in tab.errors if "404" not in each] == []
+    tab.errors.clear()
 
 
 def test_pages_fit_phone_and_desktop_in_both_schemes(tab, address, phone, desktop, overflow):
@@ -105,14 +191,14 @@ def test_two_runs_are_overlaid_and_their_winners_set_side_by_side(tab, address, 
     assert {"micro_batch", "attention", "Throughput"} <= set(tab.locator("#overlay-winners tbody th").all_inner_texts())
 
 
-def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab, tmp_path, serving, expect):
+def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab, tmp_path, serving, expect, disk):
     stop, ended = threading.Event(), {}
 
     def search():
-        with RunFolder.open(tmp_path / "live", ASKED, knobs={"micro_batch": (1, 2, 4, 8), "at": None}, make_config=Point) as run:
+        with RunFolder.open(tmp_path / "live", ASKED, knobs={"micro_batch": (1, 2, 4, 8), "at": None}, make_config=disk.Point) as run:
             number = 0
             while not stop.is_set() and number < 60:
-                run.start(Point(micro_batch=2 ** (number % 4), at=number), sampler="random")
+                run.start(disk.Point(micro_batch=2 ** (number % 4), at=number), sampler="random")
                 run.finish(number, Measurement(status=Status.OK, throughput=100.0 + number, unit="tokens/s", peak_memory_mib=50.0 + number, seconds_total=0.4))
                 ended[number] = time.monotonic()
                 number += 1
@@ -126,7 +212,7 @@ def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab
         tab.goto(f"{serving(tmp_path)}#/run/live")
         expect(tab.locator(".state")).to_have_text("running")
         tab.locator("#trials input[type=search]").fill("throughput>=100")
-        tab.locator("#parallel text.choice", has_text="8").first.click()
+        tab.locator("#parallel text.choice[data-knob=micro_batch]").first.click()
         delays = []
         for _ in range(4):
             number = max(ended) + 1

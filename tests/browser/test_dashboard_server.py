@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import shutil
 import socket
 import urllib.parse
 
@@ -12,6 +13,7 @@ from redline.results import RunFolder, Status, summary
 from redline.results.dashboard import Library, serve
 from redline.results.dashboard.discover import runs_under
 from redline.results.dashboard.guard import COOKIE, HEADERS
+from redline.results.dashboard.library import NoSuchRun
 from redline.results.dashboard.serve import is_local, listen
 from redline.tuner.cli import main
 
@@ -67,6 +69,39 @@ def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, di
     assert sum(line["counts"].values()) == 200
     assert len(line["spark"]) == 48 and line["spark"][-1] == line["best"]
     assert line["spark"] == sorted(line["spark"])
+
+
+def test_a_line_tells_what_was_simulated_or_lossy_where_and_whether_anything_won(tmp_path, disk):
+    ok = [({"precision": "bf16_pure"}, disk.measured(1000.0))]
+    devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
+    disk.write_search(tmp_path / "simulated", ok, simulated=True, devices=devices)
+    disk.write_search(tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))])
+    lines = {line["run"]: line for line in Library(tmp_path).lines()}
+    told = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
+    assert told == {
+        "simulated": (True, "precision=bf16_pure", "64 × h100-80gb", "finished"),
+        "nothing": (False, "", "8 × H100", "nothing"),
+    }
+    assert all(line["began"][:2] == "20" for line in lines.values())
+
+
+def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold_up(tmp_path, disk):
+    outcomes = [({"a": n}, disk.measured(speed)) for n, speed in enumerate((1000.0, 3000.0, 2500.0))]
+    disk.write_search(tmp_path / "x", outcomes, {1: [2000.0, 2000.0]})
+    (line,) = Library(tmp_path).lines()
+    assert (line["best"], line["spark"]) == (2000.0, [1000.0, 2000.0, 2000.0])
+
+
+def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr("redline.results.dashboard.library.DISCOVERY_SECONDS", 1e9)
+    for name in ("gone", "kept"):
+        disk.write_run(tmp_path / name, 2)
+    library = Library(tmp_path)
+    assert len(library.lines()) == 2
+    shutil.rmtree(tmp_path / "gone")
+    assert [line["run"] for line in library.lines()] == ["kept"]
+    with pytest.raises(NoSuchRun, match="'gone' is no longer there"):
+        library.changes("gone")
 
 
 def test_a_run_whose_lock_is_held_stands_first_as_running(tmp_path, disk, open_folder):

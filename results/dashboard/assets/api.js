@@ -9,7 +9,12 @@ function connected(error) {
   connection.textContent = error ? "The dashboard's server does not answer; what is shown is what was known. Trying again." : "";
 }
 
-class Refused extends Error {}
+class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
 
 class Unreachable extends Error {}
 
@@ -25,12 +30,13 @@ async function ask(path, parameters = {}) {
   }
   connected(null);
   if (answer.status === 204) return null;
-  if (!answer.ok) throw new Refused((await answer.text()).slice(0, 500));
+  if (!answer.ok) throw new Refused((await answer.text()).slice(0, 500), answer.status);
   return answer.json();
 }
 
-// Calls `work` now and then every second until the returned function is called; never twice at once.
-function poll(work) {
+// Calls `work` now and then every second until the returned function is called; never twice at once. What the server
+// refuses is not asked for again: `refused` is told.
+function poll(work, refused = complain) {
   let timer = 0;
   let ended = false;
   const round = async () => {
@@ -38,7 +44,7 @@ function poll(work) {
       await work();
     } catch (error) {
       if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
-      if (error instanceof Refused) { ended = true; complain(error.message); }
+      if (error instanceof Refused) { ended = true; refused(error); }
     } finally {
       if (!ended) timer = setTimeout(round, EVERY);
     }
@@ -47,8 +53,20 @@ function poll(work) {
   return () => { ended = true; clearTimeout(timer); };
 }
 
-function complain(message) {
-  clear(document.getElementById("page")).append(el("p", {}, el("a", { href: "#/" }, "All runs")), el("div", { class: "problems" }, el("h2", {}, "This cannot be shown"), el("p", {}, message)));
+function complain(error, title = "This cannot be shown") {
+  hideTip();
+  document.querySelectorAll("dialog[open]").forEach((each) => each.close());
+  clear(document.getElementById("page")).append(el("div", { class: "problems", role: "alert" }, el("h2", {}, title), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "All runs"))));
+}
+
+// Of runs that were on the page until now: whoever looks at them is told that they are gone, not that they never were.
+function gone(known) {
+  return (error) => {
+    if (error.status !== 404 || !known.length) { complain(error); return; }
+    const named = known.map((each) => `'${each}'`);
+    complain(new Error(known.length > 1 ? `One of ${words(named)} was deleted, moved or renamed while this page was open, so they are no longer shown together.`
+      : `${named[0]} was deleted, moved or renamed while this page was open.`), known.length > 1 ? "A run is no longer there" : "This run is no longer there");
+  };
 }
 
 function runLink(id) {

@@ -24,31 +24,40 @@ function ago(unix) {
 
 const LIST_ORDERS = {
   "last changed": (a, b) => (b.state === "running") - (a.state === "running") || b.changed - a.changed,
+  begun: (a, b) => !a.began - !b.began || compareCells(b.began, a.began),
   name: (a, b) => compareCells(a.name, b.name) || compareCells(a.run, b.run),
   throughput: (a, b) => compareCells(b.best ?? -1, a.best ?? -1),
   "ratio to default": (a, b) => compareCells(b.gain ?? -1, a.gain ?? -1),
   trials: (a, b) => b.trials - a.trials,
 };
 
-function runLine(each, chose) {
+function bestOf(each) {
+  const under = (text) => el("span", { class: "under" }, text);
+  if (given(each.best)) return [el("strong", {}, rateOf(each.best, each.unit)), under(`${each.simulated ? "predicted, " : ""}${given(each.gain) ? `${each.gain.toFixed(2)}× the default` : "no ratio"}`)];
+  if (!each.trials) return [under("no trials yet")];
+  const ended = STATUSES.filter((status) => each.counts[status]).map((status) => `${number(each.counts[status], 9)} ${status}`);
+  return [el("strong", {}, MISSING), under(words(ended))];
+}
+
+function runLine(each, root, chose) {
   const box = el("input", { type: "checkbox", "aria-label": `Overlay ${each.run}`, "data-choose": each.run });
   box.checked = chosenRuns.has(each.run);
   box.addEventListener("change", () => { if (box.checked) chosenRuns.add(each.run); else chosenRuns.delete(each.run); chose(); });
   return el("li", { class: "run-line", "data-run": each.run },
     box,
-    el("a", { class: "run-name", href: runLink(each.run) }, el("strong", {}, each.name), each.run === each.name ? null : el("span", { class: "under" }, each.run)),
+    el("a", { class: "run-name", href: runLink(each.run) }, el("span", {}, el("strong", {}, each.name), ...tagsOf(each.simulated, each.lossy)), el("span", { class: "under" }, each.run === "." ? root : each.run), each.devices ? el("span", { class: "under" }, each.devices) : null),
     el("span", { class: "run-state" }, el("span", { class: `state state-${each.state}`, title: STATE_WORDS[each.state] }, STATES[each.state]),
       each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
     sparkline(each.spark),
-    el("span", { class: "run-best" }, el("strong", {}, rate(each.best, each.unit)), el("span", { class: "under" }, given(each.gain) ? `${each.gain.toFixed(2)}× the default` : each.trials ? "no ratio" : "no trials yet")),
+    el("span", { class: "run-best" }, bestOf(each)),
     el("span", { class: "run-trials" }, plural(each.trials, "trial"), bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: each.counts[status] })), "trials by status")),
-    el("span", { class: "under run-when" }, ago(each.changed)));
+    el("span", { class: "under run-when" }, el("span", { title: "last changed" }, ago(each.changed)), each.began ? el("span", { title: `begun ${each.began}` }, `begun ${each.began.slice(0, 16)}`) : null));
 }
 
 function listPage(page) {
   let known = "";
   let answer = null;
-  const search = el("input", { type: "search", placeholder: "Filter runs by name, path or state", "aria-label": "Filter runs", spellcheck: "false" });
+  const search = el("input", { type: "search", placeholder: "Filter runs by name, folder, state or devices", "aria-label": "Filter runs", spellcheck: "false" });
   const order = el("select", { "aria-label": "Order" }, Object.keys(LIST_ORDERS).map((each) => el("option", { value: each }, `by ${each}`)));
   const overlay = el("button", { type: "button", class: "primary", id: "overlay" }, "Overlay");
   const told = el("p", { class: "under", role: "status" });
@@ -61,12 +70,12 @@ function listPage(page) {
   const draw = () => {
     if (!answer) return;
     const wanted = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = answer.runs.filter((each) => wanted.every((word) => `${each.name} ${each.run} ${each.state}`.toLowerCase().includes(word)));
+    const shown = answer.runs.filter((each) => wanted.every((word) => `${each.name} ${each.run} ${STATES[each.state]} ${each.state} ${each.devices} ${each.simulated ? "simulated" : ""} ${each.lossy ? "lossy" : ""}`.toLowerCase().includes(word)));
     shown.sort(LIST_ORDERS[order.value]);
     for (const each of [...chosenRuns]) if (!answer.runs.some((run) => run.run === each)) chosenRuns.delete(each);
     const running = answer.runs.filter((each) => each.state === "running").length;
     told.textContent = `${shown.length === answer.runs.length ? plural(shown.length, "run") : `${shown.length} of ${plural(answer.runs.length, "run")}`}${running ? `, ${running} running` : ""} in ${answer.root}`;
-    clear(list).append(...shown.map((each) => runLine(each, chose)));
+    clear(list).append(...shown.map((each) => runLine(each, answer.root, chose)));
     chose();
   };
   search.addEventListener("input", draw);

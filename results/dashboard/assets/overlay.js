@@ -2,6 +2,11 @@
 
 const LINES = 8;
 
+function throughputOf(runs) {
+  const { unit } = runs.find((run) => run.winner) || runs[0];
+  return `Throughput${unit ? `, ${unit}` : ""}`;
+}
+
 function overlayChart(runs, { caption, label, place, unit, relative }) {
   const value = (run, speed) => (relative ? speed / relative(run) : speed);
   return figure(caption, (width) => {
@@ -15,22 +20,17 @@ function overlayChart(runs, { caption, label, place, unit, relative }) {
     const frame = axes(width, 320, {
       x: (from, to) => (unit.whole ? counting(reach, from, to, Math.min(8, width / 80)) : linear(0, reach, from, to, Math.min(8, width / 80), { tight: true })),
       y: (from, to) => linear(Math.min(0, speeds[0]), speeds[1] * 1.03, from, to, 5),
-      xLabel: label, yLabel: relative ? "Throughput over the default's" : `Throughput${runs[0].unit ? `, ${runs[0].unit}` : ""}`,
+      xLabel: label, yLabel: relative ? "Throughput over the default's" : throughputOf(runs),
     });
     for (const { run, index, rows } of series) {
-      let best = -Infinity;
-      const line = [];
-      for (const row of rows) {
-        const speed = value(run, row.throughput);
-        if (speed <= best) continue;
-        best = speed;
-        const at = [frame.x(place(run, row) / unit.by), frame.y(best)];
-        line.push(at);
+      const line = climb(run, rows, (row) => place(run, row)).map((row) => {
+        const at = [frame.x(place(run, row) / unit.by), frame.y(value(run, row.throughput))];
         points.push({ x: at[0], y: at[1], lines: () => [run.label, ...trialLines(run, row)] });
-      }
+        return at;
+      });
       const last = Math.max(...run.rows.map((row) => place(run, row)).filter(given)) / unit.by;
       frame.layer.append(svg("path", { class: `overlay o${index % LINES}`, d: steps(line, frame.x(last)) }));
-      frame.layer.append(svg("circle", { class: `overlay-end o${index % LINES}`, cx: line.at(-1)[0], cy: line.at(-1)[1], r: 4.5 }));
+      if (line.length) frame.layer.append(svg("circle", { class: `overlay-end o${index % LINES}`, cx: line.at(-1)[0], cy: line.at(-1)[1], r: 4.5 }));
     }
     hover(frame.root, points);
     return frame.root;
@@ -48,7 +48,7 @@ function overlayMemory(runs, relative) {
     const frame = axes(width, 360, {
       x: (from, to) => linear(0, most / unit.by, from, to, Math.min(8, width / 80), { tight: true }),
       y: (from, to) => linear(0, Math.max(...all.map(([, each]) => each)) * 1.03, from, to, 5),
-      xLabel: `Peak memory of a rank, ${unit.name}`, yLabel: relative ? "Throughput over the default's" : `Throughput${runs[0].unit ? `, ${runs[0].unit}` : ""}`,
+      xLabel: `Peak memory of a rank, ${unit.name}`, yLabel: relative ? "Throughput over the default's" : throughputOf(runs),
     });
     const points = [];
     runs.forEach((run, index) => {
@@ -72,14 +72,23 @@ function overlayTable(runs) {
   const names = [...new Set(runs.flatMap((run) => run.knobNames))];
   const line = (title, text, compared = false) => {
     const cells = runs.map(text);
-    return el("tr", { class: compared && new Set(cells).size > 1 ? "differs" : null }, el("th", { scope: "row" }, title), cells.map((cell) => el("td", {}, cell)));
+    return el("tr", { class: compared && new Set(cells.filter((cell, at) => runs[at].winner)).size > 1 ? "differs" : null }, el("th", { scope: "row" }, title), cells.map((cell) => el("td", {}, cell)));
   };
-  const of = (name) => (run) => (run.winner && name in run.winner.config ? knob(run.winner.config[name]) : MISSING);
+  const of = (name) => (run) => {
+    if (!run.winner || !(name in run.winner.config)) return MISSING;
+    const value = run.winner.config[name];
+    return `${knob(value)}${isLossy(run, name, value) ? " (lossy)" : ""}`;
+  };
   return el("div", { class: "table-pane" }, el("table", { class: "overlay-table" },
     el("thead", {}, el("tr", {}, el("th", {}, ""), runs.map((run, index) => el("th", { scope: "col" }, key(index), ` ${run.label}`)))),
     el("tbody", {},
+      line("Folder", (run) => run.path),
+      line("Devices", (run) => run.devices || MISSING),
+      line("Begun", (run) => run.began || MISSING),
+      line("State", (run) => STATES[run.state]),
+      line("Numbers", (run) => (run.simulated ? "simulated: predictions" : "measured")),
       line("Winner", (run) => (run.winner ? `trial ${run.winner.trial}` : "none")),
-      line("Throughput", (run) => (run.winner ? rate(run.winner.throughput, run.unit, 5) : MISSING)),
+      line("Throughput", (run) => (run.winner ? `${rate(run.winner.throughput, run.unit, 5)}${given(run.winner.spread) ? ` ± ${percent(run.winner.spread)}` : ""}` : MISSING)),
       line("Over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×` : MISSING)),
       line("Peak memory", (run) => (run.winner ? memory(run.winner.peak_memory_mib) : MISSING)),
       line("Trials", (run) => String(run.rows.length)),
@@ -101,17 +110,18 @@ function overlayPage(page, ids) {
     if (!news.some(Boolean)) return;
     const runs = holders.map((each) => each.run);
     runs.forEach((run, index) => {
-      run.label = runs.filter((each) => each.name === run.name).length > 1 ? ids[index] : run.name;
+      run.label = runs.filter((each) => each.name === run.name).length > 1 ? run.path : run.name;
       run.spent = spentBy(run);
     });
     // Tokens and samples cannot stand on one axis; ratios to the default can.
-    const units = new Set(runs.map((run) => run.unit));
+    const units = new Set(runs.filter((run) => run.winner).map((run) => run.unit));
     const relative = units.size > 1 ? (run) => (run.base && run.base.throughput) || Math.max(...run.rows.map((row) => row.throughput || 0), 1e-12) : null;
     const unit = timeUnit(Math.max(0, ...runs.flatMap((run) => [...run.spent.values()])));
     const timed = runs.some((run) => run.spent.size);
     place.style.minHeight = `${place.offsetHeight}px`;
     clear(place).append(...[
-      el("p", { class: "legend" }, runs.map((run, index) => el("a", { href: runLink(ids[index]) }, key(index), ` ${run.label}`))),
+      el("p", { class: "legend" }, runs.map((run, index) => el("span", {}, el("a", { href: runLink(ids[index]) }, key(index), ` ${run.label}`), tagsOf(run.simulated, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"))),
+      new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "What is simulated is predicted; the others were measured.") : null,
       relative ? el("p", { class: "lead" }, "These runs measure different units, so each is shown as a multiple of its own default configuration (of its best, where that did not run).") : null,
       section("overlay-progress", "How each came to its best", "The highest throughput so far, by number of trials and by device time spent.",
         el("div", { class: "pair" },
@@ -121,5 +131,5 @@ function overlayPage(page, ids) {
       section("overlay-winners", "The winners side by side", "Marked: knobs in which they differ.", overlayTable(runs)),
     ].filter(Boolean));
     requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
-  });
+  }, (error) => gone(holders.every((each) => each.run) ? holders.map((each) => each.run.path) : [])(error));
 }

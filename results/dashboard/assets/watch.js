@@ -22,7 +22,7 @@ function makeHolder(id) {
         rows = news.rows;
       }
       version = news.version;
-      holder.run = makeRun({ ...news.document, rows, ui });
+      holder.run = makeRun({ ...news.document, rows, ui, path: id === "." ? news.document.folder : id });
       return true;
     },
   };
@@ -54,7 +54,14 @@ function logAndExports(id) {
     const parts = [[el("h4", {}, "For the trainer you use"), formats], [el("h4", {}, "Log"), told, log]];
     // Of a trial that failed the log is what one wants to see.
     box.append(...(row.status === "ok" ? parts : parts.reverse()).flat());
-    const [list, text] = await Promise.all([ask("api/exports", { run: id, trial: row.trial }), ask("api/log", { run: id, trial: row.trial })]);
+    let answers;
+    try {
+      answers = await Promise.all([ask("api/exports", { run: id, trial: row.trial }), ask("api/log", { run: id, trial: row.trial })]);
+    } catch (error) {
+      if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
+      answers = [[], { why: error instanceof Refused ? `${error.message}.` : "The dashboard's server does not answer." }];
+    }
+    const [list, text] = answers;
     formats.append(exportPanel(list) || "");
     if (text.why) {
       told.textContent = text.why;
@@ -74,7 +81,7 @@ function watchPage(page, id) {
   const all = (run) => `${run.rows.length} ${run.made} ${run.state}`;
   const text = (...names) => (run) => JSON.stringify(names.map((name) => run[name]));
   const slots = [
-    slot((run) => title(run, el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs"), el("a", { href: `table?${new URLSearchParams({ run: id })}`, download: "" }, "Download the table (CSV)"))), text("name", "state", "made")),
+    slot((run) => title(run, el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs"), el("a", { href: `table?${new URLSearchParams({ run: id })}`, download: "" }, "Download the table (CSV)"))), text("name", "state", "made", "winner")),
     slot((run) => problemList(run.problems), text("problems")),
     slot((run) => headline(run), text("headline", "exports", "reproduce")),
     ...[progress, throughputOverMemory, parallel, effects, predicted, timeline].map((draw) => slot(draw, all)),
@@ -99,5 +106,5 @@ function watchPage(page, id) {
       table = trialTable(run, pick);
       tablePlace.append(table.element);
     }
-  });
+  }, (error) => gone(holder.run ? [holder.run.path] : [])(error));
 }
