@@ -317,7 +317,7 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
 def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
     outcomes = [({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)), ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0))]
     tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri())
-    assert "Trial 1 is faster than the winner by no more than the error, and leaves less memory free." in tab.locator("#progress .lead").inner_text()
+    assert "Trial 1 is faster than the winner by no more than the error: of equals the one with more free memory wins" in tab.locator("#progress .lead").inner_text()
 
 
 def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
