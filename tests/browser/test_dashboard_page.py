@@ -57,7 +57,7 @@ def searches(tmp_path_factory, disk):
     """Runs of one model that differ in what they are: measured, simulated, lossy, without a winner, stopped."""
     root = tmp_path_factory.mktemp("searches") / "runs"
     plain = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(2000.0))]
-    lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(3000.0))]
+    lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(4_604_248.0))]
     out = disk.Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=2000.0)
     disk.write_search(root / "plain", plain)
     disk.write_search(root / "team" / "simulated", lossy, simulated=True, devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64})
@@ -70,6 +70,16 @@ def searches(tmp_path_factory, disk):
 def searches_address(searches, serving_factory):
     with serving_factory() as start:
         yield start(searches)
+
+
+def test_no_unit_breaks_in_the_list_at_any_width(tab, searches_address, overflow):
+    tab.goto(searches_address)
+    tab.locator(".run-line").nth(3).wait_for()
+    for width in (320, 390, 600, 861, 1000, 1280):
+        tab.set_viewport_size({"width": width, "height": 900})
+        heights = tab.evaluate("[...document.querySelectorAll('.run-best .unit')].map((each) => each.getBoundingClientRect().height)")
+        assert len(heights) == 3 and max(heights) < 30, width
+        assert overflow(tab) == 0
 
 
 def test_the_list_tells_runs_of_one_model_apart(tab, searches_address):

@@ -33,7 +33,7 @@ const LIST_ORDERS = {
 
 function bestOf(each) {
   const under = (text) => el("span", { class: "under" }, text);
-  if (given(each.best)) return [el("strong", {}, rateOf(each.best, each.unit)), under(`${each.simulated ? "predicted, " : ""}${given(each.gain) ? `${each.gain.toFixed(2)}× the default` : "no ratio"}`)];
+  if (given(each.best)) return [el("strong", {}, figureOf(rate(each.best, each.unit))), under(`${each.simulated ? "predicted, " : ""}${given(each.gain) ? `${each.gain.toFixed(2)}× the default` : "no ratio"}`)];
   if (!each.trials) return [under("no trials yet")];
   const ended = STATUSES.filter((status) => each.counts[status]).map((status) => `${number(each.counts[status], 9)} ${status}`);
   return [el("strong", {}, MISSING), under(words(ended))];
