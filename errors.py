@@ -44,14 +44,16 @@ class OutOfMemory(RedlineError, MemoryError):
     """Raise from a tuned callable to record the trial as `oom`."""
 
 
-def unknown(kind: str, name: object, known: Iterable[object]) -> str:
+def unknown(kind: str, name: object, known: Iterable[object], *, like: str | None = None) -> str:
     """The sentence for an unknown name: what was given, the nearest known name, and all of them.
+
+    With `like` the nearest is looked for by that, where the name as given has more to it.
 
     >>> unknown("knob", "micro_bach", ["tp", "micro_batch"])
     "unknown knob 'micro_bach'; did you mean 'micro_batch'? Known: micro_batch, tp."
     """
     names = sorted(str(each) for each in known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    near = get_close_matches(str(name) if like is None else like, names, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else "."
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} '{name}'{hint} Known: {listing}."

@@ -1,13 +1,13 @@
 """Devices and the links between them, in the numbers that the estimator needs."""
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError, unknown
+from .hardware_names import DeviceName, device_name
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -201,7 +201,11 @@ def _link(data: Any, where: str) -> Link:
 
 
 def find_hardware(spec: "str | Path | Hardware") -> Hardware:
-    """The hardware of a name in `DEVICES`, of a YAML file, or itself.
+    """The hardware of a name, of a YAML file, or itself.
+
+    A name may be written as people do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`). Where
+    several devices have it, it is the most common one, and where the board is another than the table's, that of the
+    table: `note` says so.
 
     Raises:
         UsageError: nothing of that name; the nearest is named.
@@ -209,14 +213,35 @@ def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     if isinstance(spec, Hardware):
         return spec
     text = str(spec)
-    name = text.lower().replace("_", "-")
-    if name in DEVICES:
-        return DEVICES[name]
-    if name in ALIASES:
-        return DEVICES[ALIASES[name]]
-    if text.endswith((".yaml", ".yml")) or Path(text).is_file():
+    if text in DEVICES:
+        return DEVICES[text]
+    if text.endswith((".yaml", ".yml")):
         return Hardware.from_yaml(text)
-    raise UsageError(f"{unknown('hardware', text, [*DEVICES, *ALIASES])} A YAML file works too.")
+    asked = device_name(text)
+    found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
+    if found:
+        return _taken(text, asked, found)
+    if Path(text).is_file():
+        return Hardware.from_yaml(text)
+    chips = {name: device_name(name).chip for name in DEVICES}
+    near = next((name for name, chip in chips.items() if chip == asked.chip), asked.text)
+    names = {*DEVICES, *(chip for name, chip in chips.items() if chip != name.replace("-", ""))}
+    raise UsageError(f"{unknown('hardware', text, names, like=near)} A YAML file works too.")
+
+
+def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
+    """The most common of these, with what is not certain about it as its note."""
+    taken = next((each for each in found if each.name in MOST_COMMON), found[0])
+    notes = []
+    if len(found) > 1:
+        others = ", ".join(each.name for each in found if each is not taken)
+        notes.append(f"'{text}' is taken for {taken.name}, the most common; there is {others} too")
+    if asked.board and taken.intra_node.name.startswith("NVLink"):
+        notes.append(
+            f"'{text}' is taken for {taken.name}, whose numbers are those of the SXM module: a card is slower, and so "
+            f"are its links; a YAML file with `base: {taken.name}` corrects them"
+        )
+    return taken.but(note="; ".join(notes)) if notes else taken
 
 
 def recognise(name: str, memory_mib: float) -> Hardware | None:
@@ -226,14 +251,13 @@ def recognise(name: str, memory_mib: float) -> Hardware | None:
         name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-40GB`.
         memory_mib: its memory, by which variants of one chip, and parts of one (MIG), are told apart.
     """
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    if "h100" in words and words & {"pcie", "nvl"}:
+    seen = device_name(name)
+    if seen.chip == "h100" and seen.board:
         return None  # other clocks than the SXM module's
     found = [
         each
-        for key, each in DEVICES.items()
-        if all(part in words for part in key.split("-") if not part.endswith("gb"))
-        and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
+        for each in DEVICES.values()
+        if device_name(each.name).chip == seen.chip and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
     ]
     return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
 
@@ -346,14 +370,5 @@ DEVICES: Mapping[str, Hardware] = {
 }  # fmt: skip
 """Every known device by its name."""
 
-ALIASES = {
-    "v100": "v100-32gb",
-    "a100": "a100-80gb",
-    "h100": "h100-80gb",
-    "h200": "h200-141gb",
-    "4090": "rtx-4090",
-    "a100-80gb-sxm": "a100-80gb",
-    "a100-40gb-sxm": "a100-40gb",
-    "h100-80gb-sxm": "h100-80gb",
-}
-"""Other words for them."""
+MOST_COMMON = ("v100-32gb", "a100-80gb")
+"""Of the devices that share a chip, what its bare name means."""

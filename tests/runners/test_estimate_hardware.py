@@ -6,7 +6,7 @@ import pytest
 import yaml
 from redline.errors import UsageError
 from redline.runners.estimate import Estimator, Hardware, find_hardware
-from redline.runners.estimate.hardware import ALIASES, DEVICES
+from redline.runners.estimate.hardware import DEVICES, MOST_COMMON
 
 FULL = {
     "memory_gib": 40,
@@ -44,9 +44,65 @@ def test_h100_is_what_its_datasheet_says():
     assert h100.intra_node.gb_per_s == 450
 
 
-@pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_aliases_lead_to_devices(alias):
-    assert find_hardware(alias) is DEVICES[ALIASES[alias]]
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("h100", "h100-80gb"), ("H100-SXM", "h100-80gb"), ("H100_80GB", "h100-80gb"), ("h200", "h200-141gb"),
+        ("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("4090", "rtx-4090"), ("A100 40G", "a100-40gb"),
+        ("a100-80gb-sxm", "a100-80gb"), ("A100 80 GB", "a100-80gb"), ("B200 180GB", "b200"), ("t4-16gb", "t4"),
+        # As nvidia-smi, rocm-smi and torch.cuda.get_device_name print them.
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA H200", "h200-141gb"), ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("A100-SXM4-80GB", "a100-80gb"), ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("Tesla V100-SXM2-16GB", "v100-16gb"), ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"), ("AMD Instinct MI300X OAM", "mi300x"),
+    ],
+)  # fmt: skip
+def test_hardware_is_found_as_people_write_it_and_as_drivers_print_it(name, device):
+    assert find_hardware(name) is DEVICES[device]
+
+
+def test_every_device_is_found_by_its_own_name():
+    assert all(find_hardware(name) is each for name, each in DEVICES.items())
+    assert set(MOST_COMMON) <= set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("a100", "a100-80gb", "'a100' is taken for a100-80gb, the most common; there is a100-40gb too"),
+        ("V100", "v100-32gb", "'V100' is taken for v100-32gb, the most common; there is v100-16gb too"),
+        ("NVIDIA H100 PCIe", "h100-80gb", "numbers are those of the SXM module"),
+        ("NVIDIA H100 NVL", "h100-80gb", "numbers are those of the SXM module"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are those of the SXM module"),
+    ],
+)
+def test_what_a_name_leaves_open_is_chosen_and_said(name, device, said):
+    found = find_hardware(name)
+    assert said in found.note
+    assert found.but(note="") == DEVICES[device]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("NVIDIA L40S", "l4"),
+        ("NVIDIA A10", "a10g"),
+        ("GB200", "b200"),
+        ("h100 96gb", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb"),
+    ],
+)
+def test_another_chip_or_a_part_of_one_is_not_taken_for_its_like(name, nearest):
+    with pytest.raises(UsageError, match=f"unknown hardware '{name}'; did you mean '{nearest}'"):
+        find_hardware(name)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "NVIDIA Graphics Device", "80GB", "pcie"])
+def test_a_name_without_a_chip_is_no_hardware(name):
+    with pytest.raises(UsageError, match="unknown hardware"):
+        find_hardware(name)
 
 
 def test_a_precision_that_a_device_lacks_runs_at_the_next_one():
@@ -56,7 +112,7 @@ def test_a_precision_that_a_device_lacks_runs_at_the_next_one():
 
 @pytest.mark.parametrize(
     ("asked", "nearest"),
-    [("a100-80g", "a100-80gb"), ("h10", "h100"), ("mi300", "mi300x"), ("rtx4090", "rtx-4090")],
+    [("a100-8gb", "a100-80gb"), ("h10", "h100"), ("mi300", "mi300x"), ("rtx-409", "rtx-4090")],
 )
 def test_unknown_hardware_names_the_nearest(asked, nearest):
     with pytest.raises(UsageError, match=nearest):
