@@ -13,6 +13,7 @@ from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
+from ..models.global_batch import shared
 from ..models.spaces import fix as fix_knob
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
@@ -335,6 +336,9 @@ def resolve_task(
 
         workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
         accumulation = _free_accumulation(workload, space, global_batch, override, fix)
+        if accumulation is None:
+            workload, said = shared(workload, count, target=target, asked=global_batch)
+            notes += said
         made = (
             space.copy()
             if space is not None

@@ -203,9 +203,9 @@ def _link(data: Any, where: str) -> Link:
 def find_hardware(spec: "str | Path | Hardware") -> Hardware:
     """The hardware of a name, of a YAML file, or itself.
 
-    A name may be written as people do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`). Where
-    several devices have it, it is the most common one, and where the board is another than the table's, that of the
-    table: `note` says so.
+    A name may be written as people do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`).
+    Where several devices have it, it is the most common one, and where the board is another than the
+    table's, that of the table: `note` says so.
 
     Raises:
         UsageError: nothing of that name; the nearest is named.
@@ -238,7 +238,7 @@ def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
         notes.append(f"'{text}' is taken for {taken.name}, the most common; there is {others} too")
     if asked.board and taken.intra_node.name.startswith("NVLink"):
         notes.append(
-            f"'{text}' is taken for {taken.name}, whose numbers are those of the SXM module: a card is slower, and so "
+            f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and so "
             f"are its links; a YAML file with `base: {taken.name}` corrects them"
         )
     return taken.but(note="; ".join(notes)) if notes else taken

@@ -29,7 +29,7 @@ class DeviceName:
         return self.chip if self.memory_gb is None else f"{self.chip}-{self.memory_gb}gb"
 
     def could_be(self, other: "DeviceName", memory_gib: float) -> bool:
-        """Whether this names a device of the other's chip with so much memory, GiB; a tenth is no difference."""
+        """Whether this may name a device of the other's chip with so much memory, GiB, a tenth aside."""
         if self.chip != other.chip:
             return False
         return self.memory_gb is None or abs(self.memory_gb - memory_gib) < 0.1 * memory_gib

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...models import Workload
+from ...models.global_batch import shared, too_few
 from ...models.spaces import fix as fix_knob
 from ...space import Space
 from .estimator import Estimator
@@ -83,12 +84,15 @@ def ask(
         length, total = seq_len or DEFAULT_SEQ_LEN, global_batch or SAMPLES_A_DEVICE * count
         if global_batch is None:
             notes += (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
+        notes += too_few(total, count)
         made = space.copy() if space is not None else shape_space(target, machine, count, total, length)
         workload, name = None, target.name
     else:
         from ...models import workload as resolve
 
         workload = resolve(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
+        workload, said = shared(workload, count, target=target, asked=global_batch)
+        notes += said
         made = space.copy() if space is not None else workload.make_space(device_of(machine), devices=count)
         length, total, name = workload.seq_len, workload.global_batch, workload.name
     for knob, values in (override or {}).items():

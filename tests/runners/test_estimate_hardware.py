@@ -49,7 +49,7 @@ def test_h100_is_what_its_datasheet_says():
     [
         ("h100", "h100-80gb"), ("H100-SXM", "h100-80gb"), ("H100_80GB", "h100-80gb"), ("h200", "h200-141gb"),
         ("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("4090", "rtx-4090"), ("A100 40G", "a100-40gb"),
-        ("a100-80gb-sxm", "a100-80gb"), ("A100 80 GB", "a100-80gb"), ("B200 180GB", "b200"), ("t4-16gb", "t4"),
+        ("a100-80gb-sxm", "a100-80gb"), ("A100 80 GB", "a100-80gb"), ("B200 180GB", "b200"), ("T4 16G", "t4"),
         # As nvidia-smi, rocm-smi and torch.cuda.get_device_name print them.
         ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA H200", "h200-141gb"), ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("A100-SXM4-80GB", "a100-80gb"), ("Tesla T4", "t4"),
@@ -71,9 +71,9 @@ def test_every_device_is_found_by_its_own_name():
     [
         ("a100", "a100-80gb", "'a100' is taken for a100-80gb, the most common; there is a100-40gb too"),
         ("V100", "v100-32gb", "'V100' is taken for v100-32gb, the most common; there is v100-16gb too"),
-        ("NVIDIA H100 PCIe", "h100-80gb", "numbers are those of the SXM module"),
-        ("NVIDIA H100 NVL", "h100-80gb", "numbers are those of the SXM module"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are those of the SXM module"),
+        ("NVIDIA H100 PCIe", "h100-80gb", "numbers are the SXM module's"),
+        ("NVIDIA H100 NVL", "h100-80gb", "numbers are the SXM module's"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are the SXM module's"),
     ],
 )
 def test_what_a_name_leaves_open_is_chosen_and_said(name, device, said):

@@ -12,11 +12,11 @@ from .options import fixes_of, target_of, values_of, workload_options
 
 EXAMPLES = """\b
 Examples:
-  redline estimate llama2-7b --hardware h100-80gb --devices 64
+  redline estimate llama2-7b --hardware h100 --devices 64 --global-batch 1024
   redline estimate llama3-8b --hardware a100-80gb --devices 32 --global-batch 256 --fix tp=8 --explain
   redline estimate llama3-8b --hardware h100 --devices 8 --config tp=4,zero=1,micro_batch=2,precision=bf16
   redline estimate --layers 80 --hidden 8192 --heads 64 --kv-heads 8 --intermediate 28672 --vocabulary 128256 \\
-                   --hardware h200-141gb --devices 512 --layerwise
+                   --hardware h200-141gb --devices 512 --global-batch 2048 --layerwise
   redline estimate gpt2-tiny --trials-from runs/gpt2-tiny      this machine, corrected by what a run measured
 """
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")

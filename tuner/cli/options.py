@@ -8,6 +8,9 @@ import click
 from ...errors import UsageError
 
 
+_GLOBAL_BATCH = "Samples per optimizer step.  [default: the model's usual, or as many as the devices can share]"
+
+
 def workload_options(command: Callable) -> Callable:
     """MODEL and what describes the workload; `target_of` reads them."""
     options = [
@@ -15,7 +18,7 @@ def workload_options(command: Callable) -> Callable:
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
         click.option("--devices", type=int, metavar="N", help="Devices of one trial.  [default: all present]"),
         click.option("--seq-len", type=int, metavar="S", help="Sequence length, tokens.  [default: the model's]"),
-        click.option("--global-batch", type=int, metavar="B", help="Samples per optimizer step."),
+        click.option("--global-batch", type=int, metavar="B", help=_GLOBAL_BATCH),
         click.option("--data", metavar="FILE", help="Text to train on, instead of random tokens."),
         click.option("--lora", metavar="r=16[,...]", help="Train adapters only: r, alpha, target=a+b, dropout."),
         click.option("--space", "space_file", metavar="FILE", help="A space in YAML, instead of the model's own."),

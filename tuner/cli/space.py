@@ -50,10 +50,14 @@ def space(
     if output:
         task.space.to_yaml(output)
     if as_json:
+        described = task.space.to_dict(describe_callables=True)
         valid = len(task.space) if task.space.enumerable else None
-        click.echo(json.dumps({**task.space.to_dict(describe_callables=True), "valid": valid, "default": task.space.default().to_dict()}))
+        default = task.space.default().to_dict()
+        click.echo(json.dumps({**described, "valid": valid, "default": default, "notes": list(task.notes)}))
         return
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
+    for note in task.notes:
+        click.echo(f"note: {note}")
     if output:
         click.echo(f"wrote {output}")

@@ -1,0 +1,60 @@
+"""The samples of one optimizer step where nobody has said how many: as many as the devices can share."""
+
+from dataclasses import replace
+from typing import Any
+
+from .workload import Workload
+
+
+def shareable(usual: int, devices: int) -> int:
+    """A global batch for so many devices: the usual one where they can share it without a rest, else the
+    next larger one that gives each of them a power of two of samples.
+
+    So there is always plain data parallelism, a sample a device or more, and micro-batches to choose from.
+
+    >>> [shareable(usual, devices) for usual, devices in ((32, 1), (32, 8), (16, 64), (32, 24))]
+    [32, 32, 64, 48]
+    """
+    if usual % devices == 0:
+        return usual
+    each = -(-usual // devices)
+    return devices * 2 ** (each - 1).bit_length()
+
+
+def shared(
+    workload: Workload, devices: int, *, target: Any, asked: int | None
+) -> tuple[Workload, tuple[str, ...]]:
+    """The workload with a global batch that so many devices can share, and what is to be said of it.
+
+    Only a batch that nobody chose is changed: that of a preset or a configuration file. One that was asked
+    for, or is part of a workload of somebody's own, is kept.
+
+    Args:
+        workload: as it was resolved.
+        devices: of one trial.
+        target: what it was resolved from.
+        asked: the global batch that was asked for; None for none.
+    """
+    total = workload.global_batch
+    if asked is not None or isinstance(target, Workload) or workload.source is not None:
+        return workload, too_few(total, devices)
+    chosen = shareable(total, devices)
+    if chosen == total:
+        return workload, ()
+    each = chosen // devices
+    said = (
+        f"global batch: {chosen:,}, {each} sample{'s'[: each > 1]} a device, since none was given and "
+        f"{workload.name}'s usual {total} {'is less than' if total < devices else 'cannot be shared by'} the "
+        f"{devices:,} devices"
+    )
+    return replace(workload, global_batch=chosen), (said,)
+
+
+def too_few(total: int, devices: int) -> tuple[str, ...]:
+    """What to say where a global batch has fewer samples than there are devices."""
+    if total >= devices:
+        return ()
+    return (
+        f"the global batch of {total} is less than the {devices:,} devices: at most {total} of them can be "
+        f"replicas, and the others only split the model (tp, pp); one of {devices:,} gives each a sample",
+    )
