@@ -238,8 +238,8 @@ def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
         notes.append(f"'{text}' is taken for {taken.name}, the most common; there is {others} too")
     if asked.board and taken.intra_node.name.startswith("NVLink"):
         notes.append(
-            f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and so "
-            f"are its links; a YAML file with `base: {taken.name}` corrects them"
+            f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and "
+            f"so are its links; a YAML file with `base: {taken.name}` corrects them"
         )
     return taken.but(note="; ".join(notes)) if notes else taken
 

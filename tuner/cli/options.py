@@ -8,7 +8,7 @@ import click
 from ...errors import UsageError
 
 
-_GLOBAL_BATCH = "Samples per optimizer step.  [default: the model's usual, or as many as the devices can share]"
+_GLOBAL_BATCH = "Samples per optimizer step.  [default: the model's usual, or what the devices can share]"
 
 
 def workload_options(command: Callable) -> Callable:
