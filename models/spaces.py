@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SpaceError
+from ..errors import SpaceError, unknown
 from ..space import Space
 from . import parallel
 from .blame import blamed
@@ -13,24 +13,33 @@ from .device import Device, fusion_obstacle
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support
 from .huggingface import Architecture
+from .precision import LOSSY
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
 
 TRAINER_MICRO_BATCH = 8
 """`per_device_train_batch_size` of transformers.TrainingArguments."""
+ALLOWABLE = ("lossy",)
+"""What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def default_space(
-    workload: Workload, device: Device, devices: int = 1, *, grad_accum: Sequence[int] | None = None
+    workload: Workload,
+    device: Device,
+    devices: int = 1,
+    *,
+    grad_accum: Sequence[int] | None = None,
+    allow: Sequence[str] = (),
 ) -> Space:
     """The standard knobs, each only where it can matter.
 
     Defaults are what `transformers.Trainer` would run: plain data parallelism, 8 samples a micro-batch,
     float32, its choice of attention, fused AdamW, nothing checkpointed or compiled. Every configuration does
-    the same work per optimizer step, the workload's global batch, unless `grad_accum` is free.
+    the same work per optimizer step, the workload's global batch, unless `grad_accum` is free; and every one
+    is the same training, unless lossy values are allowed.
 
     Args:
         workload: what is trained.
@@ -38,10 +47,13 @@ def default_space(
         devices: devices of one trial.
         grad_accum: values of that knob; it then varies freely, and the samples of a step with it. None
             derives it from the global batch.
+        allow: `lossy` adds the values that trade accuracy for speed, where they pay on the device.
 
     Raises:
-        SpaceError: the global batch cannot be shared among the devices, whatever the degrees.
+        SpaceError: the global batch cannot be shared among the devices, whatever the degrees; or `allow`
+            holds something else.
     """
+    allow = checked_allowance(allow)
     space = Space()
     facts = _schedule_facts(workload)
     spread = parallel.declare(space, workload, device, devices, facts.parallel, any_batch=grad_accum is not None)
@@ -66,14 +78,11 @@ def default_space(
             help=f"share of the {facts.blocks} repeated blocks whose activations are recomputed",
             monotone_memory=-1,
         )
-    tried, possible = precisions(device)
-    space.choice(
-        "precision",
-        tried,
-        default="fp32",
-        others=possible,
-        help="number format of the arithmetic; bf16_pure keeps the weights in it too",
-    )
+    tried, possible = precisions(device, lossy="lossy" in allow)
+    words = "number format of the arithmetic"
+    if "bf16_pure" in tried:
+        words += "; bf16_pure is lossy, without fp32 master weights"
+    space.choice("precision", tried, default="fp32", others=possible, help=words)
     if isinstance(workload.model, Architecture):
         names = workload.model.attentions(device)
         attention = space.choice(
@@ -142,18 +151,61 @@ def ratios(blocks: int) -> list[float]:
     return sorted(nearest.values())
 
 
-def precisions(device: Device) -> tuple[list[str], list[str]]:
+def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tuple[str, ...]:
+    """What is allowed beyond the default, as names.
+
+    Raises:
+        SpaceError: nothing of that name can be allowed; or the space is one of somebody's own.
+    """
+    names = (allow,) if isinstance(allow, str) else tuple(allow)
+    for name in names:
+        if name not in ALLOWABLE:
+            raise SpaceError(unknown("allowance", name, ALLOWABLE))
+    if names and own_space:
+        raise SpaceError(
+            f"allow={','.join(names)} would have no effect: it adds values to a default space, and a space "
+            "of one's own names its values itself"
+        )
+    return names
+
+
+def precisions(device: Device, *, lossy: bool = False) -> tuple[list[str], list[str]]:
     """Number formats worth trying on a device, and those that work there besides.
 
     A CPU without native bfloat16 emulates it: measured at fifteen times the time for a sixth less memory, so
-    it is not tried unless asked for. Where bfloat16 is native, float16 has nothing on it.
+    it is not tried unless asked for. Where bfloat16 is native, float16 has nothing on it, and `lossy` adds
+    bf16_pure; not fp8, as nothing trains in it here.
     """
-    if device.type != "cuda":
-        half = ["bf16", "bf16_pure"]
-        return (["fp32", *half], []) if "bf16" in device.features else (["fp32"], half)
-    if (device.capability or (0, 0)) >= (8, 0):
-        return ["fp32", "bf16", "bf16_pure"], ["fp16"]
-    return ["fp32", "fp16"], ["bf16", "bf16_pure"]
+    if device.type == "cuda":
+        native = (device.capability or (0, 0)) >= (8, 0)
+        tried, possible = (["fp32", "bf16"], ["fp16"]) if native else (["fp32", "fp16"], ["bf16"])
+    else:
+        native = "bf16" in device.features
+        tried, possible = (["fp32", "bf16"], []) if native else (["fp32"], ["bf16"])
+    (tried if lossy and native else possible).append("bf16_pure")
+    return tried, possible
+
+
+def lossy_values(space: Space) -> dict[str, list[Any]]:
+    """Of each knob of a workload's space that has some, the values that trade accuracy for speed."""
+    knob = space.by_name.get("precision")
+    found = [value for value in (knob.values if knob is not None else ()) if value in LOSSY]
+    return {"precision": found} if found else {}
+
+
+def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
+    """What to say of a space to which what was allowed added nothing."""
+    if "lossy" not in allow or lossy_values(space):
+        return ()
+    beyond = "".join(f"; --set {each} tries it all the same" for each in lossy_beyond(space))
+    return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
+
+
+def lossy_beyond(space: Space) -> list[str]:
+    """The lossy values that the space would accept and does not hold, as `knob=value`."""
+    knob = space.by_name.get("precision")
+    others = knob.others or () if knob is not None else ()
+    return [f"precision={value}" for value in others if value in LOSSY and value not in knob.values]
 
 
 class _Recorder(Mapping[str, Any]):

@@ -144,22 +144,29 @@ class Workload:
         return digest({**made, "what": what})
 
     def make_space(
-        self, device: Device, devices: int = 1, *, grad_accum: Sequence[int] | None = None
+        self,
+        device: Device,
+        devices: int = 1,
+        *,
+        grad_accum: Sequence[int] | None = None,
+        allow: Sequence[str] = (),
     ) -> Space:
         """What may vary on `devices` devices like `device`: a space of its own for every call.
 
-        Without a space of its own, `grad_accum` frees that knob from the global batch; see `default_space`.
+        Without a space of its own, `grad_accum` frees that knob from the global batch, and `allow` adds
+        values that are not there by default; see `default_space`.
 
         Raises:
             WorkloadError: the workload's own function does not return a Space.
-            SpaceError: the global batch cannot be shared among the devices.
+            SpaceError: the global batch cannot be shared among the devices, or `allow` means nothing here.
         """
-        from .spaces import default_space
+        from .spaces import checked_allowance, default_space
 
+        if self.space is None:
+            return default_space(self, device, devices, grad_accum=grad_accum, allow=allow)
+        checked_allowance(allow, own_space=True)
         if isinstance(self.space, Space):
             return self.space.copy()
-        if self.space is None:
-            return default_space(self, device, devices, grad_accum=grad_accum)
         given = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -14,8 +14,10 @@ def document(
     """What best.yaml says about these trials.
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
-    and `gain` the winner's throughput over the default's. Measurements are those of the re-measurements where there
-    are any, which `remeasured` lists: for each such trial its throughput at `first` and those measured `again`. `reproduce` is the command line, quoted for a shell.
+    and `gain` the winner's throughput over the default's. Where lossy values were tried, `best_exact` is the
+    best without any, and `lossy` names the knobs that have one. Measurements are those of the re-measurements
+    where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
+    measured `again`. `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -23,6 +25,9 @@ def document(
         out["why"] = summary.why_nothing(trials)
     out["default"] = _entry(base) if base else None
     out["gain"] = summary.gain(trials)
+    if any(trial.lossy for trial in trials):
+        exact = summary.best_exact(trials)
+        out["best_exact"] = _entry(exact) if exact else None
     out["remeasured"] = {
         str(trial.number): {"first": trial.first, "again": list(trial.remeasured)}
         for trial in trials
@@ -40,6 +45,8 @@ def _entry(trial: Trial) -> dict[str, Any]:
     if hasattr(config, "id"):
         out["id"] = config.id
     out["configuration"] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    if trial.lossy:
+        out["lossy"] = list(trial.lossy)
     out["sampler"] = trial.sampler
     if trial.measurement is None:
         return out | {"status": "pending"}

@@ -99,6 +99,12 @@ def cell(value: Any, name: str = "") -> str:
     return number(value, _DIGITS.get(name, 7))
 
 
+def knob_text(trial: Trial, name: str) -> str:
+    """A knob of a trial for people: the cell, and that the value is lossy where it is."""
+    text = cell(trial.config.get(name), KNOB)
+    return f"{text} (lossy)" if name in trial.lossy else text
+
+
 def number(value: float, digits: int = 7) -> str:
     """A real number with that many significant digits, without an exponent unless it is tiny or huge."""
     if not math.isfinite(value):

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from . import request, summary
 from .again import Z95
-from .columns import cell, number
+from .columns import knob_text, number
 from .measurement import Status, Trial
 from .view import View
 
@@ -174,10 +174,10 @@ def _check(sides: Sequence[Side]) -> None:
 
 
 def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
-    winners = [side.best.config if side.best else {} for side in sides]
-    names = dict.fromkeys(name for config in winners for name in config)
+    winners = [side.best for side in sides]
+    names = dict.fromkeys(name for each in winners if each for name in each.config)
     return [
-        (name, tuple(cell(each[name], "knob.") if name in each else "-" for each in winners))
+        (name, tuple(knob_text(each, name) if each and name in each.config else "-" for each in winners))
         for name in names
     ]
 

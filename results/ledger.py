@@ -12,6 +12,7 @@ from ..errors import StudyError, unknown
 from .again import judged
 from .distributions import distribution
 from .files import plain
+from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 from .storage import contained, is_path, open_storage, open_study, quiet, words
 
@@ -44,12 +45,14 @@ class Ledger:
         make_config: Callable[[Mapping[str, Any]], Any],
         journal: "Journal | None" = None,
         read_only: bool = False,
+        lossy: Lossy | None = None,
     ) -> None:
         self._storage = storage
         self._study_id = study_id
         self._where = where
         self._journal = journal
         self._read_only = read_only
+        self._lossy = lossy or {}
         self._distributions = {name: distribution(values) for name, values in knobs.items() if values}
         self._lock = threading.RLock()
         self._trials: dict[int, Trial] = {}
@@ -68,6 +71,7 @@ class Ledger:
         knobs: Mapping[str, Sequence[Any] | None] | None = None,
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
         exist_ok: bool = True,
+        lossy: Lossy | None = None,
     ) -> "Ledger":
         """The ledger of the study `name`, created if it is not there.
 
@@ -80,6 +84,7 @@ class Ledger:
             knobs: the values of each knob; None for the values of a derived one.
             make_config: makes a configuration from the mapping that was stored.
             exist_ok: whether the study may already be there.
+            lossy: the lossy values of the knobs.
 
         Raises:
             StudyError: the storage cannot be opened or written, or holds a study of that name with other
@@ -98,6 +103,7 @@ class Ledger:
                     knobs=knobs or {},
                     make_config=make_config,
                     journal=journal,
+                    lossy=lossy,
                 )
             except BaseException:
                 if journal is not None:
@@ -111,6 +117,7 @@ class Ledger:
         *,
         name: str | None = None,
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        lossy: Lossy | None = None,
     ) -> "Ledger":
         """The ledger of an existing study to read, also while another process writes it.
 
@@ -118,6 +125,7 @@ class Ledger:
             source: as for `open`.
             name: the study's name; None if there is only one.
             make_config: as for `open`.
+            lossy: as for `open`.
 
         Raises:
             StudyError: there is no such storage or study.
@@ -140,7 +148,15 @@ class Ledger:
                 raise StudyError(f"{where} holds {listing}")
             if name not in studies:
                 raise StudyError(f"{where}: {unknown('study', name, studies)}")
-            return cls(storage, studies[name], where=where, knobs={}, make_config=make_config, read_only=True)
+            return cls(
+                storage,
+                studies[name],
+                where=where,
+                knobs={},
+                make_config=make_config,
+                read_only=True,
+                lossy=lossy,
+            )
 
     def start(
         self,
@@ -189,6 +205,7 @@ class Ledger:
                 sampler=sampler,
                 predicted_throughput=attributes.get("predicted_throughput"),
                 predicted_memory_mib=attributes.get("predicted_memory_mib"),
+                lossy=lossy_in(config, self._lossy),
             )
             self._ids[trial.number] = trial_id
             self._trials[trial.number] = trial
@@ -295,14 +312,16 @@ class Ledger:
             if "config" not in attributes:
                 continue  # enqueued by somebody else, through Optuna's dashboard or its API
             outcome = attributes.get("measurement")
+            config = make_config(attributes["config"])
             self._ids[frozen.number] = frozen._trial_id
             self._trials[frozen.number] = Trial(
                 number=frozen.number,
-                config=make_config(attributes["config"]),
+                config=config,
                 sampler=attributes.get("sampler", ""),
                 predicted_throughput=attributes.get("predicted_throughput"),
                 predicted_memory_mib=attributes.get("predicted_memory_mib"),
                 measurement=Measurement.from_dict(outcome) if outcome else None,
+                lossy=lossy_in(config, self._lossy),
             )
             if outcome and not frozen.state.is_finished() and not self._read_only:
                 # Killed between the outcome and the state, which are one write but may be torn.

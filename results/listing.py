@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from . import summary
-from .columns import FIXED, KNOB, cell, header, number
+from .columns import FIXED, KNOB, cell, header, knob_text, number
 from .measurement import Status, Trial
 
 FORMATS = ("table", "csv", "json", "markdown")
@@ -112,7 +112,9 @@ def write(trials: Sequence[Trial], columns: Sequence[str], form: str) -> str:
     if form == "json":
         records = [{name: _json(value(trial, name)) for name in columns} for trial in trials]
         return json.dumps(records, indent=2) + "\n"
-    return write_rows(columns, [[text(trial, name) for name in columns] for trial in trials], form)
+    # CSV is for programs, Markdown for people.
+    shown = text if form == "csv" else marked_text
+    return write_rows(columns, [[shown(trial, name) for name in columns] for trial in trials], form)
 
 
 def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -> str:
@@ -134,6 +136,11 @@ def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -
 def text(trial: Trial, column: str) -> str:
     """A cell as trials.csv would have it."""
     return cell(value(trial, column), column)
+
+
+def marked_text(trial: Trial, column: str) -> str:
+    """The same for people: a lossy value says that it is one."""
+    return knob_text(trial, column.removeprefix(KNOB)) if column.startswith(KNOB) else text(trial, column)
 
 
 def sparkline(series: Sequence[float | None], width: int = 60) -> str:

@@ -1,14 +1,38 @@
-"""Which configurations train something else than asked: less accurate numbers, kept for speed."""
+"""Lossy values: those that trade accuracy for speed, so that a configuration with one is another training.
 
-from collections.abc import Mapping
+They are in a space only where somebody asked for them. run.yaml says under `asked.lossy`, for each knob that has
+some, which of its values in the space they are; from there every trial knows of itself (`Trial.lossy`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LOSSY = {"precision": ("bf16_pure", "fp8")}
-"""Knob values without fp32 master weights or with coarser products: another training, not only a faster one."""
+Lossy = Mapping[str, Sequence[Any]]
+"""Of each knob that has some, its lossy values."""
 
 
-def lossy(config: Mapping[str, Any]) -> str:
-    """The configuration's values that trade accuracy for speed, as `precision=bf16_pure`; empty where it has none."""
-    return ", ".join(
-        f"{name}={config[name]}" for name, values in LOSSY.items() if name in config and config[name] in values
-    )
+def lossy_of(document: Mapping[str, Any] | None) -> Lossy:
+    """The lossy values of the run that a run.yaml is of; none where it does not say."""
+    asked = (document or {}).get("asked")
+    found = asked.get("lossy") if isinstance(asked, Mapping) else None
+    if not isinstance(found, Mapping):
+        return {}
+    return {str(name): tuple(values) for name, values in found.items() if isinstance(values, list | tuple)}
+
+
+def lossy_in(config: Mapping[str, Any], lossy: Lossy) -> tuple[str, ...]:
+    """The knobs of a configuration that have a lossy value."""
+    return tuple(name for name, values in lossy.items() if name in config and config[name] in values)
+
+
+def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
+    """What these knobs of a configuration have, as `precision=bf16_pure`; empty for no knobs."""
+    return ", ".join(f"{name}={config[name]}" for name in knobs)
+
+
+def exactness(knobs: Iterable[str]) -> str:
+    """What configurations have in which none of these knobs has a lossy value, in words; empty for no knobs."""
+    names = set(knobs)
+    if not names:
+        return ""
+    return "with fp32 master weights" if names == {"precision"} else "without lossy values"

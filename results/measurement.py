@@ -204,6 +204,8 @@ class Trial:
     """Throughputs of the interleaved re-measurements at the end of the search."""
     first: float | None = None
     """Throughput of the first measurement, where `measurement` is what came of measuring again."""
+    lossy: tuple[str, ...] = ()
+    """The knobs whose values trade accuracy for speed: where there are any, it is another training."""
 
     @property
     def pending(self) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MissingDependency
 from . import listing, summary
-from .columns import cell, fold, number, speed
+from .columns import cell, fold, knob_text, number, speed
 from .measurement import Status, Trial
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
         head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
             f", {gain:.2f} times the default configuration)" if gain else ")"
         )
+        if winner.lossy:
+            exact = summary.best_exact(trials)
+            measured = exact and exact.measurement
+            told = f"{speed(measured.throughput, measured.unit)} (trial {exact.number})" if exact else "none"
+            head += f"<br/>{escape(summary.exactness(trials))}: {escape(told)}"
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
     return (
         f"<div><p>{head}<br/><small>{len(trials)} trials: {escape(counts)}</small></p>"
@@ -88,7 +93,7 @@ def table(trials: Sequence[Trial], rows: int = ROWS) -> str:
     lines = []
     for trial in shown:
         cells = [_short(trial, name) for name in columns]
-        cells += [cell(trial.config.get(name), "knob.") for name in knobs]
+        cells += [knob_text(trial, name) for name in knobs]
         lines.append("<tr>" + "".join(f"<td>{escape(each)}</td>" for each in cells) + "</tr>")
     rest = f"<small>{more} more in .trials</small>" if more else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{rest}"
@@ -145,7 +150,7 @@ def figure(trials: Sequence[Trial]) -> "Figure":
 
 
 def _title(trial: Trial) -> str:
-    knobs = ", ".join(f"{name}={cell(each, 'knob.')}" for name, each in trial.config.items())
+    knobs = ", ".join(f"{name}={knob_text(trial, name)}" for name in trial.config)
     told = f"{number(trial.measurement.throughput, 5)} {trial.measurement.unit}" if trial.ok else ""
     reason = fold(trial.measurement.reason)[:200]
     return ", ".join(

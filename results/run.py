@@ -12,6 +12,7 @@ from . import best, environment, request, table
 from .files import cannot_write, make_folder, write_yaml
 from .ledger import Ledger
 from .lock import FolderLock
+from .lossy import lossy_of
 from .measurement import Measurement, Trial
 from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run
 
@@ -109,6 +110,7 @@ class RunFolder:
                 knobs=knobs,
                 make_config=make_config,
                 exist_ok=resumed,
+                lossy=lossy_of(document),
             )
             # Trials of before may have knobs that are not asked for any more.
             stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}

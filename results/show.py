@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import listing, summary
-from .columns import KNOB, cell, fold, number, speed
+from .columns import KNOB, fold, knob_text, number, speed
 from .measurement import Status, Trial
 from .run import RunFolder
 from .view import View
@@ -137,11 +137,25 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
     lines.append(
-        "configuration: "
-        + ", ".join(f"{name}={cell(value, 'knob.')}" for name, value in winner.config.items())
+        "configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config)
     )
+    if winner.lossy:
+        lines.append(f"{summary.exactness(trials)}: {_exact(summary.best_exact(trials), winner)}")
     grown = listing.best_so_far_line(trials, encoding)
     return [*lines, grown] if grown else lines
+
+
+def _exact(trial: Trial | None, winner: Trial) -> str:
+    """The best without lossy values: how fast, and in what it differs from the winner."""
+    if trial is None:
+        return "none succeeded"
+    ratio = trial.measurement.throughput / winner.measurement.throughput
+    differing = ", ".join(
+        f"{name}={knob_text(trial, name)}"
+        for name in trial.config
+        if trial.config[name] != winner.config.get(name)
+    )
+    return f"trial {trial.number}, {_speed(trial)}, {ratio:.2f} times the best; {differing}"
 
 
 def _speed(trial: Trial) -> str:
@@ -154,7 +168,7 @@ def _column(trials: Sequence[Trial], name: str) -> Column:
     """A column that was asked for by its name, as it stands in trials.csv."""
     numeric = all(isinstance(listing.value(trial, name), (int, float, type(None))) for trial in trials)
     side: Literal["left", "right"] = "right" if numeric else "left"
-    return Column(name.removeprefix(KNOB), [listing.text(trial, name) for trial in trials], side)
+    return Column(name.removeprefix(KNOB), [listing.marked_text(trial, name) for trial in trials], side)
 
 
 def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[str]]:
@@ -177,7 +191,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
     ]
     knobs, common = [], []
     for name in dict.fromkeys(name for trial in trials for name in trial.config):
-        cells = [cell(trial.config[name], "knob.") if name in trial.config else "-" for trial in trials]
+        cells = [knob_text(trial, name) if name in trial.config else "-" for trial in trials]
         if len(trials) > 1 and len(set(cells)) == 1:
             common.append(f"{name}={cells[0]}")
         else:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from . import lossy
 from .columns import number
 from .measurement import Status, Trial
 
@@ -77,6 +78,16 @@ def _room(trial: Trial) -> float:
 def best(trials: Sequence[Trial]) -> Trial | None:
     """The winner; None if no trial succeeded and held up."""
     return next(iter(leaders(trials, 1)), None)
+
+
+def best_exact(trials: Sequence[Trial]) -> Trial | None:
+    """The best of the trials without a lossy value; None if none of them succeeded and held up."""
+    return best([trial for trial in trials if not trial.lossy])
+
+
+def exactness(trials: Sequence[Trial]) -> str:
+    """What those without a lossy value have in common, in words; empty where every trial is one of them."""
+    return lossy.exactness(name for trial in trials for name in trial.lossy)
 
 
 def default(trials: Sequence[Trial]) -> Trial | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StudyError
 from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, values
 from .files import write_atomic
+from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 
 if TYPE_CHECKING:
@@ -149,14 +150,19 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
     return table, problems
 
 
-def trials(table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict) -> list[Trial]:
-    """The trials a table tells of; knobs without a value are absent from their configurations."""
+def trials(
+    table: "DataFrame", make_config: Callable[[Mapping[str, Any]], Any] = dict, lossy: Lossy | None = None
+) -> list[Trial]:
+    """The trials a table tells of; knobs without a value are absent from their configurations. Which values
+    are `lossy` a table does not say."""
     columns = table.astype(object).where(table.notna(), None).to_dict("list")
-    return trials_of(columns, make_config)
+    return trials_of(columns, make_config, lossy)
 
 
 def trials_of(
-    columns: Mapping[str, Sequence[Any]], make_config: Callable[[Mapping[str, Any]], Any] = dict
+    columns: Mapping[str, Sequence[Any]],
+    make_config: Callable[[Mapping[str, Any]], Any] = dict,
+    lossy: Lossy | None = None,
 ) -> list[Trial]:
     """The trials that the columns of `parse` tell of; as `trials`."""
     out = []
@@ -165,16 +171,18 @@ def trials_of(
     chosen = ("trial", "sampler", "predicted_throughput", "predicted_memory_mib")
     number, sampler, throughput, memory = (list(columns).index(name) for name in chosen)
     for cells in zip(*columns.values()):
+        config = make_config({name: cells[place] for place, name in knobs if cells[place] is not None})
         out.append(
             Trial(
                 number=cells[number],
-                config=make_config({name: cells[place] for place, name in knobs if cells[place] is not None}),
+                config=config,
                 sampler=cells[sampler],
                 predicted_throughput=cells[throughput],
                 predicted_memory_mib=cells[memory],
                 measurement=Measurement.from_dict(
                     {name: cells[place] for place, name in measured if cells[place] is not None}
                 ),
+                lossy=lossy_in(config, lossy or {}),
             )
         )
     return out

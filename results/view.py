@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import MissingDependency, StudyError
 from . import request, table
 from .ledger import Ledger
+from .lossy import lossy_of
 from .measurement import Trial
 from .names import LEDGER, RUN, TABLE, holds_run
 
@@ -42,10 +43,13 @@ class View:
 
     def _read(self, make_config: Callable[[Mapping[str, Any]], Any]) -> list[Trial]:
         storage = self.document.get("storage") if self.document else None
-        source = storage or self.path / LEDGER
+        source, lossy = storage or self.path / LEDGER, lossy_of(self.document)
         try:
             return Ledger.load(
-                source, name=self.document["study"] if self.document else None, make_config=make_config
+                source,
+                name=self.document["study"] if self.document else None,
+                make_config=make_config,
+                lossy=lossy,
             ).trials()
         except (StudyError, MissingDependency) as error:
             if not (self.path / TABLE).exists():
@@ -55,4 +59,4 @@ class View:
             self.problems.append(f"{error}; shown is what {TABLE} says")
         found, problems = table.read(self.path / TABLE)
         self.problems += problems
-        return table.trials(found, make_config)
+        return table.trials(found, make_config, lossy)

@@ -86,7 +86,8 @@ class Confirmation:
         self._say_far_off()
 
     def _contenders(self, known: Iterable[int]) -> list[Trial]:
-        """Those who can have led, beyond the trials of the numbers `known`, and the default configuration."""
+        """Those who can have led, beyond the trials of the numbers `known`, and who stands beside the winner: the
+        default configuration, and the best without lossy values."""
         beyond = {*known, *self.failed}
         left = [trial for trial in self.run_folder.trials() if trial.ok and trial.number not in beyond]
         left.sort(key=lambda trial: -_at_first(trial))
@@ -95,7 +96,10 @@ class Confirmation:
         # The second is among them however far behind: the first may have been lucky once.
         floor = LEADER_WITHIN * _at_first(left[0])
         leaders = [trial for at, trial in enumerate(left[:LEADERS]) if at < 2 or _at_first(trial) >= floor]
-        return leaders + [trial for trial in left if trial.sampler == "default" and trial not in leaders]
+        # Beside lossy leaders the best without lossy values is to be compared with what holds up.
+        exact = next((trial for trial in left if not trial.lossy), None)
+        beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
+        return leaders + [trial for trial in beside if trial not in leaders]
 
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}

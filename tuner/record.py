@@ -34,6 +34,7 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
         "runner": others["runner"] if workload else "function",
         "trial_timeout_s": others["timeout_s"],
         **({"simulated": True} if task.simulated else {}),
+        **({"lossy": task.lossy} if task.lossy else {}),
     }
 
 

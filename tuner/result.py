@@ -47,6 +47,9 @@ class Result:
     """Every trial in order."""
     knobs: tuple[str, ...]
     """Names of the knobs, in order of columns."""
+    best_exact: Candidate | None = None
+    """The best without lossy values, which trade accuracy for speed (`best.trial.lossy` names the knobs that
+    have one): the winner itself unless they were asked for; None if no such trial succeeded."""
     notes: tuple[str, ...] = ()
     """What was said on the way."""
     simulated: bool = False
@@ -68,6 +71,7 @@ class Result:
         """A JSON-ready summary."""
         return {
             "best": _entry(self.best),
+            "best_exact": _entry(self.best_exact),
             "default": _entry(self.default),
             "gain": self.gain,
             "why": self.why or None,
@@ -115,6 +119,7 @@ def make_result(
     """The result of these trials."""
     return Result(
         best=_candidate(summary.best(trials)),
+        best_exact=_candidate(summary.best_exact(trials)),
         default=_candidate(summary.default(trials)),
         why=summary.why_nothing(trials),
         ended=ended,
@@ -144,6 +149,7 @@ def _entry(candidate: Candidate | None) -> dict[str, Any] | None:
     return {
         "trial": candidate.trial.number,
         "config": candidate.config.to_dict(),
+        "lossy": list(candidate.trial.lossy),
         "throughput": candidate.throughput,
         "unit": candidate.measurement.unit,
         "remeasured": list(candidate.trial.remeasured),

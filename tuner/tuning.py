@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,14 @@ from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.global_batch import shared
+from ..models.spaces import checked_allowance, lossy_values, nothing_allowed
 from ..models.spaces import fix as fix_knob
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
 from .budget import Budget, parse_duration, parse_memory
 from .feasibility import tight_winner
+from .first_trial import first_trial
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
 from .predicting import check_refinable, described, device_of, estimate_to_begin_with
@@ -61,6 +63,8 @@ class Task:
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
     simulated: bool = False
     """Whether trials are predictions."""
+    lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Of each knob the values in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
     """What its user should know beforehand."""
 
@@ -89,6 +93,7 @@ def tune(
     out: str | Path | None = None,
     resume: bool = False,
     storage: str | None = None,
+    allow: str | Sequence[str] = (),
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
     memory_limit: str | float | None = None,
@@ -131,6 +136,8 @@ def tune(
         out: folder for the run's files; None keeps none.
         resume: go on with the run in `out`.
         storage: URL of an Optuna storage for the ledger, in place of `study.log`.
+        allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
+            fp32 master weights; the best without them stands beside the winner.
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
@@ -170,6 +177,7 @@ def tune(
         global_batch=global_batch,
         data=data,
         lora=lora,
+        allow=allow,
         override=override,
         fix=fix,
         cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
@@ -254,7 +262,7 @@ def tune(
                             folder.trials(),
                         )  # fmt: skip
                     )
-                    first, fallback = _first(task.space)
+                    first, fallback = first_trial(task.space)
                     search = Search(
                         run_folder=folder,
                         sampler=proposer,
@@ -307,6 +315,7 @@ def resolve_task(
     global_batch: int | None = None,
     data: str | Path | None = None,
     lora: str | None = None,
+    allow: str | Sequence[str] = (),
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
     cluster: bool = False,
@@ -323,6 +332,7 @@ def resolve_task(
     for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
+    allow = checked_allowance(allow, own_space=space is not None)
     if simulated is not None:
         device = device_of(simulated)
         count = devices or device.count
@@ -342,8 +352,9 @@ def resolve_task(
         made = (
             space.copy()
             if space is not None
-            else workload.make_space(device, devices=count, grad_accum=accumulation)
+            else workload.make_space(device, devices=count, grad_accum=accumulation, allow=allow)
         )
+        notes += nothing_allowed(made, allow)
         name, function = workload.name, None
     elif callable(target):
         if simulated is not None:
@@ -371,6 +382,7 @@ def resolve_task(
         function=function,
         free_batch=accumulation is not None,
         simulated=simulated is not None,
+        lossy=lossy_values(made) if workload is not None else {},
         notes=notes,
     )
 
@@ -499,20 +511,3 @@ def _limit(task: Task, asked_mib: float | None, concurrency: int | None) -> floa
     if asked_mib is not None or task.workload is None or task.simulated or task.device.type != "cpu":
         return asked_mib
     return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (concurrency or 1))))
-
-
-def _first(space: Space) -> tuple[tuple[Config, ...], Config | None]:
-    """The default configuration, and the same with the smallest micro-batch for when it does not run."""
-    default = space.default()
-    if "micro_batch" not in default:
-        return (default,), None
-    smallest = min(space["micro_batch"].values)
-    for config in _with_micro_batch(space, default, smallest):
-        return (default,), config
-    return (default,), None
-
-
-def _with_micro_batch(space: Space, default: Config, smallest: int) -> Iterator[Config]:
-    chosen = {knob.name: default[knob.name] for knob in space.knobs if not knob.derived and knob.name in default}
-    with contextlib.suppress(SpaceError):  # it need not be valid with the other defaults
-        yield space.config(**{**chosen, "micro_batch": smallest})

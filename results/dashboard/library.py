@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import StudyError, unknown
 from .. import summary
-from ..lossy import lossy
+from ..lossy import lossy_values
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..report import Source, document
@@ -236,7 +236,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "name": source.name,
             "state": source.state,
             "simulated": source.simulated,
-            "lossy": lossy(winner.config) if winner else "",
+            "lossy": lossy_values(winner.config, winner.lossy) if winner else "",
             "devices": words.devices(source.request),
             "began": words.began(source.request),
             "trials": len(trials),

@@ -120,6 +120,8 @@ class Setup:
                     f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
                     "follow it in your own code"
                 )
+        for name in self.trial.lossy:
+            self.note(f"{name}={words(self.config[name])} is lossy: it trades accuracy for speed")
         measured = self.trial.measurement
         if measured is not None and not measured.ok:
             self.note(f"trial {self.trial.number} did not succeed, it ended as {measured.status}")

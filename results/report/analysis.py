@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from .. import summary
-from ..lossy import lossy
+from ..lossy import lossy_values
 from ..measurement import Status, Trial
 
 MOST_LANES = 64
@@ -19,15 +19,13 @@ RAN = (Status.OK, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.WRONG)
 def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     """What the search found and what it cost, JSON-ready; None where the trials do not tell.
 
+    `exact` is the best trial without lossy values, and `exactness` says what it has that lossy ones lack.
     `spread` is relative: the half-width of the 95 % interval of a throughput. Device seconds are a trial's total time
     times its devices (1 where not told); `lost` are those of trials that did not end as `ok`, `overhead` what
-    the successful ones spent outside build, warm-up and measurement. `exact` is the best of those that train as
-    asked, where the winner is lossy.
+    the successful ones spent outside build, warm-up and measurement.
     """
     winner, base = summary.best(trials), summary.default(trials)
-    exact = None
-    if winner is not None and lossy(winner.config):
-        exact = summary.best([each for each in trials if not lossy(each.config)])
+    exact = summary.best_exact(trials)
     gain = summary.gain(trials)
     spreads = [each.measurement.spread for each in (winner, base) if each is not None and each.ok]
     return {
@@ -37,6 +35,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
         "winner": entry(winner) if winner else None,
         "default": entry(base) if base else None,
         "exact": entry(exact) if exact else None,
+        "exactness": summary.exactness(trials),
         "gain": gain,
         # Relative errors of a ratio add in squares.
         "gain_spread": math.hypot(*spreads) if gain and None not in spreads and winner is not base else None,
@@ -62,7 +61,7 @@ def entry(trial: Trial) -> dict[str, Any]:
         "mfu": found.mfu,
         "devices": found.devices,
         "config": dict(trial.config),
-        "lossy": lossy(trial.config),
+        "lossy": lossy_values(trial.config, trial.lossy),
     }
 
 

@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from ..lossy import LOSSY
+from ..lossy import lossy_of
 from . import analysis, words
 from .effects import effects
 from .exports import exports
@@ -34,12 +34,12 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
         "folder": source.folder.resolve().name,
         "devices": words.devices(source.request),
         "began": words.began(source.request),
-        "lossy": {name: list(values) for name, values in LOSSY.items()},
         "problems": source.problems,
         "asked": words.asked(source.request),
         "environment": words.environment(source.request, source.best),
         "reproduce": _reproduce(source),
         "space": space,
+        "lossy": lossy_of(source.request),
         "headline": analysis.headline(trials),
         "frontier": analysis.frontier(trials),
         "predictions": analysis.predictions(trials),

@@ -9,6 +9,7 @@ import yaml
 
 from ...errors import StudyError
 from .. import request
+from ..lossy import lossy_of
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..table import parse, trials_of
@@ -81,7 +82,7 @@ class Source:
         problems: list[str] = []
         asked = None if alone else _asked(folder, problems, lenient or path != folder)
         columns = _table(folder, name, asked is not None, problems, lenient)
-        trials = trials_of(columns)
+        trials = trials_of(columns, lossy=lossy_of(asked))
         best = None if alone else _sidecar(folder, BEST, problems)
         running = not alone and state.is_running(folder)
         if best is not None and not _tells_of(best, trials):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...models.spaces import lossy_values
+from ...results.lossy import lossy_in
 from .columns import columns
 from .facts import TracedFacts
 from .facts_ahead import trace_ahead, variants_of
@@ -59,6 +61,8 @@ class Answer:
                 "fitting": self.plan.fitting,
                 "ruled_out": dict(self.plan.out),
             }
+        if self.plan is not None and self.plan.best_exact is not None:
+            out["best_exact"] = entry(self.plan.best_exact)
         if self.reference is not None:
             out["least_memory"] = entry(self.reference)
         if self.layerwise is not None:
@@ -71,6 +75,7 @@ def entry(ranked: Ranked) -> dict[str, Any]:
     estimate = ranked.estimate
     return {
         "config": ranked.config.to_dict(),
+        "lossy": list(ranked.lossy),
         "throughput": _plain(estimate.throughput),
         "unit": estimate.unit,
         "step_ms": _plain(estimate.step_ms),
@@ -121,7 +126,8 @@ def answer(
     whole, reference = None, None
     if config is not None:
         chosen = checked_config(question.space, config)
-        ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen)),)
+        lossy = lossy_in(chosen, lossy_values(question.space))
+        ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
         if isinstance(estimator.source, TracedFacts):
             trace_ahead(estimator.source, variants_of(question.space, estimator.training))

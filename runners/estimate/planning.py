@@ -9,6 +9,8 @@ import numpy as np
 from ...errors import SpaceError, UsageError
 from ...models.device import DESCRIBED, Device
 from ...models.families.standard import BLOCK_KNOBS
+from ...models.spaces import lossy_values
+from ...results.lossy import Lossy, lossy_in
 from ...space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
@@ -37,7 +39,14 @@ def device_of(hardware: Hardware) -> Device:
     )
 
 
-def shape_space(shape: Shape, hardware: Hardware, devices: int, global_batch: int, seq_len: int) -> Space:
+def shape_space(
+    shape: Shape,
+    hardware: Hardware,
+    devices: int,
+    global_batch: int,
+    seq_len: int,
+    allow: Sequence[str] = (),
+) -> Space:
     """The standard knobs for a model of which only the shape numbers are known.
 
     Raises:
@@ -73,7 +82,7 @@ def shape_space(shape: Shape, hardware: Hardware, devices: int, global_batch: in
         help="share of the blocks that are recomputed",
         monotone_memory=-1,
     )
-    tried = precisions(device)[0]
+    tried = precisions(device, lossy="lossy" in allow)[0]
     space.choice("precision", tried, help="number format of the arithmetic")
     space.flag("fusion", help="compile each repeated block")
     together = micro * space["dp"] if devices > 1 else micro
@@ -89,6 +98,8 @@ class Ranked:
 
     config: Config
     estimate: Estimate
+    lossy: tuple[str, ...] = ()
+    """The knobs whose values trade accuracy for speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +116,8 @@ class Plan:
     """Those of these that are predicted to fit."""
     smallest: Ranked | None
     """The one that needs the least memory."""
+    best_exact: Ranked | None
+    """The fastest that fits and has no lossy value; None where the space has no lossy ones, or none fits."""
     out: Mapping[str, int]
     """Why the others were ruled out: a reason, and how many."""
 
@@ -126,17 +139,21 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
         table = estimator.table(configs)
     order = ranking(table)
     take = configs.__getitem__ if configs is not None else space.at
+    lossy = lossy_values(space)
 
     def ranked(index: int) -> Ranked:
-        return Ranked(config=take(int(index)), estimate=table.row(int(index)))
+        config = take(int(index))
+        return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
 
     best = tuple(ranked(index) for index in order[:top])
+    exact = order[~_lossy(space, lossy, configs)[order]] if lossy else ()
     return Plan(
         best=best,
         valid=valid,
         predicted=len(table),
         fitting=len(order),
         smallest=ranked(int(np.argmin(table.peak_memory_mib))) if len(table) else None,
+        best_exact=ranked(exact[0]) if len(exact) else None,
         out=_reasons(table, best[0].estimate if best else None),
     )
 
@@ -156,6 +173,17 @@ def columns_of(space: Space, estimator: Estimator) -> dict[str, np.ndarray]:
         if not knob.derived and len(knob.values) == 1:  # fixed
             out[knob.name] = np.full(size, knob.values[0], dtype=object)
     return out
+
+
+def _lossy(space: Space, lossy: Lossy, configs: Sequence[Config] | None) -> np.ndarray:
+    """Whether each configuration has a lossy value; None for those of the space in its order."""
+    if configs is not None:
+        return np.array([bool(lossy_in(config, lossy)) for config in configs], dtype=bool)
+    columns, found = space.columns(), np.zeros(len(space), dtype=bool)
+    for name, values in lossy.items():
+        codes = columns.get(name)  # that of a fixed knob is not there
+        found |= True if codes is None else np.isin(codes, [space[name].code(value) for value in values])
+    return found
 
 
 def _by_columns(space: Space) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from ...errors import UsageError
 from ...models import Workload
 from ...models.global_batch import shared, too_few
+from ...models.spaces import checked_allowance, nothing_allowed
 from ...models.spaces import fix as fix_knob
 from ...space import Space
 from .estimator import Estimator
@@ -54,6 +55,7 @@ def ask(
     data: str | Path | None = None,
     lora: str | None = None,
     space: Space | None = None,
+    allow: str | Sequence[str] = (),
     override: Mapping[str, Sequence[Any]] | None = None,
     fix: Mapping[str, Any] | None = None,
     memory_limit_mib: float | None = None,
@@ -66,6 +68,7 @@ def ask(
         devices: how many of it; None for those of this machine, or of a node.
         seq_len, global_batch, data, lora: as in `redline.tune`.
         space: what may vary; None for the default space of that hardware and so many devices.
+        allow: `lossy` adds values that trade accuracy for speed to the default space.
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
         memory_limit_mib: of a device; None for what it has.
@@ -76,6 +79,7 @@ def ask(
     for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
+    allow = checked_allowance(allow, own_space=space is not None)
     machine, count = machine_of(hardware, devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     if isinstance(target, Shape):
@@ -85,7 +89,11 @@ def ask(
         if global_batch is None:
             notes += (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
         notes += too_few(total, count)
-        made = space.copy() if space is not None else shape_space(target, machine, count, total, length)
+        made = (
+            space.copy()
+            if space is not None
+            else shape_space(target, machine, count, total, length, allow)
+        )
         workload, name = None, target.name
     else:
         from ...models import workload as resolve
@@ -93,8 +101,12 @@ def ask(
         workload = resolve(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
         workload, said = shared(workload, count, target=target, asked=global_batch)
         notes += said
-        made = space.copy() if space is not None else workload.make_space(device_of(machine), devices=count)
+        device = device_of(machine)
+        made = (
+            space.copy() if space is not None else workload.make_space(device, devices=count, allow=allow)
+        )
         length, total, name = workload.seq_len, workload.global_batch, workload.name
+    notes += nothing_allowed(made, allow)
     for knob, values in (override or {}).items():
         made.override(knob, values)
     for knob, value in (fix or {}).items():

@@ -5,7 +5,14 @@ import pytest
 from redline.errors import SpaceError
 from redline.models import device as devices
 from redline.models import Workload, workload
-from redline.models.spaces import default_space, micro_batches, ratios
+from redline.models.spaces import (
+    default_space,
+    lossy_beyond,
+    lossy_values,
+    micro_batches,
+    nothing_allowed,
+    ratios,
+)
 from redline.space import Space
 
 
@@ -36,7 +43,7 @@ def test_a_cpu_has_its_knobs_and_no_others(cpu, compiler):
 
 def test_a_gpu_has_its_knobs_and_no_others(cuda, compiler):
     space = default_space(workload("gpt2"), cuda((9, 0)))
-    assert values(space)["precision"] == ("fp32", "bf16", "bf16_pure")
+    assert values(space)["precision"] == ("fp32", "bf16")
     assert values(space)["attention"] == ("sdpa", "eager")
     assert "fp8" not in values(space)["precision"] and "dp" not in values(space)
     assert values(default_space(workload("gpt2"), cuda((7, 0))))["precision"] == ("fp32", "fp16")
@@ -46,7 +53,44 @@ def test_a_cpu_with_native_bf16_tries_it(cpu, compiler):
     from dataclasses import replace
 
     native = replace(cpu, features=frozenset({"bf16"}))
-    assert values(default_space(workload("gpt2-tiny"), native))["precision"] == ("fp32", "bf16", "bf16_pure")
+    assert values(default_space(workload("gpt2-tiny"), native))["precision"] == ("fp32", "bf16")
+
+
+def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compiler):
+    gpu, made = cuda((9, 0)), workload("gpt2")
+    allowed = default_space(made, gpu, allow=("lossy",))
+    assert values(allowed)["precision"] == ("fp32", "bf16", "bf16_pure")
+    assert lossy_values(allowed) == {"precision": ["bf16_pure"]}
+    assert allowed.default()["precision"] == "fp32" and "lossy" in allowed["precision"].help
+    asked = default_space(made, gpu)
+    assert lossy_values(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
+    asked.override("precision", ["bf16", "bf16_pure"])
+    assert lossy_values(asked) == {"precision": ["bf16_pure"]} and lossy_beyond(asked) == []
+    # Nothing trains in fp8 here, so that nobody can ask for it.
+    with pytest.raises(SpaceError, match="fp8"):
+        allowed.fix("precision", "fp8")
+
+
+def test_a_lossy_value_that_does_not_pay_is_not_added_and_that_is_said(cpu, cuda, compiler):
+    for device in (cpu, cuda((7, 0))):
+        space = default_space(workload("gpt2-tiny"), device, allow=("lossy",))
+        assert "bf16_pure" not in values(space)["precision"]
+        assert nothing_allowed(space, ("lossy",)) == (
+            "no lossy value pays on these devices, whose bf16 is emulated; "
+            "--set precision=bf16_pure tries it all the same",
+        )
+        space.override("precision", ["bf16_pure"])
+    assert nothing_allowed(default_space(workload("gpt2-tiny"), cuda(), allow=("lossy",)), ("lossy",)) == ()
+
+
+def test_what_cannot_be_allowed_is_refused(cpu, compiler):
+    with pytest.raises(SpaceError, match="unknown allowance 'lossi'; did you mean 'lossy'"):
+        default_space(workload("gpt2-tiny"), cpu, allow=("lossi",))
+    own = Space()
+    own.choice("micro_batch", [1, 2])
+    made = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: 0, space=own)
+    with pytest.raises(SpaceError, match="allow=lossy would have no effect"):
+        made.make_space(cpu, allow=("lossy",))
 
 
 def test_what_is_slow_may_be_asked_for_and_what_does_not_exist_may_not(cpu, compiler):

@@ -33,8 +33,8 @@ def test_a_batch_that_devices_cannot_share_gives_way_to_one_they_can():
     made, notes = shared(workload("gpt2-tiny"), 6, target="gpt2-tiny", asked=None)
     assert made.global_batch == 48
     assert notes == (
-        "global batch: 48, 8 samples a device, since none was given and gpt2-tiny's usual 32 cannot be shared "
-        "by the 6 devices",
+        "global batch: 48, 8 samples a device, since none was given and gpt2-tiny's usual 32 cannot be "
+        "shared by the 6 devices",
     )
     gpu = Device(type="cuda", name="a GPU", count=8, memory_mib=81920, capability=(9, 0))
     space = default_space(made, gpu, 6)

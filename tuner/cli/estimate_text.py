@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...results.lossy import exactness
+
 if TYPE_CHECKING:
     from ...runners.estimate.answer import Answer
     from ...runners.estimate.planning import Ranked
@@ -22,6 +24,8 @@ def render(answer: "Answer", *, explain: bool = False) -> str:
             ranked = (answer.reference,)
     else:
         lines += ["", *_table(answer)]
+        if ranked[0].lossy and answer.plan is not None:
+            lines += ["", _exact(answer.plan.best_exact, ranked[0])]
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
@@ -96,6 +100,19 @@ def _table(answer: "Answer") -> list[str]:
     ]
 
 
+def _exact(exact: "Ranked | None", best: "Ranked") -> str:
+    """The best without lossy values, beside a best with some."""
+    words = exactness(best.lossy)
+    if exact is None:
+        return f"{words}: none is predicted to fit"
+    estimate = exact.estimate
+    ratio = estimate.throughput / best.estimate.throughput
+    return (
+        f"{words}: {estimate.throughput:,.0f} {estimate.unit}, {ratio:.2f} times the best, "
+        f"{estimate.peak_memory_mib / 1024:.1f} GiB, {_config(exact)}"
+    )
+
+
 def _config(ranked: "Ranked") -> str:
     quiet = {
         "sequence_parallel": False,
@@ -106,6 +123,7 @@ def _config(ranked: "Ranked") -> str:
     }
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        f"{' (lossy)' if name in ranked.lossy else ''}"
         for name, value in ranked.config.items()
         if not (name in quiet and value == quiet[name])
     )

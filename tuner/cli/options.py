@@ -7,8 +7,8 @@ import click
 
 from ...errors import UsageError
 
-
 _GLOBAL_BATCH = "Samples per optimizer step.  [default: the model's usual, or what the devices can share]"
+_ALLOW = "lossy: also values that trade accuracy for speed, such as bf16_pure."
 
 
 def workload_options(command: Callable) -> Callable:
@@ -22,6 +22,7 @@ def workload_options(command: Callable) -> Callable:
         click.option("--data", metavar="FILE", help="Text to train on, instead of random tokens."),
         click.option("--lora", metavar="r=16[,...]", help="Train adapters only: r, alpha, target=a+b, dropout."),
         click.option("--space", "space_file", metavar="FILE", help="A space in YAML, instead of the model's own."),
+        click.option("--allow", multiple=True, metavar="WHAT", help=_ALLOW),
         click.option("--set", "overrides", multiple=True, metavar="KNOB=A,B,C", help="The values of a knob."),
         click.option("--fix", "fixed", multiple=True, metavar="KNOB=V", help="A knob that does not vary."),
     ]

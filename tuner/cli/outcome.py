@@ -1,6 +1,7 @@
 """The final word of a search: the winner beside the default configuration, and what to do with it."""
 
 import shlex
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -42,29 +43,38 @@ def _winner(result: Result, console: Console) -> None:
         console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
         same = " (the default configuration is the winner)" if default.trial.number == best.trial.number else ""
         console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
+    exact = result.best_exact if best.trial.lossy else None
+    if best.trial.lossy:
+        told = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
+        console.print(Text(f"{summary.exactness(result.all_trials)}  {told}"))
     if tied := summary.tied(result.all_trials):
         many = "s" if len(tied) > 1 else ""
         told = ", ".join(f"{each.number} ({speed(each.measurement.throughput, '')})" for each in tied)
         console.print(Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler"))
     console.print()
-    console.print(_side_by_side(best, default if default is not None and default.trial != best.trial else None))
+    sides = {"winner": best}
+    for name, each in ((summary.exactness(result.all_trials), exact), ("default", default)):
+        if each is not None and all(each.trial.number != other.trial.number for other in sides.values()):
+            sides[name] = each
+    console.print(_side_by_side(sides))
     console.print()
 
 
-def _side_by_side(best: Candidate, default: Candidate | None) -> Table:
-    """Numbers and knobs of the winner, beside the default configuration's where it is another one."""
-    sides = [best] if default is None else [best, default]
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=default is not None)
+def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
+    """Numbers and knobs of the winner, which comes first, beside those of the others, each under its name."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=len(sides) > 1)
     table.add_column("")
-    for name in ("winner", "default")[: len(sides)]:
+    for name in sides:
         table.add_column(Text(name, style="dim"), overflow="fold")
-    for name, cells in _numbers(sides):
+    for name, cells in _numbers(list(sides.values())):
         if any(cells):
             table.add_row(Text(name, style="dim"), *cells)
-    for name, value in best.config.items():
-        cells = [words.value(value)]
-        if default is not None:
-            cells.append(words.value(default.config[name]) if name in default.config else "-")
+    winner, *_ = sides.values()
+    for name in winner.config:
+        cells = [
+            words.knob(name, each.config[name], each.trial.lossy) if name in each.config else "-"
+            for each in sides.values()
+        ]
         style = "bold" if len(set(cells)) > 1 else ""
         table.add_row(Text(name, style=style), *(Text(each, style=style) for each in cells))
     return table

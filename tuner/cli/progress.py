@@ -136,7 +136,7 @@ class TerminalListener(ProgressListener):
             lines.append(self._status(self._plan))
             for trial, since in self._running.values():
                 spent = words.duration(time.monotonic() - since)
-                what = words.difference(trial.config, self._plan.default, self._plan.derived)
+                what = words.difference(trial.config, self._plan.default, self._plan.derived, trial.lossy)
                 lines.append(Text(f"trial {trial.number}, {spent}: {what}", style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
@@ -194,7 +194,8 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
         line.append(f"{words.memory(measured.peak_memory_mib) if measured.peak_memory_mib else '':>10}  ")
     is_default = trial.sampler == "default"
     base = plan.default if plan is not None and not is_default else None
-    what = words.difference(trial.config, base, plan.derived if plan is not None else frozenset())
+    derived = plan.derived if plan is not None else frozenset()
+    what = words.difference(trial.config, base, derived, trial.lossy)
     line.append(f"default: {what}" if is_default else what)
     if measured.reason:
         line.append(f"  ({measured.reason})", style="dim")

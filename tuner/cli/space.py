@@ -31,8 +31,10 @@ def space(
     global_batch: int | None,
     data: str | None,
     lora: str | None,
+    allow: tuple[str, ...],
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    from ...models.spaces import lossy_beyond
     from ...space import Space
     from ..tuning import resolve_task
 
@@ -44,6 +46,7 @@ def space(
         global_batch=global_batch,
         data=data,
         lora=lora,
+        allow=allow,
         override=values_of(overrides, "--set"),
         fix=fixes_of(fixed),
     )
@@ -57,6 +60,8 @@ def space(
         return
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
+    if left := lossy_beyond(task.space) if task.workload is not None else ():
+        click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:

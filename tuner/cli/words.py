@@ -1,6 +1,6 @@
 """How the terminal writes configurations, values and durations."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -11,24 +11,35 @@ def value(given: Any) -> str:
     return f"{given:g}" if isinstance(given, float) else str(given)
 
 
-def configuration(config: Mapping[str, Any]) -> str:
+def knob(name: str, given: Any, lossy: Collection[str]) -> str:
+    """The value of a knob, and that it is lossy where the knob is among those."""
+    return f"{value(given)} (lossy)" if name in lossy else value(given)
+
+
+def configuration(config: Mapping[str, Any], lossy: Collection[str] = ()) -> str:
     """All knobs on one line."""
-    return " ".join(f"{name}={value(each)}" for name, each in config.items())
+    return " ".join(f"{name}={knob(name, each, lossy)}" for name, each in config.items())
 
 
-def difference(config: Mapping[str, Any], base: Mapping[str, Any] | None, derived: frozenset[str]) -> str:
+def difference(
+    config: Mapping[str, Any],
+    base: Mapping[str, Any] | None,
+    derived: frozenset[str],
+    lossy: Collection[str] = (),
+) -> str:
     """What was chosen otherwise than in `base`, on one line; of knobs that only one of them has, those of `config`.
 
     Args:
         config: the configuration.
         base: what it is compared with; None to write the whole.
         derived: knobs that follow from others, which would only repeat them.
+        lossy: knobs whose value in `config` trades accuracy for speed.
     """
     chosen = {name: each for name, each in config.items() if name not in derived}
     if base is None:
-        return configuration(chosen)
+        return configuration(chosen, lossy)
     other = {name: each for name, each in chosen.items() if name not in base or base[name] != each}
-    return configuration(other) if other else "the default configuration"
+    return configuration(other, lossy) if other else "the default configuration"
 
 
 def duration(seconds: float) -> str:

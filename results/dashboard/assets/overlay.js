@@ -76,8 +76,7 @@ function overlayTable(runs) {
   };
   const of = (name) => (run) => {
     if (!run.winner || !(name in run.winner.config)) return MISSING;
-    const value = run.winner.config[name];
-    return `${knob(value)}${isLossy(run, name, value) ? " (lossy)" : ""}`;
+    return knobText(run, name, run.winner.config[name]);
   };
   return el("div", { class: "table-pane" }, el("table", { class: "overlay-table" },
     el("thead", {}, el("tr", {}, el("th", {}, ""), runs.map((run, index) => el("th", { scope: "col" }, key(index), ` ${run.label}`)))),

@@ -43,7 +43,11 @@ function isLossy(run, name, value) {
   return (run.lossy[name] || []).includes(value);
 }
 
-// A knob's value, marked where it trades accuracy for speed.
+// A knob's value as text, and as it stands in a page, marked where it trades accuracy for speed.
+function knobText(run, name, value) {
+  return `${knob(value)}${isLossy(run, name, value) ? " (lossy)" : ""}`;
+}
+
 function knobOf(run, name, value) {
   return [knob(value), isLossy(run, name, value) ? [" ", tag("lossy")] : null];
 }
@@ -84,7 +88,7 @@ function trialLines(run, row) {
   if (given(row.peak_memory_mib)) lines.push(`${memory(row.peak_memory_mib)} peak memory`);
   if (row.status !== "ok" && row.reason) lines.push(row.reason.length > 140 ? `${row.reason.slice(0, 139)}…` : row.reason);
   const told = run.varying.filter((name) => !run.derived.has(name) && row.knobs[name] !== null && row.knobs[name] !== undefined);
-  lines.push(told.map((name) => `${name}=${knob(row.knobs[name])}`).join(", "));
+  lines.push(told.map((name) => `${name}=${knobText(run, name, row.knobs[name])}`).join(", "));
   return lines.filter(Boolean);
 }
 

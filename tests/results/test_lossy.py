@@ -1,0 +1,131 @@
+"""Where lossy values were asked for they are marked wherever they show, and the best without stands beside them."""
+
+import io
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from redline.results import Measurement, Status, Trial, View, listing, summary
+from redline.results.compare import compare
+from redline.results.export import export_targets, render
+from redline.results.lossy import exactness, lossy_in, lossy_of
+from redline.results.notebook import html
+from redline.results.report.document import document
+from redline.results.report.source import Source
+from redline.results.show import render as show
+from rich.console import Console
+
+
+@pytest.fixture
+def run(tmp_path, open_run, point, asked, knobs, ok):
+    """Four trials: the default in fp32, two in bf16, the faster one in bf16_pure."""
+    asked = {**asked, "lossy": {"precision": ["bf16_pure"]}}
+    knobs = {**knobs, "precision": ("fp32", "bf16", "bf16_pure")}
+    with open_run(tmp_path / "run", asked=asked, knobs=knobs) as run:
+        for number, (precision, speed) in enumerate(
+            [("fp32", 100.0), ("bf16", 160.0), ("bf16_pure", 200.0), ("bf16", 150.0)]
+        ):
+            run.start(point(number, precision=precision), sampler="tpe" if number else "default")
+            run.finish(number, ok(speed, devices=1))
+        run.write_best(["redline"])
+    return tmp_path / "run"
+
+
+def shown(view, **more):
+    out = io.StringIO()
+    show(view, Console(file=out, width=200), **more)
+    return out.getvalue()
+
+
+def test_a_trial_knows_that_it_is_lossy_from_the_ledger_and_from_the_table(run):
+    marks = [(), (), ("precision",), ()]
+    assert [trial.lossy for trial in View(run).trials()] == marks
+    assert [trial.lossy for trial in Source.read(run).trials] == marks
+    (run / "study.log").unlink()
+    assert [trial.lossy for trial in View(run).trials()] == marks
+
+
+def test_the_best_without_lossy_values_stands_beside_the_winner(run):
+    trials = View(run).trials()
+    assert (summary.best(trials).number, summary.best_exact(trials).number) == (2, 1)
+    text = shown(View(run))
+    assert "best: trial 2, 200 tokens/s" in text
+    assert (
+        "with fp32 master weights: trial 1, 160 tokens/s, 0.80 times the best; micro_batch=2, precision=bf16\n" in text
+    )
+    best = yaml.safe_load((run / "best.yaml").read_text())
+    assert (best["best"]["trial"], best["best"]["lossy"]) == (2, ["precision"])
+    assert best["best_exact"]["trial"] == 1 and "lossy" not in best["best_exact"]
+    assert best["best_exact"]["configuration"]["precision"] == "bf16"
+    assert "with fp32 master weights: 160 tokens/s (trial 1)" in "".join(ElementTree.fromstring(html(trials)).itertext())
+    head = document(Source.read(run))["headline"]
+    assert (head["winner"]["trial"], head["winner"]["lossy"]) == (2, ["precision"])
+    assert (head["exact"]["trial"], head["exactness"]) == (1, "with fp32 master weights")
+
+
+def test_where_nothing_else_succeeded_that_is_said(tmp_path, open_run, point, asked, knobs, ok):
+    asked = {**asked, "lossy": {"precision": ["bf16_pure"]}}
+    with open_run(tmp_path, asked=asked, knobs={**knobs, "precision": ("bf16_pure",)}) as run:
+        run.start(point(0, precision="bf16_pure"), sampler="default")
+        run.finish(0, ok(200.0))
+        assert summary.best_exact(run.trials()) is None
+        assert "with fp32 master weights: none succeeded" in shown(run)
+        assert yaml.safe_load(run.write_best(["redline"]).read_text())["best_exact"] is None
+
+
+def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
+    assert re.search(r"^ +2 .* bf16_pure \(lossy\)", shown(View(run)), re.MULTILINE)
+    asked = listing.Selection(columns=("trial", "precision"))
+    assert "bf16_pure (lossy)" in shown(View(run), selection=asked)
+    trials, columns = View(run).trials(), ("trial", "knob.precision")
+    assert "| 2 | bf16_pure (lossy) |" in listing.write(trials, columns, "markdown")
+    assert "2,bf16_pure\n" in listing.write(trials, columns, "csv")
+    assert json.loads(listing.write(trials, columns, "json"))[2]["knob.precision"] == "bf16_pure"
+    assert "<td>bf16_pure (lossy)</td>" in html(trials) and "<td>bf16</td>" in html(trials)
+    knobs = dict(compare([View(run), View(run)]).knobs)
+    assert knobs["precision"] == ("bf16_pure (lossy)",) * 2
+    assert document(Source.read(run))["lossy"] == {"precision": ["bf16_pure"]}
+
+
+@pytest.mark.parametrize("target", sorted(export_targets()))
+def test_every_export_of_a_lossy_configuration_states_it(run, target):
+    view = View(run)
+    made = render(target, view.trials()[2], view.document)
+    assert "precision=bf16_pure is lossy: it trades accuracy for speed" in made.notes
+    assert not any("lossy" in note for note in render(target, view.trials()[1], view.document).notes)
+
+
+def test_a_run_that_asked_for_none_says_nothing_of_it(tmp_path, open_run, point, knobs, ok):
+    with open_run(tmp_path, knobs={**knobs, "precision": ("bf16_pure",)}) as run:
+        run.start(point(0, precision="bf16_pure"), sampler="default")
+        run.finish(0, ok(200.0))
+        run.write_best(["redline"])
+        assert "lossy" not in shown(run) and "master" not in shown(run)
+    assert "best_exact" not in yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert document(Source.read(tmp_path))["headline"]["exactness"] == ""
+
+
+@pytest.mark.parametrize(
+    "document", [None, {}, {"asked": None}, {"asked": {"lossy": "precision"}}, {"asked": {"lossy": {"precision": "b"}}}]
+)
+def test_a_run_yaml_that_does_not_say_or_is_damaged_marks_nothing(document):
+    assert lossy_of(document) == {}
+
+
+def test_only_the_values_that_are_named_are_lossy():
+    lossy = {"precision": ("bf16_pure", "fp8")}
+    assert lossy_in({"precision": "fp8", "tp": 2}, lossy) == ("precision",)
+    assert lossy_in({"precision": "bf16"}, lossy) == lossy_in({"tp": 2}, lossy) == ()
+    assert exactness(["precision"]) == "with fp32 master weights"
+    assert exactness(["precision", "kv_bits"]) == "without lossy values"
+
+
+def test_of_those_without_the_ones_that_were_measured_again_lead():
+    def trial(number, speed, lossy=(), **more):
+        measured = Measurement(status=Status.OK, throughput=speed)
+        return Trial(number=number, config={}, measurement=measured, lossy=lossy, **more)
+
+    trials = [trial(0, 5.0, remeasured=(5.0,)), trial(1, 9.0, ("precision",), remeasured=(9.0,)), trial(2, 8.0)]
+    assert summary.best_exact(trials).number == 0

@@ -1,0 +1,161 @@
+"""`--allow lossy`: what trades accuracy for speed is tried only where it is asked for, and never stands alone."""
+
+import json
+
+import pytest
+import redline as rl
+import yaml
+from redline.results import Measurement, Status, Trial
+from redline.runners.estimate import Shape
+from redline.runners.estimate.answer import answer
+from redline.runners.estimate.hardware import find_hardware
+from redline.runners.estimate.question import ask
+from redline.space import Config
+from redline.tuner.cli import main
+from redline.tuner.cli.outcome import print_result
+from redline.tuner.cli.progress import trial_line
+from redline.tuner.confirm import Confirmation
+from redline.tuner.result import make_result
+from redline.tuner.tuning import resolve_task
+
+H100 = find_hardware("h100-80gb")
+FIX = {"attention": "sdpa", "fusion": False, "offload": "none", "fused_optimizer": True, "checkpoint_ratio": 0.0}
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def precisions(**how):
+    task = resolve_task("gpt2-tiny", simulated=H100, **how)
+    return task.space["precision"].values, dict(task.lossy)
+
+
+def test_it_is_asked_for_by_allow_or_by_naming_the_value():
+    assert precisions() == (("fp32", "bf16"), {})
+    assert precisions(allow="lossy") == precisions(allow=["lossy"])
+    assert precisions(allow="lossy") == (("fp32", "bf16", "bf16_pure"), {"precision": ["bf16_pure"]})
+    asked = {"precision": ["fp32", "bf16_pure"]}
+    assert precisions(override=asked) == (("fp32", "bf16_pure"), {"precision": ["bf16_pure"]})
+    assert precisions(fix={"precision": "bf16_pure"})[1] == {"precision": ["bf16_pure"]}
+    assert precisions(allow="lossy", fix={"precision": "bf16"}) == (("bf16",), {})
+
+
+@pytest.mark.parametrize("command", ["tune", "space", "estimate"])
+def test_every_command_refuses_what_cannot_be_allowed(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, command, "gpt2-tiny", "--allow", "lossi")
+    assert code == 2 and "did you mean 'lossy'" in err
+    resolve_task("gpt2-tiny").space.to_yaml("space.yaml")
+    code, _, err = run(capsys, command, "gpt2-tiny", "--space", "space.yaml", "--allow", "lossy")
+    assert code == 2 and "allow=lossy would have no effect" in err
+    assert [each.name for each in tmp_path.iterdir()] == ["space.yaml"]
+
+
+def test_a_callable_has_no_default_space_to_add_to():
+    space = rl.Space()
+    space.choice("x", [1, 2])
+    with pytest.raises(rl.UsageError, match="allow=lossy would have no effect"):
+        rl.tune(lambda config: 1.0, space, allow="lossy")
+
+
+def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
+    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: resolve_task("gpt2-tiny", simulated=H100).device)
+    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
+    assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
+    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
+    assert "left out" not in out and "bf16_pure is lossy, without fp32 master weights" in out
+
+
+def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
+    result = rl.tune(
+        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=8, global_batch=1024, trials=8, patience=0,
+        allow="lossy", out=tmp_path / "run", fix=FIX,
+    )  # fmt: skip
+    assert result.best.config["precision"] == "bf16_pure" and result.best.trial.lossy == ("precision",)
+    assert result.best_exact.config["precision"] in ("fp32", "bf16")
+    assert result.best_exact.trial.remeasured, "what is compared at the end is measured again"
+    assert 0 < result.best_exact.throughput < result.best.throughput
+    said = json.loads(json.dumps(result.to_dict()))
+    assert said["best"]["lossy"] == ["precision"] and said["best_exact"]["lossy"] == []
+    asked = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]
+    assert asked["lossy"] == {"precision": ["bf16_pure"]}
+    best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
+    assert best["best_exact"]["trial"] == result.best_exact.trial.number
+    print_result(result)
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("with fp32 master weights"))
+    assert f"trial {result.best_exact.trial.number}" in line and "precision = bf16)" in line.replace(", ", ")")
+    assert "precision=bf16_pure (lossy)" in trial_line(result.best.trial).plain
+    _, out, _ = run(capsys, "show", tmp_path / "run")
+    assert f"with fp32 master weights: trial {result.best_exact.trial.number}, " in out
+
+
+def test_without_lossy_values_nothing_stands_beside_the_winner(capsys):
+    def measured(number, speed):
+        config = Config(precision="fp32", micro_batch=number)
+        return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=speed))
+
+    trials = [measured(0, 5.0), measured(1, 7.0)]
+    result = make_result(trials, ["precision"], folder=None, ended="", interrupted=False)
+    assert result.best_exact == result.best
+    print_result(result)
+    assert "master" not in capsys.readouterr().out
+
+
+def test_the_best_without_lossy_values_is_measured_again_beside_lossy_leaders():
+    lossy = ("precision",)
+    speeds = [(60.0, ()), (100.0, lossy), (99.0, lossy), (98.0, lossy), (80.0, ()), (70.0, ())]
+    trials = [
+        Trial(
+            number=number,
+            config=Config(micro_batch=number),
+            sampler="bayes" if number else "default",
+            measurement=Measurement(status=Status.OK, throughput=speed),
+            lossy=lossy,
+        )
+        for number, (speed, lossy) in enumerate(speeds)
+    ]
+
+    class Folder:
+        def trials(self):
+            return trials
+
+    found = Confirmation(Folder(), None, None, None)._contenders(())
+    assert [trial.number for trial in found] == [1, 2, 3, 4, 0]
+
+
+def test_mfu_says_against_which_precision(capsys):
+    trial = Trial(
+        number=0,
+        config=Config(precision="bf16"),
+        measurement=Measurement(status=Status.OK, throughput=10.0, mfu=0.06),
+    )
+    print_result(make_result([trial], ["precision"], folder=None, ended="", interrupted=False))
+    assert "MFU 6% at bf16" in capsys.readouterr().out
+
+
+def test_an_estimate_names_both():
+    shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
+    how = {"devices": 2, "seq_len": 1024, "global_batch": 64, "fix": {"tp": 1, "pp": 1}}
+    found = answer(ask(shape, H100, allow="lossy", **how), top=3)
+    assert [each.lossy for each in found.ranked] == [("precision",)] * 3
+    assert found.plan.best_exact.config["precision"] == "bf16"
+    alone = answer(ask(shape, H100, **how), top=1)
+    assert found.plan.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
+    assert alone.plan.best_exact is None and alone.ranked[0].lossy == ()
+    said = found.to_dict()
+    assert said["best"][0]["lossy"] == ["precision"] and said["best_exact"]["lossy"] == []
+
+
+def test_estimate_prints_both(capsys):
+    shape = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
+    arguments = [*shape, "--hardware", "h100", "--devices", 2, "--global-batch", 64, "--fix", "tp=1", "--top", 1]
+    code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
+    assert code == 0 and "precision=bf16_pure (lossy)" in out
+    (line,) = [each for each in out.splitlines() if each.startswith("with fp32 master weights: ")]
+    assert "times the best" in line and "precision=bf16 " in line
+    code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
+    assert "with fp32 master weights: none is predicted to fit" in out
