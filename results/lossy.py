@@ -1,7 +1,7 @@
 """Lossy values: those that trade accuracy for speed, so that a configuration with one is another training.
 
-They are in a space only where somebody asked for them. run.yaml says under `asked.lossy`, for each knob that has
-some, which of its values in the space they are; from there every trial knows of itself (`Trial.lossy`).
+They are in a space only where somebody asked for them. run.yaml says under `asked.lossy`, for each knob that
+has some, which of its values in the space they are; from there every trial knows of itself (`Trial.lossy`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
 
 
 def exactness(knobs: Iterable[str]) -> str:
-    """What configurations have in which none of these knobs has a lossy value, in words; empty for no knobs."""
+    """What configurations without a lossy value of these knobs have, in words; empty for no knobs."""
     names = set(knobs)
     if not names:
         return ""

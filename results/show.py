@@ -108,6 +108,8 @@ def _head(run: RunFolder | View) -> list[str]:
     head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
     if asked.get("simulated"):
         head.append(f"{SIMULATED}: these are predictions for {_machine(asked)}")
+    if asked.get("first_trial"):
+        head.append(fold(str(asked["first_trial"])))
     return head + [f"note: {fold(each)}" for each in getattr(run, "problems", ())]
 
 

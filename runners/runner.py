@@ -19,6 +19,8 @@ class Reference:
     """Samples in one optimizer step; candidates with another number see other data and are not compared."""
     config_id: str = ""
     """Id of the configuration they come from."""
+    precision: str = "fp32"
+    """Its `precision` knob: a reference in half precision is off by as much as a candidate in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

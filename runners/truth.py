@@ -39,7 +39,7 @@ def check(
         return f"loss is {last_loss} at the last step"
     if reference is None or (reference.samples_per_step or samples_per_step) != samples_per_step:
         return ""
-    first, later = _TOLERANCE.get(precision, _LOOSEST)
+    first, later = map(max, *(_TOLERANCE.get(each, _LOOSEST) for each in (precision, reference.precision)))
     if stochastic:
         first, later = first + _DROPOUT[0], later + _DROPOUT[1]
     for number, (loss, expected) in enumerate(zip(losses, reference.losses)):

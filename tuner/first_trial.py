@@ -1,24 +1,173 @@
-"""The trial that a search begins with, which its gain is measured against."""
+"""The trial that a search begins with, which its gain is measured against.
 
-import contextlib
-from collections.abc import Iterator
+It is the default configuration, what `transformers.Trainer` runs. Where that is predicted not to fit, it is
+what a person would come to who starts from it: the first of `ladder` that is predicted to fit.
+"""
 
-from ..errors import SpaceError
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import SpaceError, UsageError
+from ..models.spaces import TRAINER_MICRO_BATCH
 from ..space import Config, Space
 
+MICRO_BATCH = "micro_batch"
 
-def first_trial(space: Space) -> tuple[tuple[Config, ...], Config | None]:
-    """The default configuration, and the same with the smallest micro-batch for when it does not run."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstTrial:
+    """What a search begins with."""
+
+    config: Config
+    """The configuration of trial 0."""
+    fallback: Config | None = None
+    """What is tried where that fails all the same: it needs less memory. None where nothing does."""
+    note: str = ""
+    """Why it is not the default configuration; empty where it is."""
+
+
+def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> FirstTrial:
+    """The default configuration, or what takes its place because it is predicted not to fit.
+
+    Args:
+        space: what may vary.
+        prior: what the search begins with; only an `Estimator` is asked. With anything else, and where it
+            cannot predict, trial 0 is the default configuration.
+        headroom: share of memory that is to stay free.
+    """
+    from ..runners.estimate import Estimator
+
     default = space.default()
-    if "micro_batch" not in default:
-        return (default,), None
-    smallest = min(space["micro_batch"].values)
-    for config in _with_micro_batch(space, default, smallest):
-        return (default,), config
-    return (default,), None
+    plain = FirstTrial(config=default, fallback=_smallest(space, default))
+    if not isinstance(prior, Estimator):
+        return plain
+    room = (1.0 - headroom) * prior.memory_limit_mib
+    try:
+        (need,) = _needs(prior, [default])
+        if need <= room:
+            return plain
+        below = [config for rung in ladder(space) for config in rung]
+        needs = _needs(prior, below)
+    except UsageError:  # the model cannot be traced; whoever asks the estimate next says so
+        return plain
+    if not below:
+        return plain
+    fitting = np.flatnonzero(needs <= room)
+    place = int(fitting[0]) if len(fitting) else int(np.argmin(needs))
+    if needs[place] >= need:
+        return plain
+    taken = below[place]
+    less = (each for each, their in zip(below[place + 1 :], needs[place + 1 :]) if their < needs[place])
+    smaller = _smallest(space, taken)
+    return FirstTrial(
+        config=taken,
+        fallback=smaller if smaller not in (None, taken) else next(less, None),
+        note=_note(taken, default, need, prior.memory_limit_mib, headroom, fits=bool(len(fitting))),
+    )
 
 
-def _with_micro_batch(space: Space, default: Config, smallest: int) -> Iterator[Config]:
-    chosen = {knob.name: default[knob.name] for knob in space.knobs if not knob.derived and knob.name in default}
-    with contextlib.suppress(SpaceError):  # it need not be valid with the other defaults
-        yield space.config(**{**chosen, "micro_batch": smallest})
+def ladder(space: Space) -> Iterator[list[Config]]:
+    """What a person tries in turn whose default configuration does not fit, a list a rung. Each keeps what
+    those before have changed, and goes from the Trainer's micro-batch down to the smallest.
+
+    In the order of what each costs in speed where the devices are there, and in work for who does it by
+    hand: a smaller micro-batch; half precision; ZeRO 2 and 3 (FSDP); recomputing every block, a third more
+    arithmetic; tensor parallelism within a node, whose collectives every block waits for; optimizer states
+    in host memory; a pipeline, which has to be kept full. Never what is lossy.
+    """
+    chosen = _chosen(space, space.default())
+    sizes = space.by_name[MICRO_BATCH].values if MICRO_BATCH in chosen else ()
+    below = sorted((size for size in sizes if size < chosen[MICRO_BATCH]), reverse=True)
+    if smaller := _with_sizes(space, chosen, below):
+        yield smaller
+    usual = max(TRAINER_MICRO_BATCH, chosen.get(MICRO_BATCH, 0))
+    below = sorted((size for size in sizes if size <= usual), reverse=True)
+    for name, value in _steps(space):
+        changed = {**chosen, name: value}
+        if chosen.get(name) != value and (rung := _with_sizes(space, changed, below)):
+            chosen = changed
+            yield rung
+
+
+def _steps(space: Space) -> list[tuple[str, Any]]:
+    """The changes of the ladder that the space has, in their order."""
+    knobs = {knob.name: knob for knob in space.knobs if not knob.derived}
+
+    def offered(name: str, wanted: Sequence[Any]) -> list[tuple[str, Any]]:
+        return [(name, value) for value in wanted if name in knobs and value in knobs[name].values]
+
+    def rising(name: str) -> list[tuple[str, Any]]:
+        return [(name, value) for value in sorted(knobs[name].values) if value > 1] if name in knobs else []
+
+    full = "precision" in knobs and knobs["precision"].default == "fp32"
+    return [
+        *(offered("precision", ("bf16", "fp16"))[:1] if full else ()),
+        *offered("zero", (2, 3)),
+        *offered("checkpoint_ratio", (1.0,)),
+        *rising("tp"),
+        *offered("offload", ("optimizer",)),
+        *rising("pp"),
+    ]
+
+
+def _with_sizes(space: Space, chosen: Mapping[str, Any], sizes: Sequence[int]) -> list[Config]:
+    """The valid configurations with these micro-batches; without that knob the configuration itself."""
+    points = [{**chosen, MICRO_BATCH: size} for size in sizes] if MICRO_BATCH in chosen else [chosen]
+    found = [_config(space, point) for point in points]
+    return list(dict.fromkeys(config for config in found if config is not None))
+
+
+def _config(space: Space, chosen: Mapping[str, Any]) -> Config | None:
+    """The configuration with these values; a knob that exists under a condition gives way where it must."""
+    always = {name: value for name, value in chosen.items() if space.by_name[name].when is None}
+    for values in (chosen, always):
+        with suppress(SpaceError):
+            return space.config(values)
+    return None
+
+
+def _smallest(space: Space, config: Config) -> Config | None:
+    """The same with the smallest micro-batch; None where that is not valid."""
+    knob = space.by_name.get(MICRO_BATCH)
+    if knob is None or knob.derived or MICRO_BATCH not in config:
+        return None
+    with suppress(SpaceError):
+        return space.config({**_chosen(space, config), MICRO_BATCH: min(knob.values)})
+    return None
+
+
+def _chosen(space: Space, config: Config) -> dict[str, Any]:
+    """The configuration without what is derived."""
+    return {knob.name: config[knob.name] for knob in space.knobs if not knob.derived and knob.name in config}
+
+
+def _needs(estimator: Any, configs: Sequence[Config]) -> np.ndarray:
+    """Predicted peak memory of the fullest rank, MiB; infinite for what cannot run. Shape (n,)."""
+    if not configs:
+        return np.zeros(0)
+    table = estimator.table(configs)
+    return np.where(np.isfinite(table.step_ms), table.fullest_memory_mib, np.inf)
+
+
+def _note(
+    config: Config, default: Config, need_mib: float, limit_mib: float, headroom: float, *, fits: bool
+) -> str:
+    derived = ("dp", "grad_accum")
+    changed = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in config.items()
+        if name not in derived and default.get(name) != value
+    ]
+    unit, by = ("GiB", 1024.0) if limit_mib >= 4096 else ("MiB", 1.0)
+    digits = 0 if need_mib / by >= 100 else 1
+    kept = "" if need_mib > limit_mib else f", of which {100 * headroom:g} % are to stay free"
+    said = (
+        f"trial 0 is {' '.join(changed)}, otherwise the default configuration, because that is predicted to "
+        f"need {need_mib / by:,.{digits}f} of {limit_mib / by:,.{digits}f} {unit}{kept}"
+    )
+    either = "; it is not predicted to fit either, but needs the least of what one would try next"
+    return said if fits else said + either

@@ -63,9 +63,10 @@ class Search:
     budget: Budget
     """Ends it."""
     first: tuple[Config, ...] = ()
-    """Configurations tried before the sampler is asked; the first is the default configuration."""
+    """Configurations tried before the sampler is asked; the first is the default configuration, or what takes
+    its place (see `first_trial`)."""
     fallback: Config | None = None
-    """Tried after the default configuration if that fails: the same at the smallest memory."""
+    """Tried after the first if that fails: it needs less memory."""
     trial_timeout_s: float | None = None
     """Deadline of one trial, s."""
     listener: SearchListener | None = None
@@ -248,10 +249,12 @@ class Search:
         def tried(config: Config) -> bool:
             return any(trial.config == config for trial in trials)
 
+        base = next((trial for trial in trials if trial.sampler == "default"), None)
         for config in self.first:
+            if config == self.first[0] and base is not None:
+                continue  # of a run that is resumed it may have been another, as estimates change
             if not tried(config):
                 return config, "default" if config == self.first[0] else "user"
-        base = next((trial for trial in trials if trial.sampler == "default"), None)
         failed = base is not None and not base.pending and not base.ok
         if failed and self.fallback is not None and not tried(self.fallback):
             return self.fallback, "fallback"
@@ -319,7 +322,10 @@ def reference(trials: list[Trial], number: int) -> Reference | None:
         if trial.ok and trial.number != number and trial.measurement.losses:
             measured = trial.measurement
             return Reference(
-                losses=measured.losses, samples_per_step=measured.samples_per_step, config_id=trial.config.id
+                losses=measured.losses,
+                samples_per_step=measured.samples_per_step,
+                config_id=trial.config.id,
+                precision=str(trial.config.get("precision", "fp32")),
             )
     return None
 

@@ -225,6 +225,8 @@ def tune(
         if prior is None and estimator is not None:
             listener.waiting("predicting")
             prior = usable(estimator, task.space, warn)
+    first = first_trial(task.space, prior if task.workload is not None else None, headroom)
+    asked |= {"first_trial": first.note} if first.note else {}
     if earlier:
         warmed = WarmStart(task.space, earlier, names, prior)
         prior = warmed if warmed.trials else prior
@@ -250,7 +252,8 @@ def tune(
             warn=warn,
         )
         with folder:
-            for note in (*folder.notes, *task.notes):
+            begun = (first.note,) if first.note and not folder.resumed else ()
+            for note in (*folder.notes, *task.notes, *begun):
                 warn(note)
             interrupted, ended = False, ""
             listener.waiting("starting workers")
@@ -262,14 +265,13 @@ def tune(
                             folder.trials(),
                         )  # fmt: skip
                     )
-                    first, fallback = first_trial(task.space)
                     search = Search(
                         run_folder=folder,
                         sampler=proposer,
                         runner=made,
                         budget=budget,
-                        first=first,
-                        fallback=fallback,
+                        first=(first.config,),
+                        fallback=first.fallback,
                         trial_timeout_s=timeout_s,
                         listener=listener,
                         judge=judge if patience else None,

@@ -13,6 +13,7 @@ _ASKED = {
     "runner": "Runner",
     "seed": "Seed",
     "trial_timeout_s": "Deadline of a trial",
+    "first_trial": "Begins with",
 }
 
 

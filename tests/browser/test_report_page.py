@@ -5,7 +5,8 @@ import random
 import re
 
 import pytest
-from redline.results import Status, summary
+import yaml
+from redline.results import Measurement, Status, Trial, summary
 from redline.results.report import Source, document, write_report
 from redline.results.report.page import asset
 
@@ -56,6 +57,27 @@ def test_no_labels_of_an_axis_overlap(tab, made, phone, desktop):
           return bad;
         }""")
         assert clashes == []
+
+
+def test_lossy_values_are_marked_and_the_best_without_stands_beside_the_winner(tab, tmp_path, disk):
+    def ran(number, precision, speed):
+        measured = Measurement(status=Status.OK, throughput=speed, unit="tokens/s", mfu=0.1)
+        sampler = "tpe" if number else "default"
+        return Trial(number=number, config={"precision": precision}, sampler=sampler, measurement=measured)
+
+    run = tmp_path / "run"
+    disk.write_run(run, 3, trials=[ran(0, "fp32", 100.0), ran(1, "bf16_pure", 300.0), ran(2, "bf16", 200.0)])
+    asked = {"model": "made-up", "lossy": {"precision": ["bf16_pure"]}}
+    (run / "run.yaml").write_text(yaml.safe_dump({"format": 1, "study": "run", "asked": asked}))
+    tab.goto(write_report(run).as_uri())
+    said = tab.locator("#headline .verdict").inner_text().replace("\u00a0", " ")
+    assert "It trades accuracy for speed; with fp32 master weights: trial 2 at 200 tokens/s." in said
+    assert "MFU at bf16_pure" in tab.locator("#headline .tiles").inner_text()
+    assert "bf16_pure (lossy)" in tab.locator("#winner .knobs").inner_text()
+    cells = tab.locator("#trials tbody td").all_inner_texts()
+    assert "bf16_pure (lossy)" in cells and "bf16" in cells
+    tab.locator('#trials tr[data-trial="1"]').click()
+    assert "bf16_pure (lossy)" in tab.locator("dialog.details").inner_text()
 
 
 def test_the_table_sorts_and_filters(tab, made):

@@ -1,6 +1,7 @@
 """A candidate that does not train the same model is wrong, however fast."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_bfloat16_is_granted_its_rounding():
     losses = (9.05, 8.6, 8.2)
     assert check(losses, REFERENCE, samples_per_step=32, precision="bf16") == ""
     assert check(losses, REFERENCE, samples_per_step=32) != ""
+
+
+def test_a_reference_in_half_precision_is_granted_its_rounding_too():
+    losses, half = (9.05, 8.6, 8.2), replace(REFERENCE, precision="bf16")
+    assert check(losses, half, samples_per_step=32, precision="fp32") == ""
+    assert check((9.2, 8.6, 8.2), half, samples_per_step=32, precision="fp32") != ""
 
 
 def test_dropout_is_granted_its_noise():

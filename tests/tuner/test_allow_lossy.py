@@ -1,4 +1,4 @@
-"""`--allow lossy`: what trades accuracy for speed is tried only where it is asked for, and never stands alone."""
+"""`--allow lossy`: what trades accuracy for speed is tried only where asked for, and never stands alone."""
 
 import json
 
@@ -19,7 +19,9 @@ from redline.tuner.result import make_result
 from redline.tuner.tuning import resolve_task
 
 H100 = find_hardware("h100-80gb")
-FIX = {"attention": "sdpa", "fusion": False, "offload": "none", "fused_optimizer": True, "checkpoint_ratio": 0.0}
+FIX = {
+    "attention": "sdpa", "fusion": False, "offload": "none", "fused_optimizer": True, "checkpoint_ratio": 0.0,
+}  # fmt: skip
 
 
 def run(capsys, *arguments):
@@ -63,7 +65,8 @@ def test_a_callable_has_no_default_space_to_add_to():
 
 
 def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
-    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: resolve_task("gpt2-tiny", simulated=H100).device)
+    gpu = resolve_task("gpt2-tiny", simulated=H100).device
+    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
@@ -72,8 +75,8 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     result = rl.tune(
-        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=8, global_batch=1024, trials=8, patience=0,
-        allow="lossy", out=tmp_path / "run", fix=FIX,
+        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=8, global_batch=1024, trials=8,
+        patience=0, allow="lossy", out=tmp_path / "run", fix=FIX,
     )  # fmt: skip
     assert result.best.config["precision"] == "bf16_pure" and result.best.trial.lossy == ("precision",)
     assert result.best_exact.config["precision"] in ("fp32", "bf16")
@@ -86,8 +89,9 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["best_exact"]["trial"] == result.best_exact.trial.number
     print_result(result)
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("with fp32 master weights"))
-    assert f"trial {result.best_exact.trial.number}" in line and "precision = bf16)" in line.replace(", ", ")")
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if each.startswith("with fp32 master weights")]
+    assert f"trial {result.best_exact.trial.number}" in line and "precision = bf16" in line
     assert "precision=bf16_pure (lossy)" in trial_line(result.best.trial).plain
     _, out, _ = run(capsys, "show", tmp_path / "run")
     assert f"with fp32 master weights: trial {result.best_exact.trial.number}, " in out
@@ -96,7 +100,8 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
 def test_without_lossy_values_nothing_stands_beside_the_winner(capsys):
     def measured(number, speed):
         config = Config(precision="fp32", micro_batch=number)
-        return Trial(number=number, config=config, measurement=Measurement(status=Status.OK, throughput=speed))
+        measured = Measurement(status=Status.OK, throughput=speed)
+        return Trial(number=number, config=config, measurement=measured)
 
     trials = [measured(0, 5.0), measured(1, 7.0)]
     result = make_result(trials, ["precision"], folder=None, ended="", interrupted=False)
@@ -152,7 +157,8 @@ def test_an_estimate_names_both():
 
 def test_estimate_prints_both(capsys):
     shape = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
-    arguments = [*shape, "--hardware", "h100", "--devices", 2, "--global-batch", 64, "--fix", "tp=1", "--top", 1]
+    where = ["--hardware", "h100", "--devices", 2, "--global-batch", 64]
+    arguments = [*shape, *where, "--fix", "tp=1", "--top", 1]
     code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
     assert code == 0 and "precision=bf16_pure (lossy)" in out
     (line,) = [each for each in out.splitlines() if each.startswith("with fp32 master weights: ")]
