@@ -1,8 +1,11 @@
 """The samples of one optimizer step where nobody has said how many: as many as the devices can share."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..errors import UsageError
+from ..space import Space
 from .workload import Workload
 
 
@@ -58,3 +61,25 @@ def too_few(total: int, devices: int) -> tuple[str, ...]:
         f"the global batch of {total} is less than the {devices:,} devices: at most {total} of them can be "
         f"replicas, and the others only split the model (tp, pp); one of {devices:,} gives each a sample",
     )
+
+
+def free_accumulation(
+    workload: Workload,
+    space: Space | None,
+    global_batch: int | None,
+    override: Mapping[str, Sequence[Any]] | None,
+    fix: Mapping[str, Any] | None,
+) -> list[int] | None:
+    """Values of `grad_accum` where they were given in place of a global batch; None where it is derived.
+
+    Raises:
+        UsageError: they are not whole numbers of at least 1.
+    """
+    fixed = [fix["grad_accum"]] if "grad_accum" in (fix or {}) else None
+    given = (override or {}).get("grad_accum") or fixed
+    if given is None or global_batch is not None or space is not None or workload.space is not None:
+        return None
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {each!r}")
+    return list(dict.fromkeys(given))

@@ -86,8 +86,8 @@ class Confirmation:
         self._say_far_off()
 
     def _contenders(self, known: Iterable[int]) -> list[Trial]:
-        """Those who can have led, beyond the trials of the numbers `known`, and who stands beside the winner: the
-        default configuration, and the best without lossy values."""
+        """Those who can have led, beyond the trials of the numbers `known`, and who is to stand beside the
+        winner: the default configuration, and the best without lossy values."""
         beyond = {*known, *self.failed}
         left = [trial for trial in self.run_folder.trials() if trial.ok and trial.number not in beyond]
         left.sort(key=lambda trial: -_at_first(trial))

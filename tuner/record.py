@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.families.standard import BLOCK_KNOBS
-from ..results import RunFolder
+from ..results import RunFolder, summary
 from ..runners import Runner
 from .budget import Budget
 from .listener import SearchPlan
@@ -41,8 +41,10 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
 def plan_of(
     task: "Task", budget: Budget, folder: RunFolder, sampler: str, runner: Runner, *, default: Mapping[str, Any], kept: bool
 ) -> SearchPlan:
-    """What the search sets out to do, for who listens; `kept` is whether the folder stays."""
+    """What the search sets out to do, for who listens. `default` is what it begins with, unless it has begun;
+    `kept` is whether the folder stays."""
     count = f"{task.devices} x " if task.devices > 1 else ""
+    begun = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
         where=f"{count}{task.device.name}",
@@ -52,7 +54,7 @@ def plan_of(
         done=sum(not trial.pending for trial in folder.trials()),
         sampler=sampler,
         runner=runner.name,
-        default=default,
+        default=default if begun is None else begun.config,
         derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
         folder=folder.path if kept else None,
     )
@@ -77,8 +79,6 @@ def command_of(
         given: of the request `space` (a file), `data`, `set` (values of knobs) and `fix`; a winner's values may be ones
             that only these allow.
     """
-    from ..results import summary
-
     if task.workload is None or not isinstance(target, (str, Path)):
         return [Path(sys.executable).name, *sys.argv]
     text = str(target)

@@ -13,7 +13,7 @@ from ..errors import SpaceError, UsageError, unknown
 from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
-from ..models.global_batch import shared
+from ..models.global_batch import free_accumulation, shared
 from ..models.spaces import checked_allowance, lossy_values, nothing_allowed
 from ..models.spaces import fix as fix_knob
 from ..results import RunFolder, Trial
@@ -279,9 +279,8 @@ def tune(
                         predictor=judge,
                         peak_rate=peak_rate(estimator) if estimator is not None else None,
                     )
-                    listener.began(
-                        plan_of(task, budget, folder, sampler, made, default=first[0], kept=out is not None)
-                    )
+                    told = {"default": first.config, "kept": out is not None}
+                    listener.began(plan_of(task, budget, folder, sampler, made, **told))
                     search.run()
                     ended = search.ended
                     if layerwise:
@@ -347,7 +346,7 @@ def resolve_task(
         from ..models import workload as resolve_workload
 
         workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
-        accumulation = _free_accumulation(workload, space, global_batch, override, fix)
+        accumulation = free_accumulation(workload, space, global_batch, override, fix)
         if accumulation is None:
             workload, said = shared(workload, count, target=target, asked=global_batch)
             notes += said
@@ -430,27 +429,6 @@ def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]
         what = "one core" if cores == 1 else f"{cores} cores"
         return (f"{count} ranks share {what}: compare their times with each other only",)
     return ()
-
-
-def _free_accumulation(
-    workload: Workload,
-    space: Space | None,
-    global_batch: int | None,
-    override: Mapping[str, Sequence[Any]] | None,
-    fix: Mapping[str, Any] | None,
-) -> list[int] | None:
-    """Values of `grad_accum` where they were given in place of a global batch; None where it is derived.
-
-    Raises:
-        UsageError: they are not whole numbers of at least 1.
-    """
-    given = (override or {}).get("grad_accum") or ([fix["grad_accum"]] if "grad_accum" in (fix or {}) else None)
-    if given is None or global_batch is not None or space is not None or workload.space is not None:
-        return None
-    for each in given:
-        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-            raise UsageError(f"grad_accum must be whole numbers of at least 1, but got {each!r}")
-    return list(dict.fromkeys(given))
 
 
 @contextlib.contextmanager

@@ -91,7 +91,9 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     print_result(result)
     lines = capsys.readouterr().out.splitlines()
     (line,) = [each for each in lines if each.startswith("with fp32 master weights")]
-    assert f"trial {result.best_exact.trial.number}" in line and "precision = bf16" in line
+    assert f"  trial {result.best_exact.trial.number}: " in line and "tokens/s" in line
+    (row,) = [each.split() for each in lines if each.startswith("precision")]
+    assert row[:4] == ["precision", "bf16_pure", "(lossy)", result.best_exact.config["precision"]]
     assert "precision=bf16_pure (lossy)" in trial_line(result.best.trial).plain
     _, out, _ = run(capsys, "show", tmp_path / "run")
     assert f"with fp32 master weights: trial {result.best_exact.trial.number}, " in out
@@ -139,7 +141,7 @@ def test_mfu_says_against_which_precision(capsys):
         measurement=Measurement(status=Status.OK, throughput=10.0, mfu=0.06),
     )
     print_result(make_result([trial], ["precision"], folder=None, ended="", interrupted=False))
-    assert "MFU 6% at bf16" in capsys.readouterr().out
+    assert "6 % of bf16 peak" in capsys.readouterr().out
 
 
 def test_an_estimate_names_both():

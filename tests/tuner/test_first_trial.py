@@ -155,7 +155,9 @@ def test_at_the_smallest_micro_batch_the_fallback_is_the_next_rung_that_needs_le
     assert needs(estimate, [found.fallback])[0] < needs(estimate, [found.config])[0]
 
 
-@pytest.mark.parametrize("prior", [None, lambda config: 1.0, SimpleNamespace(table=lambda configs: np.ones(3))])
+@pytest.mark.parametrize(
+    "prior", [None, lambda config: 1.0, SimpleNamespace(table=lambda configs: np.ones(3))]
+)
 def test_without_an_estimate_trial_0_is_the_default(prior):
     space = make_space()
     found = first_trial(space, prior, HEADROOM)
@@ -172,8 +174,10 @@ def test_a_space_without_standard_knobs_is_left_alone():
 def finished(tmp_path_factory):
     """A simulated search in which the Trainer's default does not fit."""
     out = tmp_path_factory.mktemp("runs") / "tight"
-    how = {"runner": "simulate", "hardware": "a100-40gb", "devices": 8, "global_batch": 256, "seq_len": 512,
-           "memory_limit": "500MiB", "patience": 0, "fix": {"attention": "sdpa", "fusion": False}}  # fmt: skip
+    how = {
+        "runner": "simulate", "hardware": "a100-40gb", "devices": 8, "global_batch": 256, "seq_len": 512,
+        "memory_limit": "500MiB", "patience": 0, "fix": {"attention": "sdpa", "fusion": False},
+    }  # fmt: skip
     return rl.tune("gpt2-tiny", trials=4, out=out, **how), out, how
 
 
