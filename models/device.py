@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from .host_memory import free_memory_mib, memory_groups
+
 MIB = 1024 * 1024
 DESCRIBED = "described"
 """Feature of a device that is not at hand: what this machine lacks says nothing about it."""
@@ -70,11 +72,7 @@ def fusion_obstacle(device: Device) -> str | None:
 
 def available_memory_mib() -> int:
     """Host memory that can be taken without swapping, MiB; a control group's limit counts."""
-    available = psutil.virtual_memory().available
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit is not None:
-        available = min(available, limit - (used or 0))
-    return max(0, available // MIB)
+    return int(free_memory_mib(memory_groups()))
 
 
 def usable_cores() -> int:
@@ -84,11 +82,6 @@ def usable_cores() -> int:
     if quota.isdigit() and period.isdigit():
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
-
-
-def _cgroup(name: str) -> int | None:
-    text = _cgroup_text(name)
-    return int(text) if text.isdigit() else None
 
 
 def _cgroup_text(name: str) -> str:

@@ -40,6 +40,8 @@ class Training:
         world_size: processes, tp * pp * dp of them.
         fresh_data: make the data of every step anew, for training; otherwise that of the first few is repeated,
             so that a dry run times steps and not its data.
+        collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
+            torch's default.
 
     Raises:
         WorkloadError: the workload does not return what it must, or the configuration does not fit it.
@@ -66,6 +68,7 @@ class Training:
         rank: int = 0,
         world_size: int = 1,
         fresh_data: bool = False,
+        collective_timeout_s: float | None = None,
     ) -> None:
         import torch
 
@@ -77,7 +80,7 @@ class Training:
         self._sizes()
         self._precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
         self._check_composition()
-        self._mesh = self.world.mesh(self.device)
+        self._mesh = self.world.mesh(self.device, collective_timeout_s)
         self.model, self.optimizer = self._build()
         self.model.train()
         self._resident = False

@@ -65,18 +65,33 @@ class World:
         """Which stage."""
         return self.rank // (self.tp * self.dp)
 
-    def mesh(self, device: "torch.device") -> Any:
+    def mesh(self, device: "torch.device", timeout_s: float | None = None) -> Any:
         """A `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
 
         With several ranks `torch.distributed` must be initialised.
-        """
-        axes = [(name, getattr(self, name)) for name in AXES if getattr(self, name) > 1]
-        if not axes:
-            return None
-        from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(
-            device.type,
-            tuple(degree for _, degree in axes),
-            mesh_dim_names=tuple(name for name, _ in axes),
-        )
+        Args:
+            device: where.
+            timeout_s: how long a rank may wait for the others of its axis, s; None leaves torch's default. An axis
+                of all ranks is the group of all ranks, with that group's own time.
+        """
+        names = tuple(name for name in AXES if getattr(self, name) > 1)
+        if not names:
+            return None
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if len(names) == 1:
+            return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=names)
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        ranks = torch.arange(self.size).reshape([getattr(self, name) for name in names])
+        groups = []
+        for axis, name in enumerate(names):
+            lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+            # `init_device_mesh` makes groups that wait as long as torch does by default, whatever the whole group does.
+            mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
+            groups.append(mine)
+        return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)

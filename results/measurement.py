@@ -125,9 +125,11 @@ class Measurement:
     seconds_overhead: float | None = None
     """`seconds_total` less build, warm-up and measurement: what trying costs, s."""
     seconds_build: float | None = None
-    """Model, schedule, weights and optimizer, s."""
+    """Model, schedule, weights, optimizer and compilation, s."""
+    seconds_compile: float | None = None
+    """The part of `seconds_build` that went into steps in which some rank compiled, s."""
     seconds_warmup: float | None = None
-    """Steps (and compilation) before the step time was steady, s."""
+    """Steps before the step time was steady, s."""
     seconds_measure: float | None = None
     """The measured steps, s."""
     log: str = ""

@@ -1,14 +1,14 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent`. It reads its set-up from standard input, listens on a Unix
-socket, and forks a supervisor for every connection. It ends, with everything it started, when its
-standard input closes: when the process that started it ends, however that happens.
+Run as `python -m redline.runners.agent FD`, where FD is its end of a connection to the process that starts it.
+By that it gets its set-up and says when it is ready; standard output is for whatever the modules that it imports
+print there, and goes to its log. It listens on a Unix socket and forks a supervisor for every client. It ends, with
+everything it started, when the connection closes: when the process that started it ends, however that happens.
 """
 
 import gc
 import importlib
 import os
-import pickle
 import selectors
 import signal
 import sys
@@ -32,8 +32,10 @@ class AgentSetup:
 
 
 def main() -> None:
-    """Serves until standard input closes."""
-    setup: AgentSetup = pickle.load(sys.stdin.buffer)
+    """Serves until whoever started it hangs up."""
+    starter = Connection(int(sys.argv[1]))
+    os.set_inheritable(starter.fileno(), False)
+    setup: AgentSetup = starter.recv()
     sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
     adopt_orphans()
     # torch.cuda.is_available() through NVML, so that no import initialises CUDA in the agent.
@@ -43,35 +45,30 @@ def main() -> None:
             importlib.import_module(name)
         listener = Listener(setup.address, "AF_UNIX", backlog=128)
     except Exception as error:  # the starter is told, whatever it is
-        _tell({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        starter.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         sys.exit(1)
+    sys.stdout.flush()  # or every trial would print again what the imports printed
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared
-    _tell({"ready": os.getpid()})
+    starter.send({"ready": os.getpid()})
     try:
-        _serve(listener)
+        _serve(listener, starter)
     finally:
         kill_descendants()
 
 
-def _tell(message: dict) -> None:
-    pickle.dump(message, sys.stdout.buffer)
-    sys.stdout.buffer.flush()
-
-
-def _serve(listener: Listener) -> None:
+def _serve(listener: Listener, starter: Connection) -> None:
     socket = listener._listener._socket  # Listener offers no fileno()
     with selectors.DefaultSelector() as selector:
         selector.register(socket, selectors.EVENT_READ, "client")
-        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "stdin")
+        selector.register(starter, selectors.EVENT_READ, "starter")
         while True:
             for key, _ in selector.select():
-                if key.data == "stdin":
-                    if not os.read(sys.stdin.fileno(), 1):
-                        return
-                elif key.data == "client":
+                if key.data == "starter":  # which says nothing more, so it has hung up
+                    return
+                if key.data == "client":
                     with listener.accept() as client:
-                        pid, pidfd = _fork_supervisor(client, listener)
+                        pid, pidfd = _fork_supervisor(client, listener, starter)
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                 else:
                     selector.unregister(key.fd)
@@ -79,7 +76,7 @@ def _serve(listener: Listener) -> None:
                     reap()
 
 
-def _fork_supervisor(client: Connection, listener: Listener) -> tuple[int, int]:
+def _fork_supervisor(client: Connection, listener: Listener, starter: Connection) -> tuple[int, int]:
     me = os.getpid()
     pid = os.fork()
     if pid:
@@ -90,9 +87,7 @@ def _fork_supervisor(client: Connection, listener: Listener) -> tuple[int, int]:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         listener._listener._socket.close()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
+        starter.close()
         _supervise(client)
         code = 0
     except BaseException:

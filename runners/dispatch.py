@@ -17,6 +17,8 @@ from .runner import Runner, TrialRequest
 from .timing import TimingPlan
 
 DEFAULT_TIMEOUT_S = 300.0
+LEAST_COMPILE_TIMEOUT_S = 300.0
+"""What a trial's compilations may take at least, however short its own deadline is, s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class TrialTerms:
     memory_limit_mib: float | None = None
     """Memory a rank may take, MiB."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Deadline of a trial that brings none of its own, s."""
+    """Deadline of a trial that brings none of its own, s. Compilation has as long again, five minutes at least."""
     threads: int | None = None
     """CPU threads of a rank."""
     plan: TimingPlan = field(default_factory=TimingPlan)
@@ -59,6 +61,7 @@ class DryRunner(Runner):
         import cloudpickle
 
         terms = self.terms
+        timeout_s = request.timeout_s or terms.timeout_s
         program = DryRun(
             workload=self.workload,
             config=request.config,
@@ -73,7 +76,8 @@ class DryRunner(Runner):
             device_type=terms.device.type,
             threads=terms.threads,
             memory_limit_mib=terms.memory_limit_mib,
-            timeout_s=request.timeout_s or terms.timeout_s,
+            timeout_s=timeout_s,
+            compile_timeout_s=max(timeout_s, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
 
@@ -121,8 +125,11 @@ class DryRunner(Runner):
         notes = [wrong or slowest.note]
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
-        timed = {"seconds_build": slowest.seconds_build, "seconds_warmup": slowest.seconds_warmup}
-        timed["seconds_measure"] = slowest.seconds_measure
+        timed = {
+            "seconds_build": slowest.seconds_build + slowest.seconds_compile,
+            "seconds_warmup": slowest.seconds_warmup,
+            "seconds_measure": slowest.seconds_measure,
+        }
         return Measurement(
             status=Status.WRONG if wrong else Status.OK,
             reason="; ".join(each for each in notes if each),
@@ -140,6 +147,7 @@ class DryRunner(Runner):
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - sum(timed.values())),
+            seconds_compile=slowest.seconds_compile,
             **timed,
             **common,
         )

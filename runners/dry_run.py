@@ -6,11 +6,11 @@ from typing import Any
 
 from ..models import Training, Workload
 from ..space import Config
+from .compiling import Compilation
 from .load import HostLoad, Watch
 from .rank import RankContext
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 
-RENDEZVOUS_TIMEOUT_S = 120
 FIRST_LOSSES = 3
 """Losses kept for the comparison with the reference."""
 
@@ -39,6 +39,8 @@ class DryRunReport:
     """Whether the model draws random numbers in training."""
     seconds_build: float
     """Model, schedule, weights, optimizer, s."""
+    seconds_compile: float = 0.0
+    """Steps in which some rank compiled, s."""
     seconds_warmup: float
     """Until steady, s."""
     seconds_measure: float
@@ -74,6 +76,7 @@ class DryRun:
         import torch
 
         begin = time.perf_counter()
+        compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
         device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
         if context.world_size > 1:
             context.phase("rendezvous")
@@ -86,6 +89,7 @@ class DryRun:
             seed=self.seed,
             rank=context.rank,
             world_size=context.world_size,
+            collective_timeout_s=context.collective_timeout_s,
         )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -101,10 +105,22 @@ class DryRun:
                 first.append(last)
 
         context.phase("first steps")
+        compilation.expected()
         clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
         watch = Watch()
+
+        def settled() -> None:
+            compilation.settled()
+            watch.restart()  # compilers are processes of their own, but no load of others
+
         timing = measure(
-            step, clock, self.plan, best_step_ms=self._best_step_ms(training), agree=_agreement(context.world_size)
+            step,
+            clock,
+            self.plan,
+            best_step_ms=self._best_step_ms(training),
+            agree=_agreement(context.world_size),
+            compiled=lambda: compilation.seconds,
+            settled=settled,
         )
         return DryRunReport(
             step_ms=timing.step_ms,
@@ -117,6 +133,7 @@ class DryRun:
             last_loss=float(last),
             stochastic=is_stochastic(training.model),
             seconds_build=seconds_build,
+            seconds_compile=timing.seconds_compile,
             seconds_warmup=timing.seconds_warmup,
             seconds_measure=timing.seconds_measure,
             peak_memory_mib=context.memory.peak_mib(),
@@ -150,12 +167,13 @@ def join(context: RankContext) -> None:
 
     import torch.distributed as dist
 
+    seconds = context.collective_timeout_s
     dist.init_process_group(
         "nccl" if context.device_type == "cuda" else "gloo",
         init_method=context.init_method,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        timeout=None if seconds is None else timedelta(seconds=seconds),
     )
 
 

@@ -1,9 +1,11 @@
 """What a failure means: exceptions and exit codes to statuses.
 
 Where torch raises a type of its own the type decides. The CPU allocator, cuBLAS and NCCL raise plain
-RuntimeErrors, so for these the text decides; every text redline relies on stands in this file.
+RuntimeErrors, so for these the text decides; every text redline relies on stands in this file. What may or may
+not come from memory (SIGKILL, a thread that does not start) is `oom` only where something else says so.
 """
 
+import errno
 import re
 import signal
 from collections.abc import Iterator
@@ -12,18 +14,30 @@ from ..results import Status
 
 MIB = 1024 * 1024
 
-# c10/core/impl/alloc_cpu.cpp, CUDABlas.cpp, ProcessGroupNCCL.cpp, glibc and CPython, in this order.
-_OOM_TEXT = re.compile(
-    r"DefaultCPUAllocator: (can't|not enough) "
-    r"|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
-    r"|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory"
-    r"|NCCL.*(out of memory|Failed to CUDA malloc|Cuda failure 2 )"
-    r"|std::bad_alloc|Cannot allocate memory|can't start new thread|can't allocate memory"
+# The sentences with which an allocator itself reports, not mere words: a message may speak of memory in passing.
+_OOM_SENTENCES = (
+    # c10/core/impl/alloc_cpu.cpp, aten/src/ATen/MapAllocator.cpp
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate \d+ bytes",
+    r"unable to (mmap \d+ bytes from|allocate shared memory\(shm\) for) file <[^>]*>: Cannot allocate memory \(12\)",
+    # c10/cuda/CUDACachingAllocator.cpp, c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
+    r"\b(CUDA|HIP|XPU) out of memory\. Tried to allocate [\d.]+ ",
+    r"\b(CUDA|HIP)( driver)? error: out of memory(?=$|[\n.])",
+    # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their like on ROCm, as ATen and its wrappers word them
+    r"\b(CUDA|HIP|cuDNN|MIOpen|cusolver|cusparse|cuFFT) error: \w+_ALLOC(ATION)?_FAILED\b",
+    # torch/csrc/distributed/c10d/NCCLUtils.hpp with NCCL's own last words (src/include/checks.h, alloc.h)
+    r"NCCL error(?s:.)*((Cuda|HIP) failure (\d+ )?'out of memory'|Failed to CUDA (host )?[cm]?alloc)",
+    # triton/third_party/nvidia/backend/driver.c
+    r"Triton Error \[(CUDA|HIP)\]: out of memory",
 )
+_OOM_TEXT = re.compile("|".join(f"(?:{each})" for each in _OOM_SENTENCES) + r"|\A\s*std::bad_alloc\s*\Z")
 # What libstdc++, libgomp and OpenBLAS print before they end the process.
 _FATAL_OOM = re.compile(
-    r"what\(\): *std::bad_alloc|libgomp: (Thread creation failed|Out of memory)[^\n]*"
-    r"|OpenBLAS[^\n]*(allocat|Resource temporarily unavailable)[^\n]*"
+    rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"
+    r"|libgomp: Out of memory[^\n]*|OpenBLAS error: Memory allocation still failed[^\n]*"
+)
+# A thread that cannot start lacks room for its stack, or the process has as many threads as it may have.
+_NO_THREAD = re.compile(
+    r"can't start new thread|libgomp: Thread creation failed[^\n]*|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
 )
 _REQUESTED = re.compile(r"tried to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
@@ -46,10 +60,19 @@ def is_oom(error: BaseException) -> bool:
 def _says_oom(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
-    name = type(error).__name__
-    if name in ("OutOfMemoryError", "OutOfMemory"):  # torch's, without importing torch here
+    if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):  # torch's, without importing it here
         return True
-    return isinstance(error, (RuntimeError, OSError)) and bool(_OOM_TEXT.search(str(error)))
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(str(error)))
+
+
+def is_thread_refused(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that a thread could not be started.
+
+    That may be for want of memory or of a further thread's number; the exception does not tell.
+    """
+    return any(isinstance(each, RuntimeError) and bool(_NO_THREAD.search(str(each))) for each in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:
@@ -78,22 +101,35 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def from_exit(returncode: int, last_words: str = "") -> tuple[Status, str]:
+def from_exit(returncode: int, last_words: str = "", shortage: str = "") -> tuple[Status, str]:
     """Status and reason of a rank that ended without a report; negative codes are signals.
 
-    `last_words` is the end of what it printed: an allocation that fails outside of Python aborts the
-    process with nothing but a line on standard error.
+    Args:
+        returncode: how it ended.
+        last_words: the end of what it printed: an allocation that fails outside of Python aborts the process
+            with nothing but a line on standard error.
+        shortage: what says that memory was short then, in words; empty where nothing does. Without it a SIGKILL,
+            which anybody may have sent, and a thread that could not start are a `crash`.
     """
-    if returncode == -signal.SIGKILL:
-        return Status.OOM, "killed by SIGKILL, as the kernel's out-of-memory killer does"
-    if returncode >= 0:
-        how = f"the process exited with code {returncode} before it reported"
-    else:
-        how = f"killed by {signal.Signals(-returncode).name}"
+    how = ended(returncode) + (" before it reported" if returncode >= 0 else "")
     fatal = _FATAL_OOM.search(last_words)
     if fatal:
         return Status.OOM, f"{how}: {fatal[0]}"
-    return Status.CRASH, how
+    refused = _NO_THREAD.search(last_words)
+    if refused:
+        how = f"{how}: {refused[0]}"
+    if returncode != -signal.SIGKILL and not refused:
+        return Status.CRASH, how
+    if shortage:
+        return Status.OOM, f"{how}: {shortage}"
+    return Status.CRASH, f"{how}, and nothing says that memory was short"
+
+
+def ended(returncode: int) -> str:
+    """How a process ended, in words; negative codes are signals."""
+    if returncode >= 0:
+        return f"the process exited with code {returncode}"
+    return f"killed by signal {-returncode} ({signal.Signals(-returncode).name})"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,20 +1,23 @@
 """The client's side of a host agent."""
 
+import contextlib
 import os
-import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import Any
 
 from ..errors import RunnerError
+from . import failure
 from .agent import AgentSetup
 from .job import STOP, Job, Outcome
-
 
 COMMON_IMPORTS = (
     "torch",
@@ -27,6 +30,11 @@ COMMON_IMPORTS = (
     "redline.runners.dry_run",
 )
 """What most trials would import by themselves, which takes seconds; in the agent it is done once."""
+
+STARTS = 3
+"""How often an agent is started that dies before it is ready."""
+POLL_S = 0.5
+"""How often it is looked whether a starting agent still lives, s."""
 
 
 class HostAgent:
@@ -55,22 +63,28 @@ class HostAgent:
             imports=self._imports,
         )
         self._address = setup.address
-        with open(os.path.join(self._folder, "stderr"), "wb") as stderr:
+        # A connection of its own: whatever is imported may print to standard output, or read standard input.
+        self._control, theirs = Pipe()
+        with theirs, open(os.path.join(self._folder, "log"), "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "redline.runners.agent"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
+                [sys.executable, "-m", "redline.runners.agent", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
                 # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
-        try:
-            pickle.dump(setup, self._process.stdin)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise RunnerError(self._why("the host agent ended at once")) from None
+        with contextlib.suppress(ConnectionError):  # it ended at once, which `wait_ready` finds
+            self._control.send(setup)
+
+    def _restart(self) -> None:
+        """Starts another agent in the place of one that has ended."""
+        self._control.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._start()
 
     @property
     def pid(self) -> int:
@@ -78,26 +92,42 @@ class HostAgent:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Returns when the agent takes jobs.
+        """Returns when the agent takes jobs. One that dies before is started again, `STARTS` times in all.
 
         Raises:
             RunnerError: it could not start; the message holds its last words.
         """
         with self._lock:
+            if self._ready and not self._closed and self._process.poll() is not None:
+                self._restart()
+            starts = 1
+            while not self._ready and not self._closed:
+                said = self._first_words()
+                if said is None and not self._closed:
+                    how = failure.ended(self._reaped())
+                    if starts == STARTS:
+                        raise RunnerError(self._why(f"the host agent died {STARTS} times before it was ready ({how})"))
+                    starts += 1
+                    self._restart()
+                elif said is not None and "error" in said:
+                    # It would fail in the same way again.
+                    raise RunnerError(f"the host agent did not start: {said['error']}\n{said['traceback']}")
+                else:
+                    self._ready = said is not None
             if self._closed:
+                self._end()  # perhaps this agent was started while another was being closed
                 raise RunnerError("the host agent is closed")
-            if self._process.poll() is not None and self._ready:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._start()
-            if self._ready:
-                return
-            try:
-                message = pickle.load(self._process.stdout)
-            except (EOFError, pickle.UnpicklingError):
-                raise RunnerError(self._why("the host agent did not start")) from None
-            if "error" in message:
-                raise RunnerError(f"the host agent did not start: {message['error']}\n{message['traceback']}")
-            self._ready = True
+
+    def _first_words(self) -> dict[str, Any] | None:
+        """What the agent says of its start; None if it died before."""
+        try:
+            # A process that an import left behind may hold the other end, so its closing is not waited for.
+            while not self._control.poll(POLL_S):
+                if self._process.poll() is not None and not self._control.poll():
+                    return None
+            return self._control.recv()
+        except (EOFError, ConnectionError):
+            return None
 
     def run(self, job: Job, key: str = "") -> Outcome:
         """The outcome of a job; blocks until it ended. With a key it can be stopped.
@@ -136,16 +166,24 @@ class HostAgent:
         if self._closed:
             return
         self._closed = True
-        self._process.stdin.close()  # what the agent takes as its end
-        try:
-            self._process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._end()
+
+    def _end(self) -> None:
+        # What the agent takes as its end, and a thread that waits for its first words as well.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
+            control.shutdown(socket.SHUT_RDWR)
+        self._reaped(timeout_s=15)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _reaped(self, timeout_s: float = 5) -> int:
+        """How the agent ended, after it hung up or was hung up on; one that stays is killed."""
+        try:
+            return self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
     def _why(self, what: str) -> str:
-        path = Path(self._folder, "stderr")
+        path = Path(self._folder, "log")
         words = path.read_text(errors="replace").strip() if path.exists() else ""
         return f"{what}\n{words[-2000:]}" if words else what

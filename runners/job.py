@@ -7,6 +7,8 @@ from ..results import Status
 
 STOP = "stop"
 """What a client sends to end a job whose outcome it still wants."""
+COLLECTIVE_MARGIN_S = 60.0
+"""What collectives wait beyond a trial's deadline: hosts do not begin at the same moment, s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +47,20 @@ class Job:
     memory_limit_mib: float | None = None
     """Memory a rank may take, MiB; None for no limit."""
     timeout_s: float | None = None
-    """Deadline counted from the job's arrival at the agent, s."""
+    """Deadline counted from the job's arrival at the agent, s; None for none. Compilation does not count."""
+    compile_timeout_s: float = 0.0
+    """What all compilations together may take beside it, s."""
     log: str | None = None
     """File for what the ranks print; None discards it."""
+
+    @property
+    def collective_timeout_s(self) -> float | None:
+        """How long a rank may wait for others in a collective, s; None where trials have no deadline.
+
+        Longer than any trial lasts, compilation on other ranks included, so that what hangs is found by the
+        deadline, which leaves the stacks of all ranks, and not by the one that happens to wait.
+        """
+        return None if self.timeout_s is None else self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

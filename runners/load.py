@@ -28,6 +28,10 @@ class Watch:
     """Begins a stretch when it is made."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins the stretch anew."""
         self._begin = _now()
 
     def load(self) -> HostLoad | None:

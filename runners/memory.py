@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 MIB = 1024 * 1024
+_STACK = 2 * MIB
+"""A thread's stack where RLIMIT_STACK names none, on x86-64."""
 
 
 def _status(*names: str) -> list[int]:
@@ -47,6 +49,10 @@ class MemoryMeter(ABC):
         """Times the allocator flushed its cache to serve a request."""
         return 0
 
+    def refuses_threads(self) -> bool:
+        """Whether the limit leaves no room for the stack of another thread."""
+        return False
+
 
 class HostMemoryMeter(MemoryMeter):
     """Memory of a CPU rank. Make it right after the fork, before anything is allocated."""
@@ -67,6 +73,14 @@ class HostMemoryMeter(MemoryMeter):
         """Takes the limit away, so that a failed rank has the memory to report."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def refuses_threads(self) -> bool:
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)  # what glibc takes for a thread (`man 3 pthread_create`)
+        if limit == resource.RLIM_INFINITY:
+            return False
+        (mapped_kib,) = _status("VmData")
+        return mapped_kib * 1024 + (_STACK if stack == resource.RLIM_INFINITY else stack) > limit
 
     def peak_mib(self) -> float:
         # The kernel keeps a high-water mark of the whole resident set only. File pages (libraries) are

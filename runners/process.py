@@ -1,5 +1,6 @@
 """Process trees that end when they should (Linux)."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -28,6 +29,12 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> None:
     """Orphaned descendants become children of this process, so that none can hide from `kill_descendants`."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def offer_to_oom_killer() -> None:
+    """The kernel takes this process first when memory runs out, not the user's own (`man 5 proc_pid_oom_score_adj`)."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # /proc may be read-only
+        file.write("1000")
 
 
 def kill_descendants(deadline_s: float = 10.0) -> None:

@@ -38,6 +38,10 @@ class RankContext:
     """Measures it."""
     reports: Connection
     """To the supervisor."""
+    local_world_size: int = 1
+    """Ranks on this host."""
+    collective_timeout_s: float | None = None
+    """How long this rank may wait for others in a collective, s; None leaves torch's default."""
     phase_name: str = "start"
     """What the rank is doing."""
 
@@ -45,6 +49,10 @@ class RankContext:
         """Tells the supervisor what comes next, so that a failure can say where it happened."""
         self.phase_name = name
         self.reports.send(("phase", name))
+
+    def compiling(self, yes: bool) -> None:
+        """Tells the supervisor whether this rank compiles, or waits for one that may, from now on."""
+        self.reports.send(("compiling", yes))
 
 
 def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection) -> None:
@@ -92,6 +100,8 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> Ra
             memory_limit_mib=job.memory_limit_mib,
             memory=meter,
             reports=reports,
+            local_world_size=job.ranks,
+            collective_timeout_s=job.collective_timeout_s,
         )
         import cloudpickle
 
@@ -108,6 +118,8 @@ def _failed(
     needed = None
     reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)
+    if not out_of_memory and failure.is_thread_refused(error) and meter.refuses_threads():
+        out_of_memory, reason = True, f"{reason}, as its stack does not fit under the limit"
     if out_of_memory:
         # While the traceback still holds the frames, what they hold is still there to be counted.
         held, requested = meter.held_mib(), failure.requested_mib(error)

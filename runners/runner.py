@@ -34,7 +34,7 @@ class TrialRequest:
     log: Path | None = None
     """File for everything the ranks print; None discards it."""
     timeout_s: float | None = None
-    """Deadline from request to result, s; None for none."""
+    """Deadline from request to result, compilation not counted, s; None for the runner's own."""
     best_throughput: float | None = None
     """Best so far, in the workload's unit; a candidate clearly slower stops early."""
     reference: Reference | None = None

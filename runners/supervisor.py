@@ -13,10 +13,12 @@ from multiprocessing.connection import Connection
 
 from ..results import Status
 from . import failure
+from .deadline import Deadline
 from .job import STOP, Job, Outcome, RankOutcome
 from .log import LogFile
-from .process import adopt_orphans, die_with_parent, kill_descendants
+from .process import adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
 from .rank import DUMP_STACKS, run_rank
+from .shortage import SAMPLE_S, Shortage
 
 GRACE_S = 0.2
 """After the first failure: how long others may report theirs, to tell the cause from its echoes."""
@@ -32,6 +34,7 @@ class _Rank:
     reports: Connection
     output: int
     phase: str = "start"
+    compiling: bool = False
     outcome: RankOutcome | None = None
     returncode: int | None = None
     open_output: bool = True
@@ -46,22 +49,30 @@ class Supervisor:
     """What to run."""
     client: Connection
     """Who asked; when it hangs up, the trial is abandoned."""
+    shortage: Shortage | None = None
+    """Watches the host's memory; by default made for the job."""
     _ranks: list[_Rank] = field(default_factory=list)
     _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        job = self.job
+        self._deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
+        if self.shortage is None:
+            self.shortage = Shortage(job.memory_limit_mib if job.device_type == "cpu" else None)
 
     def run(self) -> Outcome | None:
         """The job's outcome, or None if the client hung up. Every process it started is gone."""
         adopt_orphans()
-        begin = time.monotonic()
         folder = tempfile.mkdtemp(prefix="redline-rendezvous-")
         try:
             with LogFile(self.job.log) as log:
                 try:
                     self._start(folder)
-                    return self._watch(log, begin)
+                    return self._watch(log)
                 finally:
                     self._end(log)
         finally:
+            self.shortage.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self, folder: str) -> None:
@@ -79,6 +90,8 @@ class Supervisor:
             pid = os.fork()
             if pid == 0:
                 die_with_parent(me)
+                offer_to_oom_killer()
+                self.shortage.close()
                 os.dup2(stdout, 1)
                 os.dup2(stdout, 2)
                 for fd in (stdout, output, receiver.fileno(), self.client.fileno()):
@@ -99,8 +112,8 @@ class Supervisor:
                 _Rank(rendezvous.first_rank + local_rank, pid, os.pidfd_open(pid), receiver, output)
             )
 
-    def _watch(self, log: LogFile, begin: float) -> Outcome | None:
-        deadline = begin + self.job.timeout_s if self.job.timeout_s else None
+    def _watch(self, log: LogFile) -> Outcome | None:
+        look = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self.client, selectors.EVENT_READ, ("client", None))
             for rank in self._ranks:
@@ -121,9 +134,12 @@ class Supervisor:
                         ranks=self._reported(),
                         secondary=True,
                     )
-                if deadline is not None and now >= deadline:
+                if now >= self._deadline.at:
                     return self._timeout(selector, log)
-                if not self._turn(selector, log, deadline):
+                if now >= look:
+                    self.shortage.look([rank.pid for rank in self._ranks if rank.returncode is None])
+                    look = now + SAMPLE_S
+                if not self._turn(selector, log, min(look, self._deadline.at)):
                     return None
 
     def _gather(self, selector: selectors.BaseSelector, log: LogFile, end: float) -> None:
@@ -132,10 +148,9 @@ class Supervisor:
             if not self._turn(selector, log, end):
                 return
 
-    def _turn(self, selector: selectors.BaseSelector, log: LogFile, until: float | None) -> bool:
+    def _turn(self, selector: selectors.BaseSelector, log: LogFile, until: float) -> bool:
         """Handles the next events, waiting for them until `until`. False when the client hung up."""
-        wait = None if until is None else max(0.0, until - time.monotonic())
-        for key, _ in selector.select(wait):
+        for key, _ in selector.select(max(0.0, until - time.monotonic())):
             kind, rank = key.data
             if kind == "client":
                 if not self._told_to_stop():
@@ -164,19 +179,23 @@ class Supervisor:
             return False
         if kind == "phase":
             rank.phase = value
+        elif kind == "compiling":
+            rank.compiling = value
+            self._deadline.compiling(any(each.compiling for each in self._ranks), time.monotonic())
         elif rank.outcome is None:
             rank.outcome = value
         return True
 
     def _exited(self, rank: _Rank, log: LogFile) -> None:
-        _, status = os.waitpid(rank.pid, 0)
+        _, status, used = os.wait4(rank.pid, 0)
         rank.returncode = os.waitstatus_to_exitcode(status)
         while rank.outcome is None and rank.reports.poll(0) and self._receive(rank):
             continue
         if rank.outcome is None:
             if rank.open_output:
                 self._drain(rank, log)
-            kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"))
+            short = self.shortage.evidence(rank.pid, used.ru_maxrss / 1024)
+            kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"), short)
             rank.outcome = RankOutcome(
                 rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})"
             )
@@ -197,20 +216,23 @@ class Supervisor:
         return True
 
     def _timeout(self, selector: selectors.BaseSelector, log: LogFile) -> Outcome:
+        several = self.job.rendezvous.world_size > 1
+        what = self._deadline.reason
         alive = [rank for rank in self._ranks if rank.outcome is None]
+        # Of a compilation that takes too long the others are blameless.
+        late = [rank for rank in alive if rank.compiling == self._deadline.in_compilation] or alive
         for rank in alive:
             log.write(
-                f"\nredline: no result within {self.job.timeout_s:g} s (during {rank.phase}); stacks follow\n".encode(),
-                rank=rank.number if self.job.rendezvous.world_size > 1 else None,
+                f"\nredline: {what} (during {rank.phase}); stacks follow\n".encode(),
+                rank=rank.number if several else None,
             )
             os.kill(rank.pid, DUMP_STACKS)
+        phases = sorted({rank.phase for rank in late})
+        who = f" on rank {', '.join(str(rank.number) for rank in late)}" if several else ""
         end = time.monotonic() + STACKS_S
         while time.monotonic() < end and self._turn(selector, log, end):
             continue
-        phases = sorted({rank.phase for rank in alive})
-        ranks = ", ".join(str(rank.number) for rank in alive)
-        who = f" on rank {ranks}" if self.job.rendezvous.world_size > 1 else ""
-        reason = f"no result within {self.job.timeout_s:g} s (during {', '.join(phases)}{who})"
+        reason = f"{what} (during {', '.join(phases)}{who})"
         return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
 
     def _outcome(self) -> Outcome:

@@ -13,8 +13,10 @@ from typing import Any
 class TimingPlan:
     """How long to warm up and to measure."""
 
+    compile_max_steps: int = 10
+    """Steps in which something compiles and that are left out; a candidate that goes on compiling is that slow."""
     warmup_min_steps: int = 2
-    """Steps that never count; the first ones allocate and compile."""
+    """Steps that never count; the first ones allocate."""
     warmup_max_steps: int = 10
     """Steps after which a time that still moves is measured as it is."""
     warmup_seconds: float = 10.0
@@ -49,6 +51,8 @@ class Timing:
     """Wall time of the warm-up, s."""
     seconds_measure: float
     """Wall time of the measured steps, s."""
+    seconds_compile: float = 0.0
+    """Wall time of the steps in which some rank compiled, which are part of neither, s."""
     stopped_early: str = ""
     """Why the measurement was cut short; empty if it was not."""
 
@@ -128,8 +132,12 @@ def measure(
     *,
     best_step_ms: float | None = None,
     agree: Callable[[list[float]], list[float]] = lambda values: values,
+    compiled: Callable[[], float] = lambda: 0.0,
+    settled: Callable[[], None] = lambda: None,
 ) -> Timing:
     """Runs `step` until its time is known.
+
+    Steps in which any rank compiles count neither as warm-up nor as measured, and their time is kept apart.
 
     Args:
         step: one optimizer step.
@@ -138,20 +146,31 @@ def measure(
         best_step_ms: the time of the best candidate so far for the same work, ms.
         agree: elementwise maximum over all ranks, so that every rank counts the slowest and takes the
             same decisions (each rank must run the same number of steps).
+        compiled: seconds that this rank has compiled so far.
+        settled: called once, when every rank has made a step without compiling.
     """
     begin = time.perf_counter()
+    compiling = _Compiling(plan.compile_max_steps)
 
     def timed(count: int) -> tuple[list[float], float]:
-        marks = [clock.mark()]
-        for _ in range(count):
-            step()
-            marks.append(clock.mark())
-        *times, elapsed = agree([*clock.read(marks), time.perf_counter() - begin])
-        return times, elapsed
+        """Milliseconds of so many steps without compilation, and seconds of all such steps so far."""
+        while True:
+            before = compiled()
+            marks = [clock.mark()]
+            for _ in range(count):
+                step()
+                marks.append(clock.mark())
+            *times, elapsed, within = agree(
+                [*clock.read(marks), time.perf_counter() - begin, compiled() - before]
+            )
+            if not compiling.left_out(count, elapsed, within):
+                return times, elapsed - compiling.seconds
 
     warm: list[float] = []
     while True:
         times, elapsed = timed(1)
+        if not warm:
+            settled()
         warm += times
         if len(warm) < plan.warmup_min_steps:
             continue
@@ -176,6 +195,7 @@ def measure(
                 warmup_steps=len(warm) - len(tail),
                 seconds_warmup=seconds_warmup,
                 seconds_measure=0.0,
+                seconds_compile=compiling.seconds,
                 stopped_early=f"stopped early: {steady / best_step_ms:.1f} times the step time of the best so far",
             )
 
@@ -199,4 +219,22 @@ def measure(
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,
         seconds_measure=elapsed - seconds_warmup,
+        seconds_compile=compiling.seconds,
     )
+
+
+class _Compiling:
+    """The steps that are left out because some rank compiled in them."""
+
+    def __init__(self, most: int) -> None:
+        self.seconds = 0.0
+        self._left, self._until = most, 0.0
+
+    def left_out(self, steps: int, elapsed: float, compiled: float) -> bool:
+        """Whether the last steps, up to `elapsed` seconds, are left out; as every rank decides."""
+        out = compiled > 0 and self._left > 0
+        if out:
+            self._left -= steps
+            self.seconds += elapsed - self._until
+        self._until = elapsed
+        return out

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -26,7 +26,7 @@ class Budget:
     trials: int | None = None
     """Trials in all, a resumed run's earlier ones included; None for no limit."""
     seconds: float | None = None
-    """Wall time of this process's search, s; None for no limit."""
+    """Wall time of a search from its beginning to its winner, s; None for no limit."""
     device_hours: float | None = None
     """Device time of all trials, hours: seconds of a trial times its devices; None for no limit."""
     patience: int = 0
@@ -81,14 +81,15 @@ def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
 class Stopwatch:
     """Time left of a budget, counted from when it was made."""
 
-    def __init__(self, seconds: float | None) -> None:
-        self._begin = time.monotonic()
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begin = clock()
         self._seconds = seconds
 
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._begin
+        return self._clock() - self._begin
 
     @property
     def left(self) -> float:

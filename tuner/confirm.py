@@ -63,6 +63,12 @@ class Confirmation:
     """Contenders that did not run to the end again."""
     _done: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """What the fewest rounds would take with the contenders so far, s."""
+        known = [trial.measurement.seconds_total or 0.0 for trial in self._contenders(())]
+        return FEWEST_ROUNDS * sum(known) if len(known) > 1 else 0.0
+
     def run(self) -> None:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
         the time are used up. Contenders that fail are replaced by the next best."""
@@ -77,7 +83,7 @@ class Confirmation:
             while active and len(self.rounds) < MOST_ROUNDS:
                 enough = all(self._times(trial) >= FEWEST_ROUNDS for trial in active)
                 late = self.watch.elapsed - begin > SHARE_OF_SEARCH * spent
-                if self.watch.left < 0 and self.rounds or enough and late:
+                if self.watch.left <= 0 or enough and late:
                     break
                 self._round(active)
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
@@ -109,7 +115,11 @@ class Confirmation:
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
             self.listener.remeasuring(list(active), self._done, total)
-            if self.watch.left < 0 and self._times(trial):
+            if self.watch.left <= 0:
+                if taken and not any(self.rounds[:-1]):
+                    # Who was not measured beside the others cannot be compared with them.
+                    taken.clear()
+                    self.listener.said("the time was up before all leaders were measured again: the first figures stand")
                 return
             again = self.measure(trial)
             self._done += 1

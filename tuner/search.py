@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""
+CONFIRM_SHARE = 1 / 3
+"""Of a search's time, what is kept at most for measuring the leaders again."""
+
 REFINEMENT = "layerwise"
 """Who proposed the trial that refines the winner, in place of a sampler."""
 SMALL_CHANCE = 0.05
@@ -79,10 +82,15 @@ class Search:
     """States the prediction of a trial where the sampler states none."""
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
+    watch: Stopwatch | None = None
+    """Time left of `budget.seconds`; by default it runs from now on.
+
+    Once the time is up nothing more is started, so that all ends within it and at most one trial. Before,
+    a trial is started where what is left is enough for a typical one and for measuring the leaders again."""
 
     def __post_init__(self) -> None:
         self.listener = self.listener or SearchListener()
-        self._watch = Stopwatch(self.budget.seconds)
+        self.watch = self.watch or Stopwatch(self.budget.seconds)
         self._conditions = Conditions(self._measure_again, self.listener)
         self._judge_at = 0
         self._shortfall = ""
@@ -111,11 +119,12 @@ class Search:
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
+                # What has an outcome is kept, although another trial beside it was lost.
+                for future in sorted(done, key=lambda each: each.exception() is not None):
                     trial = running.pop(future)
                     measured = future.result()
                     # Beside other trials a canary would measure those.
-                    if self.runner.slots == 1:
+                    if self.runner.slots == 1 and self.watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
                     self.listener.finished(self.run_folder.finish(trial.number, measured))
         except BaseException:
@@ -131,7 +140,7 @@ class Search:
             refiner: makes a configuration of the trials so far; None where nothing is expected to be gained.
         """
         trials = self.run_folder.trials()
-        if not any(trial.ok for trial in trials) or self._watch.left < self._typical_seconds(trials):
+        if not any(trial.ok for trial in trials) or self._too_late(trials):
             return
         found = refiner(trials)
         if found is None:
@@ -192,7 +201,7 @@ class Search:
         tried = [trial for trial in trials if not _skipped(trial)]
         if self.budget.trials is not None and len(tried) >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"
-        if trials and self._watch.left < self._typical_seconds(trials):
+        if trials and self._too_late(trials):
             return f"the time of {self.budget.seconds:g} s is used up"
         limit = self.budget.device_hours
         if limit is not None and device_hours_of(trials, self.devices) >= limit:
@@ -264,6 +273,13 @@ class Search:
             return None, ""
         return proposals[0], self.sampler.name
 
+    def _too_late(self, trials: list[Trial]) -> bool:
+        """Whether the time left is not enough for another trial and for measuring the leaders again."""
+        if self.budget.seconds is None:
+            return False
+        again = 0.0 if self.runner.name == "function" else self._confirmation().seconds
+        return self.watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
+
     def _typical_seconds(self, trials: list[Trial]) -> float:
         known = [trial.measurement.seconds_total for trial in trials if not trial.pending]
         known = [seconds for seconds in known if seconds]
@@ -304,10 +320,13 @@ class Search:
         if self.runner.name == "function":
             return
         try:
-            Confirmation(self.run_folder, self._measure_again, self.listener, self._watch).run()
+            self._confirmation().run()
         except BaseException:
             self.runner.close()
             raise
+
+    def _confirmation(self) -> Confirmation:
+        return Confirmation(self.run_folder, self._measure_again, self.listener, self.watch)
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpaceError, UsageError, unknown
+from ..errors import RunnerError, SpaceError, UsageError, unknown
 from ..models import Workload
 from ..models.device import Device, available_memory_mib, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
@@ -19,7 +19,7 @@ from ..models.spaces import fix as fix_knob
 from ..results import RunFolder, Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..space import Config, Space
-from .budget import Budget, parse_duration, parse_memory
+from .budget import Budget, Stopwatch, parse_duration, parse_memory
 from .feasibility import tight_winner
 from .first_trial import first_trial
 from .listener import SearchListener
@@ -116,7 +116,8 @@ def tune(
         lora: train adapters of a Hugging Face model only, such as `r=16` or
             `r=16,alpha=32,target=q_proj+v_proj`; the other weights are frozen.
         trials: trials in all (16 where neither trials nor time is given).
-        time: wall time, s or as in `30m`.
+        time: wall time from this call to the winner, measuring the leaders again included, s or as in `30m`.
+            Nothing is started once it is up, so that it is exceeded by one trial at most.
         device_hours: device time of all trials, h.
         patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
             By default 5, and 0 for the sampler `grid`, of which all is wanted.
@@ -141,7 +142,8 @@ def tune(
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
-        trial_timeout: deadline of one trial, s or as in `5m`.
+        trial_timeout: deadline of one trial, s or as in `5m`. Compilation does not count: it has as long again, and
+            five minutes at least.
         measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`; fewer are
             taken where they agree within 2 %, and never fewer than three.
         concurrency: trials at once.
@@ -155,7 +157,7 @@ def tune(
 
     Raises:
         UsageError: something asked for is invalid; nothing was written.
-        RunnerError: the machinery that runs trials failed.
+        RunnerError: the machinery that runs trials failed. What was found before is in `out`.
     """
     listener = listener or SearchListener()
     space_file, space = (space, Space.from_yaml(space)) if isinstance(space, (str, Path)) else (None, space)
@@ -163,9 +165,8 @@ def tune(
         trials = DEFAULT_TRIALS
     if patience is None:
         patience = 0 if sampler == "grid" else DEFAULT_PATIENCE
-    budget = Budget(
-        trials=trials, seconds=parse_duration(time), device_hours=device_hours, patience=patience
-    )
+    budget = Budget(trials=trials, seconds=parse_duration(time), device_hours=device_hours, patience=patience)
+    watch = Stopwatch(budget.seconds)
     limit_mib = parse_memory(memory_limit)
     timeout_s = parse_duration(trial_timeout, "trial timeout")
     plan = TimingPlan(seconds=parse_duration(measure_time, "measure time"))
@@ -243,19 +244,14 @@ def tune(
         columns |= dict.fromkeys(name for name in BLOCK_KNOBS if name not in columns)
     with logging_to(log_to, out, listener) as listener, _folder(out) as path:
         folder = RunFolder.open(
-            path,
-            asked,
-            knobs=columns,
-            make_config=Config,
-            storage=storage,
-            resume=resume,
-            warn=warn,
+            path, asked, knobs=columns, make_config=Config, storage=storage, resume=resume, warn=warn
         )
         with folder:
             begun = (first.note,) if first.note and not folder.resumed else ()
             for note in (*folder.notes, *task.notes, *begun):
                 warn(note)
             interrupted, ended = False, ""
+            lost: RunnerError | None = None
             listener.waiting("starting workers")
             with contextlib.ExitStack() as stack:
                 try:
@@ -278,6 +274,7 @@ def tune(
                         devices=task.devices,
                         predictor=judge,
                         peak_rate=peak_rate(estimator) if estimator is not None else None,
+                        watch=watch,
                     )
                     told = {"default": first.config, "kept": out is not None}
                     listener.began(plan_of(task, budget, folder, sampler, made, **told))
@@ -288,11 +285,13 @@ def tune(
                     search.confirm()
                 except KeyboardInterrupt:
                     interrupted, ended = True, "interrupted"
+                except RunnerError as error:
+                    lost, ended = error, "the machinery that runs trials failed"
             done = folder.trials()
             if (tight := tight_winner(done, headroom)) and not interrupted:
                 warn(tight)
-            given = {"space": space_file, "data": data, "set": override, "fix": fix}
-            command = command_of(task, target, limit_mib, seed, made_of=done, given=given)
+            requested = {"space": space_file, "data": data, "set": override, "fix": fix}
+            command = command_of(task, target, limit_mib, seed, made_of=done, given=requested)
             folder.write_best(command, devices=task.device.to_dict())
             result = make_result(
                 done,
@@ -304,6 +303,10 @@ def tune(
                 simulated=task.simulated,
             )
             listener.ended(result)
+            if lost is not None:
+                kept = out is not None and any(not trial.pending for trial in done)
+                note = f"\nWhat was found before is in '{path}'; resuming goes on from there." if kept else ""
+                raise RunnerError(f"{lost}{note}") from lost
             return result
 
 

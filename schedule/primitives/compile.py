@@ -1,5 +1,6 @@
 """compile: run a module through torch.compile, in place."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,16 @@ def compile(sch: Schedule, **options: Any) -> None:
         raise ScheduleError(f"compile on '{sch.name}': a module is compiled once, and it already is")
     check_options(sch, options)
     sch.defer("compile", _apply, options=options)
+
+
+def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Has `began` called whenever torch.compile starts to compile in this process, a forward or a backward pass,
+    and `ended` when it is through, also by an error. What is compiled within another compilation is part of it.
+    """
+    import torch._dynamo
+
+    torch._dynamo.on_compile_start(lambda args: began())
+    torch._dynamo.on_compile_end(lambda args: ended())
 
 
 def check_options(sch: Schedule, options: dict[str, Any]) -> None:

@@ -40,3 +40,47 @@ def test_one_rank_has_no_mesh():
 def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
     with pytest.raises(WorkloadError, match=said):
         World.of(config, 0, 8)
+
+
+def _axes(timeout_s):
+    """Of each axis of a mesh of two stages by two replicas: its ranks, where this one is among them, how long it waits."""
+    import torch.distributed as dist
+
+    world = World.of({"pp": 2}, dist.get_rank(), dist.get_world_size())
+    mesh = world.mesh(torch.device("cpu"), timeout_s)
+    found = {}
+    for name in ("pp", "dp"):
+        group = mesh.get_group(name)
+        waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        found[name] = (dist.get_process_group_ranks(group), mesh.get_local_rank(name), waits)
+    assert mesh["dp"].get_group() is mesh.get_group("dp")
+    assert (found["pp"][1], found["dp"][1]) == (world.pp_rank, world.dp_rank)
+    return found
+
+
+def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
+    found = four.run(_axes, 4321.0)
+    assert [each["pp"] for each in found] == [
+        ([0, 2], 0, 4321.0), ([1, 3], 0, 4321.0), ([0, 2], 1, 4321.0), ([1, 3], 1, 4321.0)
+    ]  # fmt: skip
+    assert [each["dp"] for each in found] == [
+        ([0, 1], 0, 4321.0), ([0, 1], 1, 4321.0), ([2, 3], 0, 4321.0), ([2, 3], 1, 4321.0)
+    ]  # fmt: skip
+
+
+def _gives_up():
+    """What a stage is told that waits for another one, which sends nothing."""
+    import torch.distributed as dist
+
+    mesh = World.of({"pp": 2}, dist.get_rank(), 4).mesh(torch.device("cpu"), 1.0)
+    if dist.get_rank() != 2:
+        return ""
+    try:
+        dist.recv(torch.ones(1), 0, group=mesh.get_group("pp"))
+    except RuntimeError as error:
+        return str(error)
+    return "received"
+
+
+def test_a_stage_waits_for_another_no_longer_than_that(four):
+    assert "Timed out waiting 1000ms" in four.run(_gives_up)[2]

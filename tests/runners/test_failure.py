@@ -2,12 +2,24 @@
 
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from redline import OutOfMemory
 from redline.results import Status
 from redline.runners import failure
+
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1073741824 bytes. Error code 12 (Cannot allocate memory)"
+)
+NCCL = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\n"
+)
+NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API call."
 
 
 @pytest.mark.parametrize(
@@ -16,14 +28,28 @@ from redline.runners import failure
         MemoryError(),
         OutOfMemory("by hand"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("NCCL error in: ProcessGroupNCCL.cpp: ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+        RuntimeError("CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity)"),
+        RuntimeError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
         RuntimeError("CUDA error: out of memory"),
-        RuntimeError("can't start new thread"),
+        RuntimeError("CUDA error: out of memory" + NOTE),
+        RuntimeError("HIP error: out of memory" + NOTE),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        RuntimeError(NCCL + "Cuda failure 2 'out of memory'"),
+        RuntimeError(NCCL + "Cuda failure 'out of memory'"),
+        RuntimeError(NCCL + "Failed to CUDA calloc async 608 bytes"),
+        RuntimeError(CPU_ALLOCATOR),
+        RuntimeError(CPU_ALLOCATOR.replace("can't allocate memory:", "not enough memory:")),
+        RuntimeError("unable to mmap 4096 bytes from file </torch_12_34_0>: Cannot allocate memory (12)"),
+        RuntimeError("std::bad_alloc"),
         OSError(12, "Cannot allocate memory"),
     ],
-    ids=lambda error: f"{type(error).__name__}-{str(error)[:24]}",
+    ids=lambda error: f"{type(error).__name__}-{str(error)[-40:]}",
 )
 def test_every_way_to_run_out_of_memory_is_oom(error):
     assert failure.is_oom(error)
@@ -32,15 +58,42 @@ def test_every_way_to_run_out_of_memory_is_oom(error):
 @pytest.mark.parametrize(
     "error",
     [
+        RuntimeError("can't start new thread"),
         RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered" + NOTE),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError(NCCL + "Cuda failure 999 'unknown error'"),
+        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
+        RuntimeError("set PYTORCH_CUDA_ALLOC_CONF where CUDA out of memory is seen"),
+        RuntimeError("this model was exported to avoid `CUDA error: out of memory` on small devices"),
+        RuntimeError("std::bad_alloc is what version 1 of this file raised"),
+        RuntimeError("not enough memory lanes: can't allocate memory by that name"),
+        RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"),
+        RuntimeError("unable to mmap 4096 bytes from file </torch_1_2_0>: Permission denied (13)"),
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers "
+                     "are out of shared memory. Please try to raise your shared memory limit."),
+        OSError(11, "Resource temporarily unavailable"),
+        OSError(28, "No space left on device"),
         ValueError("out of memory is not what this is about"),
+        ValueError(CPU_ALLOCATOR),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         KeyError("memory"),
     ],
-    ids=lambda error: str(error)[:24],
-)
-def test_other_errors_are_not(error):
+    ids=lambda error: str(error)[-40:],
+)  # fmt: skip
+def test_what_only_speaks_of_memory_is_not(error):
     assert not failure.is_oom(error)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60), lambda: np.ones(1 << 50)],
+)
+def test_what_the_allocators_at_hand_really_raise_is_oom(make):
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        make()
+    assert failure.is_oom(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +108,45 @@ def test_the_amount_asked_for_is_read_in_mib(text, mib):
     assert failure.requested_mib(RuntimeError(text)) == pytest.approx(mib)
 
 
+THREAD = "libgomp: Thread creation failed: Resource temporarily unavailable"
+WATCHDOG = (
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0 Rank 0] "
+    f"Process group watchdog thread terminated with exception: CUDA error: out of memory{NOTE}"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "words", "status"),
     [
-        (-signal.SIGKILL, "", Status.OOM),
         (-signal.SIGSEGV, "", Status.CRASH),
         (-signal.SIGABRT, "  what():  std::bad_alloc", Status.OOM),
+        (-signal.SIGABRT, f"terminate called\n  what():  {CPU_ALLOCATOR}", Status.OOM),
+        (-signal.SIGABRT, "  what():  CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", Status.OOM),
+        (-signal.SIGABRT, WATCHDOG, Status.OOM),
+        (-signal.SIGABRT, "  what():  std::out_of_range", Status.CRASH),
         (-signal.SIGABRT, "Assertion failed", Status.CRASH),
-        (1, "libgomp: Thread creation failed: Resource temporarily unavailable", Status.OOM),
+        (1, "libgomp: Out of memory allocating 4096 bytes", Status.OOM),
+        (1, "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.", Status.OOM),
+        (1, "OpenBLAS : Program is Terminated. Because you tried to allocate too many memory regions.", Status.CRASH),
         (3, "", Status.CRASH),
     ],
 )
 def test_an_exit_without_a_report_is_judged_by_signal_and_last_words(code, words, status):
     assert failure.from_exit(code, words)[0] is status
+
+
+@pytest.mark.parametrize(("code", "words"), [(-signal.SIGKILL, ""), (1, THREAD)])
+def test_what_may_or_may_not_come_from_memory_is_oom_only_with_evidence(code, words):
+    status, reason = failure.from_exit(code, words)
+    assert status is Status.CRASH
+    assert reason.endswith("and nothing says that memory was short")
+    status, reason = failure.from_exit(code, words, "2 of 512 MiB were left")
+    assert status is Status.OOM
+    assert reason.endswith(": 2 of 512 MiB were left")
+
+
+def test_evidence_makes_no_oom_of_what_memory_does_not_cause():
+    assert failure.from_exit(-signal.SIGSEGV, "", "2 of 512 MiB were left")[0] is Status.CRASH
 
 
 def test_a_lost_peer_is_told_from_a_cause():

@@ -114,15 +114,6 @@ def test_bad_alloc_that_aborts_the_process_is_oom(bench):
     assert "SIGABRT" in outcome.reason
 
 
-def test_sigkill_as_the_kernels_oom_killer_sends_it_is_oom(bench):
-    def program(context):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    outcome = bench.run(program)
-    assert outcome.status is Status.OOM
-    assert "SIGKILL" in outcome.reason
-
-
 def test_segfault_is_a_crash_that_names_the_signal(bench, tmp_path):
     def program(context):
         import ctypes
@@ -199,13 +190,22 @@ def test_exception_in_one_rank_while_the_other_waits_ends_both_within_two_second
     assert "[rank 1] ValueError: rank one fails" in (tmp_path / "0.log").read_text()
 
 
-def test_oom_in_one_rank_decides_though_the_other_reports_a_lost_peer(bench):
+def test_a_killed_rank_decides_though_the_other_reports_a_lost_peer(bench):
     def fail():
         os.kill(os.getpid(), signal.SIGKILL)
 
     outcome = bench.run(lambda context: _collective(context, fail), ranks=2)
+    assert outcome.status is Status.CRASH
+    assert outcome.reason.startswith("rank 1: killed by signal 9 (SIGKILL)")
+
+
+def test_oom_in_one_rank_decides_though_the_other_reports_a_lost_peer(bench):
+    def fail():
+        raise MemoryError
+
+    outcome = bench.run(lambda context: _collective(context, fail), ranks=2)
     assert outcome.status is Status.OOM
-    assert outcome.reason.startswith("rank 1: killed by SIGKILL")
+    assert outcome.reason.startswith("rank 1: MemoryError")
 
 
 def test_a_hang_is_a_timeout_with_the_stack_in_the_log(bench, tmp_path):

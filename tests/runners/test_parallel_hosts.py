@@ -57,6 +57,24 @@ def hangs(context):
         dist.barrier()
     waits_in_a_collective()
 
+def compiles(context):
+    import torch.distributed as dist
+    from redline.runners.compiling import Compilation
+    from redline.runners.dry_run import join
+    compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
+    compilation.expected()
+    join(context)
+    total = torch.ones(1)
+    if context.rank == 1:
+        end = time.monotonic() + 5
+        def compiler(graph, inputs):
+            time.sleep(max(0.0, end - time.monotonic()))
+            return graph.forward
+        total = torch.compile(lambda x: x * 1, backend=compiler)(total)
+    dist.all_reduce(total)
+    compilation.settled()
+    return float(total)
+
 def job(program, **options):
     return Job(program=cloudpickle.dumps(program), ranks=2, rendezvous=Rendezvous(world_size=2), threads=1, **options)
 
@@ -84,6 +102,8 @@ try:
         log = (folder / "2.log").read_text()
         print("HANG", outcome.status, outcome.reason)
         print("STACKS", "waits_in_a_collective" in log, "never_joins" in log)
+        outcome = runner.dispatch(job(compiles, timeout_s=4, compile_timeout_s=60))
+        print("COMPILES", outcome.status, [each.report for each in outcome.ranks], outcome.reason)
         print("AGAIN", runner.dispatch(job(meet, timeout_s=60)).status)
 finally:
     cluster.shutdown()
@@ -121,6 +141,10 @@ def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(said):
     assert said["HANG"][0].startswith("timeout no result within 4 s")
     assert "on rank 0" in said["HANG"][0] and "on rank 1" in said["HANG"][0]
     assert said["STACKS"] == ["True True"]
+
+
+def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(said):
+    assert said["COMPILES"] == ["ok [2.0, 2.0] "]
 
 
 def test_the_next_trial_runs(said):

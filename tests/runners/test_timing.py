@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from redline.runners import timing as timing_module
 from redline.runners.timing import HostClock, TimingPlan, measure, median_interval
 
 
@@ -90,3 +91,76 @@ def test_the_interval_covers_the_median_95_percent_of_the_time(size):
 
 def test_the_interval_of_few_values_is_their_range():
     assert median_interval([1.0, 2.0, 4.0]) == (2.0, 1.5)
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Measures steps of which some compile for a while (s, by the step's number), all on one scripted clock."""
+
+    def measured(times, seconds, **options):
+        def compiled():
+            return sum(long for step, long in seconds.items() if step < clock.steps)
+
+        longer = (each + 1e3 * seconds.get(step, 0.0) for step, each in enumerate(times))
+        clock = ScriptedClock(longer)
+        monkeypatch.setattr(timing_module.time, "perf_counter", lambda: clock.now)
+        plan = options.pop("plan", TimingPlan())
+        return measure(clock.step, clock, plan, compiled=compiled, **options), clock
+
+    return measured
+
+
+def test_compilation_is_no_warm_up_and_is_kept_apart(compiling):
+    timing, clock = compiling(itertools.repeat(100), {0: 60.0, 1: 5.0})
+    assert timing.seconds_compile == pytest.approx(65.2)
+    assert (timing.warmup_steps, timing.steps) == (2, 6)
+    assert timing.seconds_warmup == pytest.approx(0.2)
+    assert timing.seconds_measure == pytest.approx(0.6)
+    assert clock.steps == 10
+
+
+def test_a_long_compilation_is_not_clearly_slower(compiling):
+    timing, _ = compiling(itertools.repeat(100), {0: 600.0, 1: 600.0}, best_step_ms=90)
+    assert timing.stopped_early == ""
+    assert timing.step_ms == pytest.approx(100)
+
+
+def test_what_is_clearly_slower_once_it_is_compiled_still_stops_early(compiling):
+    timing, _ = compiling(itertools.repeat(400), {0: 600.0}, best_step_ms=90)
+    assert timing.stopped_early.startswith("stopped early: 4.4 times")
+    assert timing.seconds_compile == pytest.approx(600.4)
+
+
+def test_a_long_compilation_leaves_the_warm_up_its_own_time(compiling):
+    unsteady = itertools.chain([900, 800, 700, 600, 500, 400, 300], itertools.repeat(200))
+    timing, _ = compiling(unsteady, {0: 60.0})
+    assert timing.warmup_steps == 8  # not two, as the time for it were used up
+
+
+def test_a_step_that_compiles_while_measuring_is_left_out(compiling):
+    timing, _ = compiling(itertools.repeat(100), {5: 30.0})
+    assert timing.step_ms == pytest.approx(100) and timing.spread_ms == pytest.approx(0, abs=1e-6)
+    assert timing.seconds_compile == pytest.approx(30.1)
+    assert timing.seconds_measure == pytest.approx(0.6)
+
+
+def test_what_never_stops_compiling_is_as_slow_as_that(compiling):
+    timing, clock = compiling(itertools.repeat(100), dict.fromkeys(range(1000), 1.0))
+    assert clock.steps < 100
+    assert timing.step_ms == pytest.approx(1100)
+    assert timing.seconds_compile == pytest.approx(1.1 * TimingPlan().compile_max_steps)
+
+
+def test_a_step_is_left_out_where_another_rank_compiles(compiling):
+    slow = iter([40.0])
+    timing, clock = compiling(
+        itertools.repeat(100), {}, agree=lambda values: [*values[:-1], max(values[-1], next(slow, 0.0))]
+    )
+    assert clock.steps == 1 + timing.warmup_steps + timing.steps
+    assert timing.seconds_compile == pytest.approx(0.1)
+
+
+def test_it_is_told_once_that_all_have_made_a_step_without_compiling(compiling):
+    told = []
+    compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: told.append(timing_module.time.perf_counter()))
+    assert told == [pytest.approx(60.2)]

@@ -15,6 +15,7 @@ WORKLOAD = '''
 import os
 import time
 
+import psutil
 import torch
 from torch import nn
 
@@ -108,6 +109,16 @@ def dying(output, batch):
 
 
 mortal = rl.Workload(name="mortal", model=net, batch=batch, loss=dying, space=make_space(), global_batch=64)
+
+
+def patricide(output, batch):
+    if len(batch[1]) == 32:
+        os.kill(psutil.Process(os.getppid()).ppid(), 9)  # the host agent
+        time.sleep(600)
+    return loss(output, batch)
+
+
+deadly = rl.Workload(name="deadly", model=net, batch=batch, loss=patricide, space=make_space(), global_batch=64)
 '''
 
 
@@ -202,6 +213,17 @@ def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
     assert statuses == {"4": "ok", "8": "ok", "16": "crash", "32": "timeout", "64": "ok"}
     timed_out = next(row for row in rows(folder) if row["status"] == "timeout")
     assert "dying" in (folder / "run" / timed_out["log"]).read_text()
+
+
+@pytest.mark.slow
+def test_a_host_agent_that_is_lost_for_good_ends_the_run_with_1_and_with_what_was_found(folder):
+    done = tune(folder, "deadly", "--trials", 10, timeout=110)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the host agent was lost" in done.stderr
+    assert "What was found before is in 'run'" in done.stderr
+    best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
+    assert best["best"]["measurement"]["throughput"] > 0
+    assert len(rows(folder)) >= 1
 
 
 def start(folder, *arguments):

@@ -1,0 +1,158 @@
+"""A host agent starts whatever its imports print, read or break, and says what went wrong when it does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+
+import cloudpickle
+import psutil
+import pytest
+from redline.errors import RunnerError
+from redline.results import Status
+from redline.runners import host
+from redline.runners.host import STARTS, HostAgent
+from redline.runners.job import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    """Makes an agent that imports a module of this source and nothing else, which keeps its start short."""
+    monkeypatch.setattr(host, "COMMON_IMPORTS", ())
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def make(source):
+        name = f"imported_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(f"starts = {str(tmp_path / 'starts')!r}\n" + textwrap.dedent(source))
+        made.append(HostAgent([name]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+COUNT = """
+import os, sys
+with open(starts, "a") as file:
+    file.write("x")
+count = os.path.getsize(starts)
+"""
+
+
+NOISES = {
+    "prints": "print('hello from an import', 'x' * 100_000)",
+    "writes": "import sys; sys.stdout.write('no line end'); sys.stdout.flush()",
+    "writes to the descriptor": "import os; os.write(1, b'\\x80\\x04written to the descriptor')",
+    "prints from C": "import ctypes; libc = ctypes.CDLL(None); libc.puts(b'from C'); libc.fflush(None)",
+    "starts what prints": "import subprocess; subprocess.run(['echo', 'from a child'])",
+    "reads": "import sys; assert sys.stdin.read() == ''",
+}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_what_an_import_does_to_the_standard_streams_does_not_matter(agent, noise):
+    agent(noise).wait_ready()
+
+
+def test_what_an_import_prints_is_in_no_trials_log(agent, tmp_path):
+    noisy = "\n".join(NOISES.values())
+    made = agent(f"import torch\n{noisy}\nprint('never flushed')")
+    for _ in range(2):
+        log = tmp_path / "0.log"
+        outcome = made.run(Job(program=cloudpickle.dumps(lambda context: print("mine")), timeout_s=60, log=str(log)))
+        assert outcome.status is Status.OK, outcome.reason
+        assert log.read_text() == "mine\n"
+
+
+def test_an_agent_that_dies_while_it_starts_is_started_again(agent, tmp_path):
+    agent(COUNT + f"if count < {STARTS}: os.abort()").wait_ready()
+    assert (tmp_path / "starts").read_text() == "x" * STARTS
+
+
+@pytest.mark.parametrize(
+    ("death", "how"),
+    [("os.abort()", "killed by signal 6 (SIGABRT)"), ("os._exit(7)", "the process exited with code 7")],
+)
+def test_one_that_goes_on_dying_ends_with_its_last_words(agent, tmp_path, death, how):
+    made = agent(COUNT + f"os.write(2, b'no licence for this library ' + str(count).encode())\n{death}")
+    with pytest.raises(RunnerError) as caught:
+        made.wait_ready()
+    assert str(caught.value) == (
+        f"the host agent died {STARTS} times before it was ready ({how})\nno licence for this library {STARTS}"
+    )
+    assert (tmp_path / "starts").read_text() == "x" * STARTS
+
+
+def test_an_import_that_raises_would_raise_again_and_is_told_with_its_traceback(agent, tmp_path):
+    made = agent(COUNT + "raise KeyError('no such device')")
+    with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
+        made.wait_ready()
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_a_child_that_outlives_its_agent_does_not_hide_the_death(agent, tmp_path):
+    leaves_a_child = """
+pid = os.fork()
+if pid == 0:
+    import time
+    time.sleep(600)
+with open(starts + ".pids", "a") as file:
+    file.write(f"{pid} ")
+os._exit(5)
+"""
+    made = agent(COUNT + leaves_a_child)
+    try:
+        with pytest.raises(RunnerError, match="exited with code 5"):
+            made.wait_ready()
+    finally:
+        for pid in (tmp_path / "starts.pids").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_an_agent_that_is_lost_later_fails_its_trial_and_is_replaced(agent):
+    made = agent("")
+    made.wait_ready()
+    lost = psutil.Process(made.pid)
+
+    def kill():
+        while not lost.children():  # the trial's supervisor
+            time.sleep(0.01)
+        lost.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(RunnerError, match="the host agent was lost"):
+        made.run(Job(program=cloudpickle.dumps(lambda context: time.sleep(600)), timeout_s=60))
+    thread.join()
+    made.wait_ready()
+    assert made.pid != lost.pid
+
+
+def test_an_agent_ends_with_whoever_started_it(tmp_path):
+    (tmp_path / "quick.py").write_text("")
+    code = """
+    import sys
+    from redline.runners import host
+    host.COMMON_IMPORTS = ()
+    made = host.HostAgent(["quick"])
+    made.wait_ready()
+    print(made.pid, flush=True)
+    sys.stdin.read()
+    """
+    starter = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    agent = psutil.Process(int(starter.stdout.readline()))
+    starter.kill()
+    starter.communicate()
+    _, alive = psutil.wait_procs([agent], timeout=30)
+    assert alive == []

@@ -1,0 +1,54 @@
+"""A trial's time and that of its compilations are two: each ends it, neither eats the other."""
+
+import math
+
+import pytest
+from redline.runners.deadline import Deadline
+from redline.runners.job import COLLECTIVE_MARGIN_S, Job
+
+
+def test_without_compilation_it_is_the_trials_own_time():
+    deadline = Deadline(100.0, 30.0, 300.0)
+    assert (deadline.at, deadline.reason) == (130.0, "no result within 30 s")
+
+
+def test_the_trials_time_stands_still_while_something_compiles():
+    deadline = Deadline(0.0, 30.0, 300.0)
+    deadline.compiling(True, 10.0)
+    deadline.compiling(True, 15.0)  # another rank as well
+    deadline.compiling(False, 200.0)
+    assert deadline.at == 30.0 + 190.0
+    assert deadline.reason == "no result within 30 s"
+
+
+def test_a_compilation_that_hangs_ends_when_its_own_time_is_over():
+    deadline = Deadline(0.0, 30.0, 300.0)
+    deadline.compiling(True, 10.0)
+    assert (deadline.at, deadline.reason) == (310.0, "compilation took more than 300 s")
+
+
+def test_all_compilations_together_have_one_time():
+    deadline = Deadline(0.0, 30.0, 300.0)
+    deadline.compiling(True, 0.0)
+    deadline.compiling(False, 250.0)
+    deadline.compiling(True, 260.0)
+    assert deadline.at == 260.0 + 50.0
+
+
+def test_without_a_deadline_nothing_ends_it():
+    deadline = Deadline(0.0)
+    deadline.compiling(True, 0.0)
+    assert deadline.at == math.inf
+
+
+@pytest.mark.parametrize(("timeout_s", "compile_s"), [(5.0, 300.0), (7200.0, 7200.0)])
+def test_collectives_wait_longer_than_the_longest_trial(timeout_s, compile_s):
+    job = Job(program=b"", timeout_s=timeout_s, compile_timeout_s=compile_s)
+    assert job.collective_timeout_s == timeout_s + compile_s + COLLECTIVE_MARGIN_S
+    deadline = Deadline(0.0, timeout_s, compile_s)
+    deadline.compiling(True, timeout_s)  # at the last moment
+    assert deadline.at < job.collective_timeout_s
+
+
+def test_without_a_deadline_collectives_wait_as_torch_does():
+    assert Job(program=b"").collective_timeout_s is None

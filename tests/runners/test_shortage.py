@@ -1,0 +1,266 @@
+"""A killed rank is an OOM only where something says that memory was short; real processes, real kills."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from redline.models.host_memory import MIB, memory_groups
+from redline.results import Status
+from redline.runners.job import Job
+from redline.runners.shortage import KernelLog, Shortage
+from redline.runners.supervisor import Supervisor
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def supervised(program, make=lambda: None, enter=lambda: None, **job):
+    """The outcome of a trial whose supervisor is a process of its own, which calls `enter` first and then watches
+    memory by what `make` returns."""
+
+    def serve(theirs):
+        enter()
+        made = Job(program=cloudpickle.dumps(program), threads=1, timeout_s=60, **job)
+        theirs.send(Supervisor(made, theirs, make()).run())
+
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "no outcome"
+        return ours.recv()
+    finally:
+        process.join(10)
+
+
+class Host:
+    """A process's folder in /proc that puts it into a control group of version 1 or 2, all of them files."""
+
+    def __init__(self, folder, version):
+        self.proc, self.group = folder / "proc", folder / "group"
+        self.proc.mkdir()
+        self.group.mkdir()
+        kind, options = ("cgroup2", "rw") if version == 2 else ("cgroup", "rw,memory")
+        (self.proc / "mountinfo").write_text(f"36 25 0:30 / {self.group} rw - {kind} cgroup {options}\n")
+        (self.proc / "cgroup").write_text("0::/\n" if version == 2 else "4:memory:/\n")
+        self.counter = self.group / ("memory.events" if version == 2 else "memory.oom_control")
+        self.counter.write_text("oom 7\noom_kill 3\n")
+        self.log = folder / "kmsg"
+        self.log.write_text("6,1,1,-;Memory cgroup out of memory: Killed process 1 (python) total-vm:1kB\n")
+        self.version = version
+
+    def limit(self, limit_mib, used_mib):
+        limit, used = ("memory.max", "memory.current")
+        if self.version == 1:
+            limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        (self.group / limit).write_text(str(limit_mib * MIB))
+        (self.group / used).write_text(str(used_mib * MIB))
+
+    def shortage(self, limit_mib=None):
+        return Shortage(limit_mib, log=KernelLog(self.log), proc=self.proc)
+
+    def run(self, program, **job):
+        return supervised(program, lambda: self.shortage(job.get("memory_limit_mib")), **job)
+
+
+@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
+def host(tmp_path, request):
+    return Host(tmp_path, request.param)
+
+
+def test_a_kill_that_nothing_explains_is_a_crash(bench):
+    outcome = bench.run(die)
+    assert outcome.status is Status.CRASH
+    assert outcome.reason == (
+        "killed by signal 9 (SIGKILL), and nothing says that memory was short (during start)"
+    )
+
+
+def test_a_kill_from_outside_is_a_crash(bench, tmp_path):
+    def program(context):
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def kill():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    outcome = bench.run(program)
+    thread.join()
+    assert outcome.status is Status.CRASH
+    assert "nothing says that memory was short" in outcome.reason
+
+
+@contextlib.contextmanager
+def small_group(limit_mib):
+    """A real control group with this limit, below this process's own; skips where it cannot be made."""
+    groups = memory_groups()
+    if not groups:
+        pytest.skip("no control group with the memory controller")
+    folder = groups[0].folder / f"redline-test-{os.getpid()}"
+    limits = ["memory.max"] if groups[0].version == 2 else ["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        for name in limits:
+            if (folder / name).exists() or name == limits[0]:
+                (folder / name).write_text(str(limit_mib * MIB))
+        yield folder
+    except FileNotFoundError:
+        pytest.skip("the memory controller is not delegated")
+    finally:
+        folder.rmdir()
+
+
+def test_the_kernels_own_killer_is_recognised_and_takes_the_rank():
+    def program(context):
+        held = []
+        while True:
+            held.append(bytes(range(256)) * 65536)  # 16 MiB, written
+
+    with small_group(192) as folder:
+        outcome = supervised(program, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
+    assert outcome.status is Status.OOM
+    assert outcome.reason.startswith("killed by signal 9 (SIGKILL): ")
+    assert "Killed process" in outcome.reason or "oom_kill of its control group rose from 0 to 1" in outcome.reason
+
+
+def test_a_kill_in_a_group_where_the_kernel_killed_nobody_is_a_crash():
+    with small_group(1024) as folder:
+        outcome = supervised(die, enter=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())))
+    assert outcome.status is Status.CRASH
+
+
+def test_a_kill_that_the_control_group_counts_is_oom(host):
+    counter = host.counter
+
+    def program(context):
+        counter.write_text("oom 8\noom_kill 4\n")
+        die()
+
+    outcome = host.run(program)
+    assert outcome.status is Status.OOM
+    assert outcome.reason == (
+        "killed by signal 9 (SIGKILL): oom_kill of its control group rose from 3 to 4 (during start)"
+    )
+
+
+def test_earlier_kills_in_the_group_and_the_log_are_no_evidence(host):
+    assert host.run(die).status is Status.CRASH
+
+
+def test_a_kill_that_the_kernels_log_names_is_oom(tmp_path):
+    host = Host(tmp_path, 2)
+    host.counter.unlink()
+    log = host.log
+
+    def program(context):
+        with open(log, "a") as file:
+            file.write(f"3,9,8,-;Out of memory: Killed process {os.getpid()} (python) total-vm:9kB, anon-rss:8kB\n")
+            file.flush()
+        die()
+
+    outcome = host.run(program)
+    assert outcome.status is Status.OOM
+    assert "the kernel's log says 'Out of memory: Killed process" in outcome.reason
+    assert "(python)'" in outcome.reason
+
+
+def test_that_the_kernels_log_names_another_process_is_no_evidence(tmp_path):
+    host = Host(tmp_path, 2)
+    log = host.log
+
+    def program(context):
+        with open(log, "a") as file:
+            file.write(f"3,9,8,-;Out of memory: Killed process 1{os.getpid()} (python) total-vm:9kB\n")
+        die()
+
+    assert host.run(program).status is Status.CRASH
+
+
+def test_a_log_that_may_not_be_read_says_nothing(tmp_path):
+    assert KernelLog(tmp_path / "none").killed(1) == ""
+
+
+def fills(mib):
+    def program(context):
+        held = bytearray(mib * MIB)
+        held[::4096] = b"x" * len(held[::4096])
+        die()
+
+    return program
+
+
+def test_a_kill_near_the_limit_is_oom_and_far_from_it_a_crash(bench):
+    outcome = bench.run(fills(245), memory_limit_mib=256)
+    assert outcome.status is Status.OOM
+    assert "of the 256 MiB it may take" in outcome.reason
+    assert bench.run(fills(50), memory_limit_mib=256).status is Status.CRASH
+
+
+def test_a_kill_where_hardly_anything_was_left_is_oom(host):
+    host.limit(1000, 950)
+    outcome = host.run(die)
+    assert outcome.status is Status.OOM
+    assert "MiB of host memory were left" in outcome.reason
+    host.limit(1000, 500)
+    assert host.run(die).status is Status.CRASH
+
+
+@pytest.mark.parametrize(("mib", "short"), [(130, True), (20, False)])
+def test_what_a_process_took_since_memory_was_last_looked_at_counts(host, mib, short):
+    host.limit(200, 60)
+    ready, go = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: go.recv() and fills(mib)(None))
+    process.start()
+    shortage = host.shortage()
+    shortage.look([process.pid])
+    ready.send(True)
+    _, status, used = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert ("of 200 MiB of host memory were left" in shortage.evidence(process.pid, used.ru_maxrss / 1024)) is short
+
+
+def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
+    def program(context):
+        import mmap
+
+        held = [mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+        for _ in range(100):  # the first may find stacks that threads before them left
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return held
+
+    outcome = bench.run(program, memory_limit_mib=64)
+    assert outcome.status is Status.OOM
+    assert "can't start new thread" in outcome.reason and "stack" in outcome.reason
+
+
+def test_a_thread_that_does_not_start_for_another_reason_is_a_crash(bench):
+    def program(context):
+        raise RuntimeError("can't start new thread")
+
+    assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
+    assert bench.run(program).status is Status.CRASH
+
+
+def test_the_kernel_is_to_take_ranks_before_anything_else(bench):
+    def program(context):
+        return Path("/proc/self/oom_score_adj").read_text().strip()
+
+    assert bench.run(program).ranks[0].report == "1000"

@@ -1,0 +1,147 @@
+"""`--time` is from the beginning to the winner: all ends within it and at most one trial. Nothing here waits."""
+
+import random
+
+import pytest
+from redline.results import Measurement, RunFolder, Status, summary
+from redline.runners import Runner
+from redline.space import Config, Space
+from redline.tuner.budget import Budget, Stopwatch
+from redline.tuner.listener import SearchListener
+from redline.tuner.samplers import make_sampler
+from redline.tuner.search import CONFIRM_SHARE, Refinement, Search
+
+
+class Clock:
+    """A clock that moves only while a trial runs."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Takes(Runner):
+    """Trials take as long as they are told to, by their number in order of start, and are all about as fast."""
+
+    name = "takes"
+
+    def __init__(self, clock, seconds, load=None):
+        self._clock, self._seconds, self._load, self.begun = clock, seconds, load, []
+
+    def run(self, request):
+        count = len(self.begun)
+        self.begun.append((self._clock.now, request.number))
+        seconds = self._seconds(count)
+        self._clock.now += seconds
+        return Measurement(
+            status=Status.OK, throughput=100.0 + request.config["x"] / 1e4, seconds_total=seconds, unit="tokens/s",
+            foreign_cores=None if self._load is None else self._load(count),
+        )  # fmt: skip
+
+
+class Heard(SearchListener):
+    def __init__(self):
+        self.lines = []
+
+    def said(self, message):
+        self.lines.append(message)
+
+
+class Searched:
+    """A search of so many seconds with such trials."""
+
+    def __init__(self, folder, seconds, trial_seconds, refinement=None, before=0.0, load=None, **budget):
+        space = Space()
+        space.choice("x", list(range(1000)))
+        clock, self.heard = Clock(), Heard()
+        self.runner = Takes(clock, trial_seconds, load)
+        watch = Stopwatch(seconds, clock)
+        begin = clock.now
+        clock.now += before
+        made = RunFolder.open(folder / "run", {"model": "x"}, knobs={"x": None}, make_config=Config)
+        with made:
+            search = Search(
+                run_folder=made,
+                sampler=make_sampler("random", space, seed=0),
+                runner=self.runner,
+                budget=Budget(seconds=seconds, **budget),
+                first=(space.config(x=0),),
+                listener=self.heard,
+                watch=watch,
+            )
+            search.run()
+            self.ended, self.tried = search.ended, len(self.runner.begun)
+            if refinement:
+                search.refine(lambda trials: refinement)
+            search.confirm()
+            self.trials = made.trials()
+        self.taken = clock.now - begin
+        self.again = len(self.runner.begun) - self.tried
+        self.last_begun = self.runner.begun[-1][0] - begin
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_whole_search_stays_within_its_time_and_one_trial(tmp_path, seed):
+    draw = random.Random(seed)
+    seconds = draw.choice([30.0, 100.0, 300.0])
+    durations = [draw.lognormvariate(2.0, 0.8) for _ in range(2000)]
+    made = Searched(tmp_path, seconds, durations.__getitem__, before=draw.choice([0.0, 20.0]))
+    assert made.taken <= seconds + max(durations[: len(made.runner.begun)])
+    assert made.last_begun < seconds
+
+
+def test_time_is_left_for_measuring_the_leaders_again(tmp_path):
+    made = Searched(tmp_path, 300.0, lambda count: 10.0)
+    # Three leaders and the default configuration, twice each.
+    assert (made.tried, made.again) == (30 - 8, 8)
+    assert made.taken == 300.0
+    assert len(summary.best(made.trials).remeasured) == 2
+    assert made.ended == "the time of 300 s is used up"
+
+
+def test_a_share_of_the_time_is_kept_for_it_at_most(tmp_path):
+    made = Searched(tmp_path, 90.0, lambda count: 10.0)
+    assert made.tried == round(9 * (1 - CONFIRM_SHARE))
+
+
+def test_where_nothing_is_left_first_figures_stand_and_that_is_said(tmp_path):
+    made = Searched(tmp_path, 60.0, lambda count: [10.0, 10.0, 10.0, 25.0][min(count, 3)])
+    assert made.last_begun < 60.0
+    assert all(trial.first is None and not trial.remeasured for trial in made.trials)
+    assert summary.best(made.trials) is not None
+    assert any("first figures stand" in line for line in made.heard.lines)
+
+
+def test_the_first_trial_runs_however_short_the_time(tmp_path):
+    made = Searched(tmp_path, 1.0, lambda count: 10.0)
+    assert (made.tried, made.again) == (1, 0)
+    assert summary.best(made.trials).number == 0
+
+
+def test_what_came_before_the_search_counts(tmp_path):
+    long = Searched(tmp_path / "long", 300.0, lambda count: 10.0)
+    short = Searched(tmp_path / "short", 300.0, lambda count: 10.0, before=100.0)
+    assert long.tried == short.tried + 10
+    assert short.taken <= 300.0
+
+
+def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(tmp_path):
+    refinement = Refinement(config=Config(x=5000), said="more")
+    plenty = Searched(tmp_path / "plenty", 1000.0, lambda count: 10.0, refinement=refinement, trials=5)
+    none = Searched(tmp_path / "none", 1000.0, lambda count: 10.0, refinement=refinement)
+    assert "more" in plenty.heard.lines
+    assert "more" not in none.heard.lines
+    assert none.taken <= 1000.0
+
+
+def test_a_canary_is_not_run_beyond_the_time(tmp_path):
+    made = Searched(tmp_path, 100.0, lambda count: 30.0, load=lambda count: float(count % 2))
+    assert made.last_begun < 100.0
+
+
+def test_without_a_limit_nothing_is_kept_back(tmp_path):
+    made = Searched(tmp_path, None, lambda count: 1e6, trials=3)
+    assert made.tried == 3
+    assert made.again >= 6
