@@ -14,6 +14,7 @@ _PUBLIC = {
     "Schedule": "redline.schedule",
     "build": "redline.schedule",
     "create_schedule": "redline.schedule",
+    "deferred": "redline.schedule",
     "verify": "redline.schedule",
     "list_primitives": "redline.schedule",
     "register_primitive": "redline.schedule",

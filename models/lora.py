@@ -109,15 +109,6 @@ class AdaptedArchitecture(Architecture):
         _materialise(model)
         return model
 
-    @staticmethod
-    def initialise(module: "nn.Module") -> bool:
-        """Sets a module that starts as zero; whether it was one."""
-        if not getattr(module, "starts_as_zero", False):
-            return False
-        for each in module.parameters(recurse=False):
-            each.zero_()
-        return True
-
     @property
     def imports(self) -> tuple[str, ...]:
         return (*super().imports, "peft")
@@ -167,9 +158,7 @@ def _materialise(model: "nn.Module") -> None:
             for each in getattr(layer, name).values():
                 each.weight = nn.Parameter(torch.empty_like(each.weight, device=weight.device, dtype=weight.dtype))
                 each.reset_parameters()
-                if name == "lora_B":
-                    # Adapters start as nothing, though the family's own rule would draw any linear layer.
-                    each.starts_as_zero = True
+                if name == "lora_B":  # adapters start as nothing
                     nn.init.zeros_(each.weight)
 
 

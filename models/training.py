@@ -1,6 +1,8 @@
 """Training a workload in one configuration: builds everything, then runs optimizer steps."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
@@ -174,29 +176,29 @@ class Training:
                 )
 
     def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
-        import torch
+        from ..schedule import deferred
 
-        meta = torch.device("meta")
         try:
-            return self._build_on(meta)
-        except (ScheduleError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not _of_meta(error):
-                raise
-            # Not every model can be made without its weights: its constructor may look at values, or be the
-            # only place where they are set. Such a model is made in place; what is really wrong shows again.
-        torch.manual_seed(self._seed)
-        return self._build_on(self.device)
+            with seeded(self._seed, self.device):
+                return self._build_within(deferred(self.device))
+        except ScheduleError:
+            # Not every model can be made without its weights: its constructor may look at values. Such a model is
+            # made in place; what is really wrong shows again.
+            pass
+        with seeded(self._seed, self.device):
+            return self._build_within(self.device)
 
-    def _build_on(self, where: "torch.device") -> tuple["nn.Module", "torch.optim.Optimizer"]:
+    def _build_within(self, making: Any) -> tuple["nn.Module", "torch.optim.Optimizer"]:
+        """Builds a model whose constructor runs in the context `making`."""
         import torch
 
         from ..schedule import build, create_schedule
+        from ..schedule.deferred import stray
 
-        with where:
+        with making:
             module = self.workload.build_model(self.config)
-        stray = _stray_meta_tensor(module)
-        if stray:
-            raise ScheduleError(f"{stray} is a tensor on the meta device that is no parameter and no buffer")
+        if left := stray(module):
+            raise ScheduleError(f"{left} is a tensor on the meta device that is no parameter and no buffer")
         sch = create_schedule(module, self._mesh)
         (self.workload.schedule or generic_schedule)(sch, self.config)
         self._distribute(sch)
@@ -215,7 +217,6 @@ class Training:
             loss=self._passes.loss if own_loss else None,
             device=self.device,
             seed=self._seed,
-            init=getattr(self.workload.model, "initialise", None),
         )
 
     def _distribute(self, sch: "Schedule") -> None:
@@ -282,17 +283,19 @@ class Training:
         ]
 
 
-def _stray_meta_tensor(module: "nn.Module") -> str:
-    """The path of a meta tensor that `build` could not replace, as it is a plain attribute; or nothing."""
+@contextmanager
+def seeded(seed: int, device: "torch.device") -> Iterator[None]:
+    """Seeds PyTorch's, NumPy's and Python's global generators, which are as they were at the end."""
+    import numpy
     import torch
 
-    for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                return f"{path}.{name}" if path else name
-    return ""
-
-
-def _of_meta(error: RuntimeError) -> bool:
-    """Whether a value of a tensor on the meta device was asked for."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

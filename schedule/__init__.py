@@ -2,6 +2,7 @@
 
 from . import primitives
 from .build import build
+from .deferred import deferred
 from .pattern import call_module
 from .recipe import apply_recipe
 from .registry import list_primitives, register_primitive
@@ -15,6 +16,7 @@ __all__ = [
     "build",
     "call_module",
     "create_schedule",
+    "deferred",
     "full_state_dict",
     "list_primitives",
     "load_full_state_dict",

@@ -1,4 +1,4 @@
-"""Weights for a model that was built on the meta device: allocated on the target and initialised by seed."""
+"""Weights for a model that was made without memory: those its constructor would have given it, or by rule."""
 
 import hashlib
 import sys
@@ -11,192 +11,202 @@ from torch import nn
 
 from ..errors import ScheduleError
 from . import sharding
+from .deferred import going_on
+from .random_state import full
+from .recording import Recording, recording_of
+from .replay import replay, tensor_of
 from .schedule import join
 
 Init = Callable[[nn.Module], Any]
 
 
-def materialise(
-    root: nn.Module, device: torch.device, seed: int, init: Init | None = None, namespace: str = ""
-) -> None:
+def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | None = None) -> None:
     """Moves a model to a device, giving what is on the meta device memory and seeded initial values.
 
-    Values come from `init(module)` where given and it returns true, from a Hugging Face model's own
-    `_init_weights`, or from `reset_parameters`. The random stream of each module depends on the seed and its
-    path alone, so any part of a model is initialised as the whole would be. Sharded parameters are made
-    whole, initialised and cut, a repeated block at a time. The global random state is left as it was.
+    What was made within `deferred` gets the values that its constructor would have given it after
+    `torch.manual_seed(seed)`, on each rank what that holds. Of a model that was put on the meta device otherwise the
+    rules are followed: `init(module)` where given and it returns true, a Hugging Face model's own `_init_weights`,
+    or `reset_parameters`. There the random stream of each module depends on the seed and its path alone, so that
+    any part of a model is initialised as the whole would be. What is sharded is made whole and cut at once. The
+    global random state is left as it was.
 
     Raises:
-        ScheduleError: tensors that nothing initialises; names them.
+        ScheduleError: tensors that nothing gives values; names them.
     """
-    job = _Job(root, device, seed, init, namespace)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _guarded():
-        job.run()
+    recording = recording_of(root)
+    _exchange(root, lambda tensor, path: _moved(tensor, device))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        if recording is None:
+            recording = Recording(device)
+            _Rules(root, recording, seed, init).follow()
+        _replay(root, recording, device, seed)
 
 
-class _Job:
-    def __init__(
-        self, root: nn.Module, device: torch.device, seed: int, init: Init | None, namespace: str
-    ) -> None:
-        self.root, self.device, self.seed, self.init, self.namespace = root, device, seed, init, namespace
-        self.moved: dict[torch.Tensor, torch.Tensor] = {}
+def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int) -> None:
+    """Puts what was recorded in the place of the model's tensors on the meta device."""
+    views = {}
+    for path, module in sharding.walk(root):
+        for name, tensor in _own(module):
+            if tensor.is_meta and (view := recording.view(tensor)) is None:
+                raise ScheduleError(
+                    f"build: {join(path, name)} is on the meta device, and nothing is known of its values"
+                )
+            if tensor.is_meta and not tensor.is_leaf:
+                raise ScheduleError(
+                    f"build: {join(path, name)} has a gradient to pass on, which only a model made in place can"
+                )
+            if tensor.is_meta:
+                views[tensor] = view
+    if not views:
+        return
+    storages = replay(recording, {each.memory for each in views.values()}, device, seed)
+    made = {tensor: tensor_of(view, storages[view.memory]) for tensor, view in views.items()}
+    _exchange(root, lambda tensor, path: _with(tensor, made[tensor].to(device)) if tensor in made else tensor)
+
+
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a module itself holds."""
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in held if tensor is not None]
+
+
+def _exchange(root: nn.Module, change: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+    """Puts other tensors in the place of a model's; what was one stays one."""
+    done: dict[torch.Tensor, torch.Tensor] = {}
+    for path, module in sharding.walk(root):
+        for name, tensor in _own(module):
+            if tensor not in done:
+                done[tensor] = change(tensor, join(path, name))
+            sharding.put(module, name, done[tensor])
+
+
+def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A parameter or buffer with other data."""
+    new = data
+    if isinstance(tensor, nn.Parameter):
+        new = type(tensor)(data, requires_grad=tensor.requires_grad)
+    new.__dict__.update(tensor.__dict__)
+    return new
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A real tensor on a device."""
+    # What is already there stays the same object: an optimizer or an attribute may hold it.
+    if tensor.is_meta or tensor.device == full(device):
+        return tensor
+    return _with(tensor, tensor.detach().to(device))
+
+
+class _Rules:
+    """Notes what a model's own rules do to its tensors, of which nothing else is known."""
+
+    def __init__(self, root: nn.Module, recording: Recording, seed: int, init: Init | None) -> None:
+        self.root, self.recording, self.seed, self.init = root, recording, seed, init
+        self.paths: dict[torch.Tensor, str] = {}
+        """Where what was adopted first stands."""
         self.visited: set[nn.Module] = set()
-        self.tied: list[torch.Tensor] = []
-        self.sharded = any("_shards" in each.__dict__ for each in root.modules())
+        self.seen: set[torch.Tensor] = set()
 
-    def run(self) -> None:
-        # The originals stay referenced by `moved`, so that no id is used twice.
-        self.fresh: dict[torch.Tensor, str] = {}
-        self.flagged: list[torch.Tensor] = []
+    def follow(self) -> None:
+        """Makes the model's tensors on the meta device recorded ones, initialised and cut."""
+        kept = [tensor for module in self.root.modules() for _, tensor in _own(module) if not tensor.is_meta]
+        for tensor in kept:
+            tensor.__dict__["_is_hf_initialized"] = True
+        _exchange(self.root, lambda tensor, path: self.adopted(tensor, path) if tensor.is_meta else tensor)
         try:
-            self.visit(self.root, "", None, False)
-            self.finish()
+            with going_on(self.recording), _guarded(), self.stand_ins():
+                self.visit(self.root, "", None)
         finally:
-            for tensor in self.flagged:
+            for tensor in kept:
                 tensor.__dict__.pop("_is_hf_initialized", None)
+        self.check()
+        _cut(self.root, self.paths)
 
-    def visit(self, module: nn.Module, path: str, hub: nn.Module | None, inside: bool) -> bool:
-        """Places and initialises a subtree, children first; whether anything in it was fresh."""
+    def adopted(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
+        """A recorded tensor in the place of one on the meta device, whole where that is a piece."""
+        *parents, name = path.split(".")
+        shape = sharding.full_shape(self.root.get_submodule(".".join(parents)), name) or tensor.shape
+        new = _with(tensor, self.recording.adopt(shape, tensor.dtype))
+        self.paths[new] = path
+        return new
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Recorded tensors for those that live on another rank: a module's initialisation may set its children's
+        (T5's does), and draws as much from the random stream as it would there."""
+        absent = [
+            (module, name, value)
+            for module in self.root.modules()
+            for name, value in module.__dict__.items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        for module, name, value in absent:
+            module.__dict__[name] = self.recording.adopt(value.shape, value.dtype)
+        try:
+            yield
+        finally:
+            for module, name, value in absent:
+                module.__dict__[name] = value
+
+    def visit(self, module: nn.Module, path: str, hub: nn.Module | None) -> bool:
+        """Initialises a subtree, children first; whether anything in it was adopted."""
         if module in self.visited:
             return False
         self.visited.add(module)
         if hasattr(module, "_init_weights") and hasattr(module, "initialize_weights"):
             hub = module
-        repeated = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         fresh = False
         for name, child in module.named_children():
-            fresh |= self.visit(child, join(path, name), hub, inside or repeated)
-            if repeated and not inside and self.sharded:
-                # Only the block's own: what is outside may yet get its values from a module around all.
-                self.finish(join(path, name) + ".")
-        fresh |= self.place(module, path)
-        if fresh:
-            self.initialise(module, path, hub)
-        return fresh
+            fresh |= self.visit(child, join(path, name), hub)
+        own = [tensor for _, tensor in _own(module) if tensor in self.paths]
+        if fresh or own:
+            self.initialise(module, path, hub, own)
+        return bool(fresh or own)
 
-    def place(self, module: nn.Module, path: str) -> bool:
-        """Allocates the tensors a module itself holds; whether any was on the meta device."""
-        fresh, self.tied = False, []
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if tensor in self.moved:
-                    self.tied.append(self.moved[tensor])
-                else:
-                    self.moved[tensor] = self.allocate(tensor, module, name, join(path, name))
-                held[name] = self.moved[tensor]
-                fresh |= self.moved[tensor] in self.fresh
-        return fresh
-
-    def allocate(self, tensor: torch.Tensor, module: nn.Module, name: str, path: str) -> torch.Tensor:
-        if not tensor.is_meta:
-            data = tensor.detach().to(self.device)
-        else:
-            shape = sharding.full_shape(module, name) or tensor.shape
-            data = torch.empty(shape, dtype=tensor.dtype, device=self.device)
-            _mark(data)
-        if isinstance(tensor, nn.Parameter):
-            # A parameter already in place stays the same object: an optimizer may hold it.
-            if not tensor.is_meta and data.device == tensor.device:
-                new: torch.Tensor = tensor
-            else:
-                new = type(tensor)(data, requires_grad=tensor.requires_grad)
-        else:
-            new = data
-        if new is not tensor:
-            new.__dict__.update(tensor.__dict__)
-        if tensor.is_meta:
-            self.fresh[new] = path
-        else:
-            new.__dict__["_is_hf_initialized"] = True
-            self.flagged.append(new)
-        return new
-
-    def initialise(self, module: nn.Module, path: str, hub: nn.Module | None) -> None:
-        digest = hashlib.sha256(f"{self.seed}/{join(self.namespace, path)}".encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    def initialise(
+        self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]
+    ) -> None:
+        digest = hashlib.sha256(f"{self.seed}/{path}".encode()).digest()
+        self.recording.reseed(int.from_bytes(digest[:8], "big") >> 1)
         # Tied tensors keep the values that the first module to hold them has given them.
-        values = [(tensor, tensor.clone()) for tensor in self.tied]
-        self.apply(module, hub)
+        values = [(tensor, tensor.clone()) for tensor in own if tensor in self.seen]
+        self.apply(module, hub, own)
         for tensor, value in values:
             tensor.copy_(value)
+        self.seen.update(own)
 
-    def apply(self, module: nn.Module, hub: nn.Module | None) -> None:
+    def apply(self, module: nn.Module, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
         if self.init is not None and self.init(module):
             return
         if hub is not None:
-            with _stand_ins(module, self.device):
-                hub._init_weights(module)
-            if not any(_marked(each) for each in self.own(module)):
+            hub._init_weights(module)
+            if not any(map(self.recording.lacks, own)):
                 return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is not None:
             reset()
 
-    def own(self, module: nn.Module) -> list[torch.Tensor]:
-        held = [*module._parameters.values(), *module._buffers.values()]
-        return [each for each in held if each is not None and each in self.fresh]
-
-    def finish(self, prefix: str = "") -> None:
-        """Checks that everything fresh below a path has a value, and cuts what is sharded."""
-        done = {tensor: path for tensor, path in self.fresh.items() if path.startswith(prefix)}
-        kept = {tensor: path for tensor, path in self.fresh.items() if not path.startswith(prefix)}
-        missed = [path for tensor, path in done.items() if _marked(tensor)]
+    def check(self) -> None:
+        """Refuses what no rule has given a value."""
+        missed = [path for tensor, path in self.paths.items() if tensor.numel() and self.recording.lacks(tensor)]
         if missed:
             shown = ", ".join(missed[:5]) + (f" and {len(missed) - 5} more" if len(missed) > 5 else "")
             raise ScheduleError(
-                f"build: the model was made on the meta device, and nothing initialises {shown}; give the "
-                "module a reset_parameters method, pass build(init=...), or make the model on a real device"
+                f"build: the model was made on the meta device, and nothing initialises {shown}; make it within "
+                "redline.deferred, give the module a reset_parameters method, or pass build(init=...)"
             )
-        if self.sharded:
-            sharding.cut_fresh(self.root, done, self.moved)
-        for tensor in done:
-            tensor.__dict__["_is_hf_initialized"] = True
-            self.flagged.append(tensor)
-        self.fresh = kept
 
 
-def _mark(data: torch.Tensor) -> None:
-    """Fills a tensor with values no initialisation yields, so that a missed one is noticed."""
-    if data.is_floating_point() and data.dtype.itemsize >= 2:
-        data.fill_(float("nan"))
-    elif data.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-        data.fill_(torch.iinfo(data.dtype).min)
-    else:
-        data.zero_()
-
-
-def _marked(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
-        return False
-    # Any initialisation sets the last element; looking at one keeps the check cheap.
-    last = tensor.detach().reshape(-1)[-1]
-    if tensor.is_floating_point() and tensor.dtype.itemsize >= 2:
-        return bool(last.isnan())
-    if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
-        return bool(last == torch.iinfo(tensor.dtype).min)
-    return False
-
-
-@contextmanager
-def _stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Real tensors for those of a module's children that live on another rank: its initialisation may set them
-    (T5's does), and draws as much from the random stream as it would there."""
-    absent = [
-        (child, name, value)
-        for child in module.children()
-        for name, value in child.__dict__.items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    for child, name, value in absent:
-        child.__dict__[name] = torch.empty_like(value, device=device)
-    try:
-        yield
-    finally:
-        for child, name, value in absent:
-            child.__dict__[name] = value
+def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
+    """Cuts whole tensors where they are to be sharded; ties stay tied."""
+    cut: dict[torch.Tensor, torch.Tensor] = {}
+    for module in root.modules():
+        for name, shard in sharding.shards_of(module).items():
+            tensor = module._parameters.get(name, module._buffers.get(name))
+            if tensor in fresh:
+                if tensor not in cut:
+                    cut[tensor] = sharding.cut_tensor(tensor, shard)
+                sharding.put(module, name, cut[tensor])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ScheduleError, unknown
+from .deferred import noted
 from .draw import draw
 from .registry import PRIMITIVES
 
@@ -67,7 +68,8 @@ class Tree:
         self.built = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
-        new = Tree(copy.deepcopy(self.module, memo), self.mesh)
+        with noted(*self.module.parameters(), *self.module.buffers()):
+            new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
         new.pipeline, new.late = self.pipeline, list(self.late)
         new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .collectives import Axis, all_gather
+from .deferred import noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +103,11 @@ def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     """This rank's piece as a parameter or buffer of its own, with the attributes of the whole."""
-    data = shard.cut(tensor.detach()).contiguous()
+    with noted(tensor):
+        data = shard.cut(tensor.detach()).contiguous()
     new = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     new.__dict__.update(tensor.__dict__)
     return new
-
-
-def cut_fresh(
-    root: nn.Module, fresh: dict[torch.Tensor, str], moved: dict[torch.Tensor, torch.Tensor]
-) -> None:
-    """Cuts freshly initialised whole tensors where they are to be sharded; ties stay tied."""
-    cut: dict[torch.Tensor, torch.Tensor] = {}
-    for module in root.modules():
-        for name, shard in shards_of(module).items():
-            tensor = module._parameters.get(name, module._buffers.get(name))
-            if tensor in fresh and tensor not in cut:
-                cut[tensor] = cut_tensor(tensor, shard)
-            if tensor in cut:
-                put(module, name, cut[tensor])
-    for whole, local in cut.items():
-        fresh[local] = fresh.pop(whole)
-    for key, value in moved.items():
-        if value in cut:
-            moved[key] = cut[value]
 
 
 def is_dtensor(value: Any) -> bool:

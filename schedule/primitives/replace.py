@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
+from ..deferred import noted
 from ..forward import layers_of
+from ..recording import recording_of
 from ..registry import register_primitive
 from ..schedule import Schedule, places
 from ..subgraph import replace_subgraph
@@ -52,11 +54,12 @@ def make(sch: Schedule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> 
             f"replace on '{sch.name}': new must be a module or a factory called with the old module, "
             f"but got {type(new).__name__}"
         )
-    device = next((t.device for t in [*old.parameters(), *old.buffers()]), None)
-    if device is None:
-        made = new(old)
+    held = [*old.parameters(), *old.buffers()]
+    if held and recording_of(old) is None:
+        with torch.device(held[0].device):
+            made = new(old)
     else:
-        with torch.device(device):
+        with noted(*held):
             made = new(old)
     if not isinstance(made, nn.Module):
         raise ScheduleError(

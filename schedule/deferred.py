@@ -1,0 +1,211 @@
+"""Making a model without memory: its constructor runs, and what it does to tensors is noted, to be done later.
+
+Within `deferred` new tensors are on the meta device, though they tell the constructor that they are where the model
+will be. `build` then makes their values as the constructor would have made them: drawn, filled, computed from others,
+set by hand, in whatever number format. Nothing is guessed: where a constructor asks for what is not there (the value
+of a weight, the random state), the model has to be made in place.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .random_state import full
+from .recording import Recording, Unrecordable, recorded, recording_of
+
+
+@contextmanager
+def deferred(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Makes a model without memory; `build` gives it the weights that its constructor would have given it.
+
+        with deferred():
+            model = Net()
+        model, optimizer = build(create_schedule(model), seed=0)
+
+    The weights are, bit for bit, those of `torch.manual_seed(0); model = Net()` on the device. What the constructor
+    draws from Python's or NumPy's generators is drawn at once.
+
+    Args:
+        device: where the model will be, as its constructor may ask.
+
+    Raises:
+        Unrecordable: at the end of the `with`, where the constructor asks for values, or fails. Make the model
+            in place, on a real device.
+    """
+    recording = Recording(device)
+    with going_on(recording):
+        try:
+            yield
+        except Exception as error:
+            # What is really wrong shows again where the model is made in place.
+            recording.broken = recording.broken or f"{type(error).__name__}: {error}"
+            raise
+
+
+@contextmanager
+def noted(*tensors: torch.Tensor) -> Iterator[None]:
+    """Notes what is done in the `with` where one of the tensors is recorded; else changes nothing."""
+    found = next(filter(None, map(recorded, tensors)), None)
+    if found is None:
+        yield
+    else:
+        with going_on(found[0]):
+            yield
+
+
+@contextmanager
+def going_on(recording: Recording) -> Iterator[None]:
+    """Notes what is done in the `with`.
+
+    Raises:
+        Unrecordable: at the end, where what was done cannot be noted.
+    """
+    if recording.active:
+        yield
+        return
+    recording.active = True
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(recording.random.in_place())
+            stack.enter_context(recording.device)
+            stack.enter_context(_Lens(recording))
+            stack.enter_context(_truncated_draws_noted(recording))
+            stack.enter_context(_Operations(recording))
+            yield
+            with recording.shown_as_they_are():
+                recording.follow_random_state()
+            if recording.broken:  # and the constructor went on
+                raise Unrecordable(recording.broken)
+    except Exception as error:
+        if not recording.broken:
+            raise
+        raise Unrecordable(f"the model cannot be made without memory: {recording.broken}") from error
+    finally:
+        recording.active = False
+
+
+def stray(module: nn.Module) -> str:
+    """What of a model has no memory and would not get any from `build`, in words: a tensor that is neither a
+    parameter nor a buffer but an attribute, or in other hands; empty where there is none."""
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+                return f"{path}.{name}" if path else name
+    recording = recording_of(module)
+    if recording is None:
+        return ""
+    tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
+    held = {view.memory for view in map(recording.view, tensors) if view is not None}
+
+    def elsewhere() -> bool:
+        return any(each() is not None for number, each in enumerate(recording.storages) if number not in held)
+
+    if elsewhere():
+        gc.collect()
+    return f"a tensor outside of {type(module).__name__}" if elsewhere() else ""
+
+
+class _Operations(TorchDispatchMode):
+    """Hands every operator to the recording."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.recording.plain:
+            return func(*args, **kwargs)
+        with self.recording.shown_as_they_are():
+            return self.recording.call(func, args, kwargs)
+
+
+class _Lens(TorchFunctionMode):
+    """Shows recorded tensors as if they were where the model will be, and keeps from looking into them."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        known = isinstance(first, torch.Tensor) and not self.recording.plain
+        place = recorded(first) if known else None
+        if place is None:
+            return func(*args, **kwargs)
+        device = place[0].memories[place[1]].device
+        if func in _FACTS:
+            return _FACTS[func](device)
+        if func in _LOOKS:
+            self.recording.refuse(f"it looks at the values of a tensor by {func.__name__}")
+        if func in (torch.Tensor.cpu, torch.Tensor.cuda) and func.__name__ == device.type and len(args) == 1:
+            return first
+        if func is torch.Tensor.new_tensor:
+            kwargs = {"device": device, **kwargs}
+        if func is torch.Tensor.to:
+            args = (first, *(_stay(each, device) for each in args[1:]))
+            kwargs = {name: _stay(each, device) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+_FACTS = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_meta.__get__: lambda device: False,
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
+    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
+"""What a tensor says of where it is."""
+_LOOKS = {
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+    torch.Tensor.share_memory_,
+    torch.Tensor.storage,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+}
+"""Methods that reach a tensor's memory by no operator."""
+
+
+def _stay(value: Any, device: torch.device) -> Any:
+    """A device to move to, as the meta device where it is the one that the tensor says it is on."""
+    if isinstance(value, (str, torch.device)) and full(torch.device(value)) == device:
+        return torch.device("meta")
+    return value
+
+
+@contextmanager
+def _truncated_draws_noted(recording: Recording) -> Iterator[None]:
+    """Notes `trunc_normal_` as one operation: it draws again as long as a value is out of bounds."""
+    original = getattr(nn.init, "_no_grad_trunc_normal_", None)
+    if original is None:  # without it, the look at the values ends the recording
+        yield
+        return
+
+    def noted(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> torch.Tensor:
+        with recording.shown_as_they_are():
+            known = recorded(tensor) is not None and generator is None
+            if known:
+                recording.draw(original, tensor, mean, std, a, b)
+        return tensor if known else original(tensor, mean, std, a, b, generator)
+
+    nn.init._no_grad_trunc_normal_ = noted
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original

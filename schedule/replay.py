@@ -1,0 +1,141 @@
+"""The values of recorded tensors, made as the code that was recorded would have made them, and no others.
+
+An operation's *time* is its number in the log if it draws or needs nothing, else the latest time of what it needs. In
+that order the draws fall as they would have, and everything else is done as soon as it can be, so that what is whole
+only until it is cut is soon given back.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .recording import Operation, Recording, Reseed, Unrecordable, View, map_leaves, tensors_in
+
+Numbered = list[tuple[int, Operation | Reseed]]
+
+
+def replay(
+    recording: Recording, wanted: Iterable[int], device: torch.device, seed: int
+) -> dict[int, torch.UntypedStorage]:
+    """Makes memory of a recording, by number, with the values it has at the end of the log.
+
+    Random numbers are those after `torch.manual_seed(seed)`. What is drawn for others than the wanted is drawn, too,
+    and dropped at once. Sets the global random state.
+
+    Args:
+        recording: what was noted.
+        wanted: numbers of its memory.
+        device: takes the place of the recording's device.
+        seed: of what is drawn before a seed is set in the recording.
+
+    Raises:
+        Unrecordable: an operation gives tensors of another form than was noted.
+    """
+    kept = set(wanted)
+    operations = _ordered(_needed(recording.log, kept))
+    player = _Player(recording, device)
+    torch.manual_seed(seed)
+    for each, done_with in zip(operations, _done_with(operations, kept), strict=True):
+        if isinstance(each, Reseed):
+            torch.manual_seed(each.seed)
+            continue
+        player.play(each)
+        for number in done_with:
+            player.storages.pop(number, None)
+    return {number: player.storage(number) for number in kept}
+
+
+def _needed(log: list[Operation | Reseed], wanted: set[int]) -> Numbered:
+    """What the wanted memory depends on, numbered: what made its contents, and all draws before the last of it."""
+    live, drawing, kept = set(wanted), False, []
+    for number in range(len(log) - 1, -1, -1):
+        each = log[number]
+        if isinstance(each, Reseed):
+            if drawing:
+                kept.append((number, each))
+            drawing = False
+        elif live & each.writes or (each.draws and drawing):
+            drawing |= each.draws
+            live = (live - each.whole) | each.reads
+            kept.append((number, each))
+    return kept[::-1]
+
+
+def _ordered(numbered: Numbered) -> list[Operation | Reseed]:
+    """Operations by time; see above."""
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    timed = []
+    for number, each in numbered:
+        time = number
+        if isinstance(each, Operation):
+            needs = [written[memory] for memory in each.reads | each.writes if memory in written]
+            needs += [read[memory] for memory in each.writes if memory in read]
+            if needs and not each.draws:
+                time = max(needs)
+            read.update({memory: max(time, read.get(memory, 0)) for memory in each.reads})
+            written.update(dict.fromkeys(each.writes, time))
+        timed.append((time, each))
+    return [each for _, each in sorted(timed, key=lambda pair: pair[0])]
+
+
+def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[set[int]]:
+    """For each operation the memory whose contents nothing needs after it."""
+    live, out = set(wanted), []
+    for each in reversed(operations):
+        if isinstance(each, Reseed):
+            out.append(set())
+            continue
+        out.append((each.reads | each.writes) - live)
+        live = (live - each.whole) | each.reads
+    return out[::-1]
+
+
+class _Player:
+    """Runs operations on a device."""
+
+    def __init__(self, recording: Recording, device: torch.device) -> None:
+        self.recording, self.device = recording, device
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        """What there is, by number."""
+
+    def play(self, operation: Operation) -> None:
+        """Runs an operation, and keeps the new memory that it gives."""
+        args, kwargs = map_leaves(self.real, (operation.args, operation.kwargs))
+        outputs = tensors_in(operation.call(*args, **kwargs))
+        for view, tensor in zip(operation.made, outputs, strict=False):
+            if view is None:
+                continue
+            form = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            if form != (view.dtype, view.size, view.stride, view.offset):
+                raise Unrecordable(f"{operation.call} gives {form} on {self.device}, but was noted as {view}")
+            self.storages[view.memory] = tensor.untyped_storage()
+
+    def real(self, value: Any) -> Any:
+        """An argument as it is on the device."""
+        if isinstance(value, View):
+            return tensor_of(value, self.storage(value.memory))
+        if isinstance(value, torch.Tensor):
+            return value.to(self.place(value.device))
+        return self.place(value) if isinstance(value, torch.device) else value
+
+    def storage(self, number: int) -> torch.UntypedStorage:
+        """Memory by its number, allocated where nothing has been done to it."""
+        if number not in self.storages:
+            memory = self.recording.memories[number]
+            count = memory.nbytes // memory.dtype.itemsize
+            made = torch.empty(count, dtype=memory.dtype, device=self.place(memory.device))
+            self.storages[number] = made.untyped_storage()
+        return self.storages[number]
+
+    def place(self, device: torch.device) -> torch.device:
+        """Where a device of the recording is now."""
+        own = self.recording.device
+        return self.device if device.type == own.type and device.index in (None, own.index) else device
+
+
+def tensor_of(view: View, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of memory."""
+    empty = torch.empty(0, dtype=view.dtype, device=storage.device)
+    return empty.set_(storage, view.offset, view.size, view.stride)
