@@ -32,6 +32,7 @@ _PUBLIC = {
     "tune": "redline.tuner",
     "Sampler": "redline.tuner",
     "MissingDependency": "redline.errors",
+    "NothingFound": "redline.errors",
     "OutOfMemory": "redline.errors",
     "RedlineError": "redline.errors",
     "RunnerError": "redline.errors",

@@ -32,6 +32,10 @@ class StudyError(UsageError):
     """A run's folder cannot be created, opened or resumed."""
 
 
+class NothingFound(RedlineError, LookupError):
+    """A search has no winner, and one was asked for; the message says why there is none."""
+
+
 class RunnerError(RedlineError, RuntimeError):
     """The machinery that runs trials failed, not the trial: a lost agent, a lost node."""
 
@@ -53,7 +57,12 @@ def unknown(kind: str, name: object, known: Iterable[object], *, like: str | Non
     "unknown knob 'micro_bach'; did you mean 'micro_batch'? Known: micro_batch, tp."
     """
     names = sorted(str(each) for each in known)
-    near = get_close_matches(str(name) if like is None else like, names, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else "."
+    hint = nearest(name if like is None else like, names) or "."
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} '{name}'{hint} Known: {listing}."
+
+
+def nearest(name: object, known: Iterable[object]) -> str:
+    """`; did you mean 'NAME'?` of the nearest known name; empty where none is near."""
+    near = get_close_matches(str(name), sorted(str(each) for each in known), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -99,7 +99,7 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
     """Every side, `turns` times in turns."""
     import cloudpickle
     from redline.results import Status
-    from redline.runners.host import HostAgent
+    from redline.runners.host import COMMON_IMPORTS, HostAgent
     from redline.runners.job import Job, Rendezvous
 
     share = load.global_batch // devices
@@ -115,7 +115,7 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
     rows.append(Row("redline, tuned", sides.Redline(config=result.best.config, **common)))
     threads = max(1, usable_cores() // devices) if device.type == "cpu" else None
     with tempfile.TemporaryDirectory() as folder:
-        agent = HostAgent([*load.imports, *sides.IMPORTS])
+        agent = HostAgent([*COMMON_IMPORTS, *load.imports, *sides.IMPORTS])
         try:
             for _ in range(options.turns):
                 for row in (each for each in rows if not each.failed):

@@ -44,7 +44,8 @@ class Worker:
 class RayWorkers(Runner):
     """`workers` simulated workers in `processes` Ray actors."""
 
-    name = "function"  # no leaders are measured again
+    name = "workers"
+    confirms = False
 
     def __init__(self, workers: int, processes: int, seconds: float) -> None:
         import ray

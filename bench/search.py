@@ -193,7 +193,7 @@ def infeasible(surface: Surface, name: str, seed: int) -> str:
     except LookupError as error:
         return str(error)
     fn = surface.rows.__getitem__
-    result = rl.tune(fn, surface.space, sampler=name, prior=prior, trials=100, seed=seed)
+    result = rl.tune(fn, surface.space, sampler=name, prior=prior, trials=100, seed=seed, isolate=False)
     run = sum(each.measurement.status is not Status.SKIPPED for each in result.all_trials)
     verdict = result.ended if "nothing feasible" in result.ended else f"no verdict: {result.ended}"
     return f"{run} dry runs; {verdict}"

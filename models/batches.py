@@ -16,7 +16,7 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     """A batch of the workload, checked.
 
     Raises:
-        WorkloadError: it is not a dict or tuple of tensors whose first dimension is `size`.
+        WorkloadError: it is not a dict or tuple of CPU tensors whose first dimension is `size`.
     """
     import torch
 
@@ -32,6 +32,11 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     for key, value in parts:
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
+        if value.device.type != "cpu":
+            raise WorkloadError(
+                f"{where}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, and "
+                "each rank takes its part to the device of its model"
+            )
         if value.dim() == 0 or value.shape[0] != size:
             raise WorkloadError(
                 f"{where}: the first dimension of entry {key!r} must be the batch's size, {size}, but its "

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import WorkloadError
 from .batches import Step, each_tensor, make_batch
 from .huggingface import Architecture, quiet
+from .reduction import check_mean
 from .workload import Workload
 
 
@@ -28,7 +29,7 @@ def count_flops(workload: Workload) -> Flops:
     convention of PaLM, arXiv:2204.02311, appendix B).
 
     Raises:
-        WorkloadError: the batch or the loss is not what it must be.
+        WorkloadError: the batch or the loss is not what it must be; a loss that adds up over samples.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,8 +48,11 @@ def count_flops(workload: Workload) -> Flops:
         with torch.random.fork_rng(devices=[]), quiet(), fake:
             with no_init_weights():  # some look at the values that they draw
                 model = by_shapes_alone(workload.build_model(config).train())
+            step, fakes = Step(workload, model), each_tensor(batch, fake.from_tensor)
             with FlopCounterMode(display=False) as counter:
-                Step(workload, model)(each_tensor(batch, fake.from_tensor)).backward()
+                args, kwargs = step.inputs(fakes)
+                output = model(*args, **kwargs)
+                step.loss(output, fakes).backward()
     except WorkloadError:
         raise
     except (
@@ -63,6 +67,8 @@ def count_flops(workload: Workload) -> Flops:
         # Whatever is wrong with the model itself, the trials will tell.
         text = " ".join(str(error).split())[:200]
         return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")
+    if workload.loss is not None:
+        check_mean(workload, output, batch)
     total = counter.get_total_flops()
     if not total:
         return Flops(per_sample=None, reason="it does no operation that is counted")

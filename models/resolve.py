@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import WorkloadError, unknown
+from ..errors import WorkloadError, nearest, unknown
 from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
+_NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
 CONNECT_SECONDS = 3
 
 
@@ -61,6 +62,8 @@ def workload(
     path = Path(text).expanduser()
     if text and os.path.exists(path):  # false, not an error, for what cannot be a path
         return _local(path, text, given)
+    if named := _NAMED.fullmatch(text):
+        raise _no_python_file(named["path"])
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
             f"there is no file or folder {text}; give a folder or config.json, or a name out of "
@@ -72,6 +75,17 @@ def workload(
         f"{unknown('model', text, PRESETS)} A folder or config.json, a hub id (owner/name) or --workload "
         "FILE:NAME works too."
     )
+
+
+def _no_python_file(text: str) -> WorkloadError:
+    """Why FILE:NAME does not name a workload where FILE does not end in `.py`."""
+    path = Path(text).expanduser()
+    if path.is_file():
+        rest = "; save the notebook's code as one" if path.suffix == ".ipynb" else ""
+        return WorkloadError(f"{text} is not a Python file: FILE:NAME needs one whose name ends in .py{rest}")
+    beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    near = nearest(path.name, beside)
+    return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{near}")
 
 
 def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: Any) -> Workload:

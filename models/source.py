@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError, unknown
+from ..errors import WorkloadError, nearest, unknown
 
 if TYPE_CHECKING:
     from .workload import Workload
@@ -38,7 +38,9 @@ class FileSource:
         except UnicodeDecodeError as error:
             raise WorkloadError(f"{path} is not a Python file: {error}") from None
         except OSError as error:
-            raise WorkloadError(f"cannot read the workload file {path}: {error.strerror}") from None
+            beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+            near = nearest(path.name, beside) if isinstance(error, FileNotFoundError) else ""
+            raise WorkloadError(f"cannot read the workload file {path}: {error.strerror}{near}") from None
         return cls(path=str(path.resolve()), name=name, text=text)
 
     @property
@@ -97,9 +99,16 @@ class FileSource:
         folder = str(Path(self.path).parent)
         if folder not in sys.path:
             sys.path.append(folder)  # for what stands beside the file, also when it is imported later
+        try:
+            code = compile(self.text, self.path, "exec")
+        except (SyntaxError, ValueError) as error:  # the latter for null bytes, before Python 3.12
+            line = f":{error.lineno}" if getattr(error, "lineno", None) else ""
+            raise WorkloadError(
+                f"{self.path}{line} is not valid Python: {getattr(error, 'msg', error)}"
+            ) from error
         sys.modules[name] = module
         try:
-            exec(compile(self.text, self.path, "exec"), module.__dict__)
+            exec(code, module.__dict__)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise WorkloadError(f"the workload file failed: {self._where(error)}") from error
@@ -111,8 +120,6 @@ class FileSource:
     def _where(self, error: BaseException) -> str:
         """The last line of the traceback and the line of the file it came through."""
         last = traceback.format_exception_only(error)[-1].strip()
-        if isinstance(error, SyntaxError) and error.filename == self.path:
-            return f"{self.path}:{error.lineno}: {last}"
         lines = [
             each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path
         ]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,6 +88,12 @@ class Workload:
                 raise WorkloadError(
                     f"Workload: {name} must be callable, but got {_short(getattr(self, name))}"
                 )
+        if _is_module(self.model):
+            kind = type(self.model).__name__
+            raise WorkloadError(
+                f"Workload: model is a {kind} that is built already; pass a function that builds it, such as "
+                f"model=lambda: {kind}(...): every trial builds its own, without weights at first"
+            )
         for name in ("loss", "optimizer", "schedule"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -106,6 +113,7 @@ class Workload:
         self._check_parameters("batch", 2, "(size, seed)")
         if self.loss is not None:
             self._check_parameters("loss", 2, "(output, batch)")
+            _refuse_target_loss(self.loss)
         if self.schedule is not None:
             self._check_parameters("schedule", 2, "(sch, config)")
         unit = self.unit or ("tokens/s" if self.seq_len else "samples/s")
@@ -273,6 +281,23 @@ def _from_source(
     made = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
     made.__dict__.update(cached)
     return made
+
+
+def _is_module(value: Any) -> bool:
+    """Whether it is a torch module; without torch there is none."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _refuse_target_loss(loss: Callable[..., Any]) -> None:
+    """Refuses torch's own losses as they are: their second argument is the target, not the batch."""
+    module = getattr(loss, "__module__", "") or ""
+    if module.startswith("torch.nn."):
+        name = getattr(loss, "__name__", None) or f"{type(loss).__name__}()"
+        raise WorkloadError(
+            f"Workload: loss is called as loss(output, batch), but {name} takes a target in place of the batch; pass "
+            f"a function that picks it, such as loss=lambda output, batch: {name}(output, batch[1])"
+        )
 
 
 def _short(value: Any) -> str:

@@ -30,7 +30,7 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
     Everything that comes from a trial is escaped. Colours follow the page's own where it has light and dark.
     """
     winner = summary.best(trials)
-    head = escape(why or summary.why_nothing(trials))
+    head = f"<b>no winner</b>, so <code>best</code> is None: {escape(why or summary.why_nothing(trials))}"
     if winner is not None:
         gain = summary.gain(trials)
         told = speed(winner.measurement.throughput, winner.measurement.unit)

@@ -3,18 +3,20 @@
 import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..models import Workload
 from ..models.device import Device
 from ..results import Measurement, RankReport, Status
-from ..space import Config
 from . import truth
 from .dry_run import DryRun, DryRunReport
 from .estimate.hardware import recognise
+from .host import COMMON_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .runner import Runner, TrialRequest
 from .timing import TimingPlan
+from .work import Work
 
 DEFAULT_TIMEOUT_S = 300.0
 LEAST_COMPILE_TIMEOUT_S = 300.0
@@ -42,11 +44,17 @@ class TrialTerms:
 
 
 class DryRunner(Runner):
-    """Runs dry runs of a workload; subclasses say where."""
+    """Tries configurations in fresh processes; subclasses say where.
 
-    def __init__(self, workload: Workload, terms: TrialTerms) -> None:
-        self.workload = workload
+    Args:
+        what: the workload whose dry runs they are, or other work.
+        terms: what holds for every trial.
+    """
+
+    def __init__(self, what: Workload | Work, terms: TrialTerms) -> None:
+        self.work = what if isinstance(what, Work) else DryRuns(what)
         self.terms = terms
+        self.confirms = self.work.confirms
 
     @abstractmethod
     def dispatch(self, job: Job) -> Outcome:
@@ -54,13 +62,26 @@ class DryRunner(Runner):
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
-        outcome = self.dispatch(self._job(request))
-        return self._measurement(request, outcome, started, time.perf_counter() - begin)
+        outcome = self.dispatch(self.work.job(request, self.terms))
+        known = {
+            "devices": self.terms.devices,
+            "started": started,
+            "seconds_total": time.perf_counter() - begin,
+            "log": f"logs/{request.log.name}" if request.log else "",
+        }
+        return self.work.measurement(request, self.terms, outcome, known)
 
-    def _job(self, request: TrialRequest) -> Job:
+
+class DryRuns(Work):
+    """Dry runs of a workload, a rank for each device."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.imports = (*COMMON_IMPORTS, *workload.imports)
+
+    def job(self, request: TrialRequest, terms: TrialTerms) -> Job:
         import cloudpickle
 
-        terms = self.terms
         timeout_s = request.timeout_s or terms.timeout_s
         program = DryRun(
             workload=self.workload,
@@ -77,20 +98,17 @@ class DryRunner(Runner):
             threads=terms.threads,
             memory_limit_mib=terms.memory_limit_mib,
             timeout_s=timeout_s,
-            compile_timeout_s=max(timeout_s, LEAST_COMPILE_TIMEOUT_S),
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
             log=str(request.log) if request.log else None,
         )
 
-    def _measurement(
-        self, request: TrialRequest, outcome: Outcome, started: float, seconds_total: float
+    def measurement(
+        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: dict[str, Any]
     ) -> Measurement:
         reports = [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
         common = {
-            "devices": self.terms.devices,
-            "memory_limit_mib": self.terms.memory_limit_mib or float(self.terms.device.memory_mib),
-            "started": started,
-            "seconds_total": seconds_total,
-            "log": f"logs/{request.log.name}" if request.log else "",
+            **known,
+            "memory_limit_mib": terms.memory_limit_mib or float(terms.device.memory_mib),
             "ranks": tuple(_rank_report(each) for each in outcome.ranks),
         }
         if outcome.status is not Status.OK or not reports:
@@ -102,9 +120,12 @@ class DryRunner(Runner):
                 peak_memory_mib=max(needs or peaks, default=None),
                 **common,
             )
-        return self._timed(request.config, request, reports, common)
+        return self._timed(request, terms, reports, common)
 
-    def _timed(self, config: Config, request: TrialRequest, reports: list[DryRunReport], common: dict) -> Measurement:
+    def _timed(
+        self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: dict[str, Any]
+    ) -> Measurement:
+        config = request.config
         slowest = max(reports, key=lambda each: each.step_ms)
         samples_per_second = slowest.samples_per_step / slowest.step_ms * 1e3
         tokens_per_second = None
@@ -112,7 +133,7 @@ class DryRunner(Runner):
             tokens_per_second = slowest.tokens_per_step / slowest.step_ms * 1e3
         tflops = None
         if slowest.flops_per_step:
-            tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / self.terms.devices
+            tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         retries = sum(each.allocation_retries for each in reports)
         wrong = truth.check(
             slowest.losses,
@@ -141,7 +162,7 @@ class DryRunner(Runner):
             step_ms_spread=slowest.spread_ms,
             peak_memory_mib=max(each.peak_memory_mib for each in reports),
             tflops_per_device=tflops,
-            mfu=self._utilisation(tflops, str(config.get("precision", "fp32"))),
+            mfu=_utilisation(terms.device, tflops, str(config.get("precision", "fp32"))),
             loss=slowest.losses[0],
             losses=slowest.losses,
             samples_per_step=slowest.samples_per_step,
@@ -152,13 +173,13 @@ class DryRunner(Runner):
             **common,
         )
 
-    def _utilisation(self, tflops: float | None, precision: str) -> float | None:
-        """MFU; None where the device's peak is not known, as for a CPU."""
-        device = self.terms.device
-        if tflops is None or device.type != "cuda":
-            return None
-        hardware = recognise(device.name, device.memory_mib)
-        return None if hardware is None else tflops * 1e12 / hardware.rate(precision)
+
+def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
+    """MFU; None where the device's peak is not known, as for a CPU."""
+    if tflops is None or device.type != "cuda":
+        return None
+    hardware = recognise(device.name, device.memory_mib)
+    return None if hardware is None else tflops * 1e12 / hardware.rate(precision)
 
 
 def _rank_report(outcome: RankOutcome) -> RankReport:

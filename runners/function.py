@@ -1,18 +1,92 @@
-"""Any callable as a runner: `fn(config)` returns a throughput or a Measurement."""
+"""A callable `fn(config) -> throughput | Measurement` as what is tried: in processes of their own, or in this one."""
 
 import math
+import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..results import Measurement, Status
 from ..space import Config
 from . import failure
+from .job import Job, Outcome
 from .runner import Runner, TrialRequest
+from .work import Work
+
+if TYPE_CHECKING:
+    from .dispatch import TrialTerms
+    from .rank import RankContext
+
+_OFTEN_NEEDED = ("numpy", "torch", "transformers")
+"""Imported once in the host agent where this process has them too: a callable is likely to need them."""
+
+
+class Calls(Work):
+    """Calls of a function, each in a fresh process of its own.
+
+    The function is copied when this is made: whatever a call changes is gone with its process.
+
+    Raises:
+        UsageError: it cannot be sent to another process.
+    """
+
+    several_hosts = False
+    confirms = False
+
+    def __init__(self, function: Callable[[Config], Any]) -> None:
+        self._function = _pickled(function)
+        own = ("redline.runners.supervisor", "redline.runners.function", "cloudpickle")
+        self.imports = (*own, *(name for name in _OFTEN_NEEDED if name in sys.modules))
+
+    def job(self, request: TrialRequest, terms: "TrialTerms") -> Job:
+        import cloudpickle
+
+        return Job(
+            program=cloudpickle.dumps(Call(function=self._function, config=request.config)),
+            # Without a limit the devices are left to the callable, which may want none of them.
+            device_type="cpu" if terms.memory_limit_mib is None else terms.device.type,
+            threads=terms.threads,
+            memory_limit_mib=terms.memory_limit_mib,
+            timeout_s=request.timeout_s or terms.timeout_s,
+            log=str(request.log) if request.log else None,
+        )
+
+    def measurement(
+        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: dict[str, Any]
+    ) -> Measurement:
+        limit = terms.memory_limit_mib
+        rank = next(iter(outcome.ranks), None)
+        peak = None
+        if rank is not None:
+            # What a process takes by itself says nothing of a memory that nobody limits.
+            peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit is not None else None)
+        if outcome.status is Status.OK and rank is not None:
+            return _completed(rank.report, peak_memory_mib=peak, memory_limit_mib=limit, **known)
+        return Measurement(
+            status=outcome.status, reason=outcome.reason, peak_memory_mib=peak, memory_limit_mib=limit, **known
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A program for the one process of a trial."""
+
+    function: bytes
+    """The callable, cloudpickled."""
+    config: Config
+    """What it is called with."""
+
+    def __call__(self, context: "RankContext") -> Measurement:
+        import cloudpickle
+
+        context.phase("loading the callable")
+        function = cloudpickle.loads(self.function)
+        context.phase("the call")
+        return _read(function(self.config))
 
 
 class FunctionRunner(Runner):
@@ -22,49 +96,71 @@ class FunctionRunner(Runner):
         function: returns a throughput (higher is better) or a `Measurement`. `redline.OutOfMemory`,
             `torch.OutOfMemoryError` and `MemoryError` are recorded as `oom`, any other exception as
             `crash` with its traceback in the trial's log.
-        unit: unit of the number it returns.
 
-    A call in this process cannot be interrupted, so trials have no deadline.
+    A call in this process cannot be interrupted, so trials have no deadline; what ends the process ends the search.
     """
 
     name = "function"
+    confirms = False
 
-    def __init__(self, function: Callable[[Config], Any], *, unit: str = "") -> None:
+    def __init__(self, function: Callable[[Config], Any]) -> None:
         self._function = function
-        self._unit = unit
 
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
         try:
-            measured = self._read(self._function(request.config))
+            measured = _read(self._function(request.config))
         except Exception as error:  # every way a candidate can fail is its outcome
-            measured = self._failed(error, request)
-        total = time.perf_counter() - begin
-        return replace(
-            measured,
-            started=measured.started or started,
-            seconds_total=measured.seconds_total or total,
-            unit=measured.unit or self._unit,
+            measured = _failed(error, request)
+        return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
+
+
+def _pickled(function: Callable[[Config], Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # whatever it holds has its own way of refusing
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(
+            f"{name} cannot be sent to a process of its own ({failure.one_line(error)}): make what it holds inside of "
+            "it, or call it in this process with isolate=False, where trials have no deadline and no memory limit"
+        ) from error
+
+
+def _read(value: Any) -> Measurement:
+    """What a callable returned, as a measurement.
+
+    Raises:
+        UsageError: it is neither a number nor a measurement.
+    """
+    if isinstance(value, Measurement):
+        return value
+    number = value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        number = value.item()  # a tensor or an array of one number without dimensions
+    if isinstance(number, bool) or not isinstance(number, Real):
+        text = " ".join(repr(value).split())
+        raise UsageError(
+            f"a tuned callable must return a number (throughput, higher is better) or a redline.Measurement, but "
+            f"returned {text if len(text) <= 100 else text[:99] + '…'}"
         )
+    if not math.isfinite(number):
+        return Measurement(status=Status.WRONG, reason=f"the callable returned {float(number)}")
+    return Measurement(status=Status.OK, throughput=float(number))
 
-    def _read(self, value: Any) -> Measurement:
-        if isinstance(value, Measurement):
-            return value
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise UsageError(
-                f"a tuned callable must return a number (throughput, higher is better) or a "
-                f"redline.Measurement, but returned {value!r}"
-            )
-        if not math.isfinite(value):
-            return Measurement(status=Status.WRONG, reason=f"the callable returned {float(value)}")
-        return Measurement(status=Status.OK, throughput=float(value))
 
-    def _failed(self, error: Exception, request: TrialRequest) -> Measurement:
-        log = ""
-        if request.log is not None:
-            request.log.parent.mkdir(parents=True, exist_ok=True)
-            request.log.write_text("".join(traceback.format_exception(error)))
-            log = f"logs/{request.log.name}"
-        status = Status.OOM if failure.is_oom(error) else Status.CRASH
-        needed = failure.requested_mib(error) if status is Status.OOM else None
-        return Measurement(status=status, reason=failure.one_line(error), peak_memory_mib=needed, log=log)
+def _completed(measured: Measurement, **known: Any) -> Measurement:
+    """A measurement with what it does not say itself."""
+    return replace(measured, **{name: value for name, value in known.items() if not getattr(measured, name)})
+
+
+def _failed(error: Exception, request: TrialRequest) -> Measurement:
+    log = ""
+    if request.log is not None:
+        request.log.parent.mkdir(parents=True, exist_ok=True)
+        request.log.write_text("".join(traceback.format_exception(error)))
+        log = f"logs/{request.log.name}"
+    status = Status.OOM if failure.is_oom(error) else Status.CRASH
+    needed = failure.requested_mib(error) if status is Status.OOM else None
+    return Measurement(status=status, reason=failure.one_line(error), peak_memory_mib=needed, log=log)

@@ -29,7 +29,7 @@ COMMON_IMPORTS = (
     "redline.models.training",
     "redline.runners.dry_run",
 )
-"""What most trials would import by themselves, which takes seconds; in the agent it is done once."""
+"""What most dry runs would import by themselves, which takes seconds; in the agent it is done once."""
 
 STARTS = 3
 """How often an agent is started that dies before it is ready."""
@@ -46,8 +46,8 @@ class HostAgent:
     The agent process starts at once and imports in the background; the first `run` waits for it.
     """
 
-    def __init__(self, imports: Sequence[str] = ()) -> None:
-        self._imports = tuple(dict.fromkeys([*COMMON_IMPORTS, *imports]))
+    def __init__(self, imports: Sequence[str] = COMMON_IMPORTS) -> None:
+        self._imports = tuple(dict.fromkeys(imports))
         self._lock = threading.Lock()
         self._closed = False
         self._running: dict[str, Connection] = {}

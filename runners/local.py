@@ -9,13 +9,14 @@ from ..models import Workload
 from .dispatch import DryRunner, TrialTerms
 from .host import HostAgent
 from .job import Job, Outcome
+from .work import Work
 
 
 class LocalRunner(DryRunner):
     """One host agent here; as many trials at once as devices allow.
 
     Args:
-        workload: what is trained.
+        what: the workload that is trained, or other work.
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
 
@@ -25,8 +26,8 @@ class LocalRunner(DryRunner):
 
     name = "local"
 
-    def __init__(self, workload: Workload, terms: TrialTerms, *, concurrency: int | None = None) -> None:
-        super().__init__(workload, terms)
+    def __init__(self, what: Workload | Work, terms: TrialTerms, *, concurrency: int | None = None) -> None:
+        super().__init__(what, terms)
         cuda = terms.device.type == "cuda"
         if cuda and terms.devices > terms.device.count:
             raise UsageError(
@@ -46,7 +47,7 @@ class LocalRunner(DryRunner):
         ids = _cuda_ids(terms.device.count) if cuda else []
         for slot in range(at_once):
             self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
-        self._agent = HostAgent(workload.imports)
+        self._agent = HostAgent(self.work.imports)
 
     def dispatch(self, job: Job) -> Outcome:
         ids = self._free.get()

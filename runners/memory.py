@@ -8,6 +8,7 @@ allocator's share of the device and the peak what it reserved.
 
 import resource
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 MIB = 1024 * 1024
@@ -94,28 +95,30 @@ class HostMemoryMeter(MemoryMeter):
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Memory of a CUDA rank, by torch's caching allocator."""
+    """Memory of a process's CUDA devices, by torch's caching allocator; where they are several, of the fullest."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, devices: Sequence[Any]) -> None:
         import torch
 
         self._cuda = torch.cuda
-        self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
+        self._devices = list(devices)
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def limit(self, limit_mib: float) -> None:
         """Caps the caching allocator; context and NCCL are outside of it."""
-        total_mib = self._cuda.get_device_properties(self._device).total_memory / MIB
-        self._cuda.set_per_process_memory_fraction(min(1.0, limit_mib / total_mib), self._device)
+        for device in self._devices:
+            total_mib = self._cuda.get_device_properties(device).total_memory / MIB
+            self._cuda.set_per_process_memory_fraction(min(1.0, limit_mib / total_mib), device)
 
     def peak_mib(self) -> float:
-        return self._cuda.max_memory_reserved(self._device) / MIB
+        return max(self._cuda.max_memory_reserved(device) for device in self._devices) / MIB
 
     def held_mib(self) -> float:
-        return self._cuda.memory_allocated(self._device) / MIB
+        return max(self._cuda.memory_allocated(device) for device in self._devices) / MIB
 
     def peak_allocated_mib(self) -> float | None:
-        return self._cuda.max_memory_allocated(self._device) / MIB
+        return max(self._cuda.max_memory_allocated(device) for device in self._devices) / MIB
 
     def allocation_retries(self) -> int:
-        return int(self._cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+        return sum(int(self._cuda.memory_stats(device).get("num_alloc_retries", 0)) for device in self._devices)

@@ -77,18 +77,10 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> Ra
     meter: MemoryMeter = HostMemoryMeter()
     context = None
     try:
-        import torch
-
-        if job.threads:
-            torch.set_num_threads(job.threads)
         random.seed(0)
-        torch.manual_seed(0)
-        if job.device_type == "cuda":
-            torch.cuda.set_device(local_rank)
-            meter = CudaMemoryMeter(torch.device("cuda", local_rank))
-        else:
-            # The thread pool's stacks belong to the framework: have it before the limit counts.
-            torch.mm(torch.ones(256, 256), torch.ones(256, 256)).sum().item()
+        # A callable may do without torch, whose import takes longer than many a trial.
+        if job.device_type == "cuda" or "torch" in sys.modules:
+            meter = _prepare_torch(job, local_rank) or meter
         if job.memory_limit_mib is not None:
             meter.limit(job.memory_limit_mib)
         context = RankContext(
@@ -112,6 +104,23 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> Ra
         return _failed(rank, job, meter, context, error)
 
 
+def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
+    """Threads, seeds and the current device; the meter of what this rank holds of CUDA devices."""
+    import torch
+
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    torch.manual_seed(0)
+    if job.device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+        # A callable is one process, whatever the number of its devices.
+        each = max(1, len(job.device_ids) // job.ranks)
+        return CudaMemoryMeter([torch.device("cuda", local_rank * each + number) for number in range(each)])
+    # The thread pool's stacks belong to the framework: have it before the limit counts.
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256)).sum().item()
+    return None
+
+
 def _failed(
     rank: int, job: Job, meter: MemoryMeter, context: RankContext | None, error: BaseException
 ) -> RankOutcome:
@@ -123,11 +132,14 @@ def _failed(
     if out_of_memory:
         # While the traceback still holds the frames, what they hold is still there to be counted.
         held, requested = meter.held_mib(), failure.requested_mib(error)
-        needed = max(held + (requested or 0.0), job.memory_limit_mib or 0.0)
-        if requested is not None:
-            # The allocator's own words stand in the log.
-            limit = f" of {job.memory_limit_mib:,.0f}" if job.memory_limit_mib else ""
-            reason = f"asked for {requested:,.0f} MiB with {held:,.0f}{limit} MiB held"
+        if job.memory_limit_mib is None and isinstance(meter, HostMemoryMeter):
+            needed = requested  # whose memory ran out is not known, so neither is what was held of it
+        else:
+            needed = max(held + (requested or 0.0), job.memory_limit_mib or 0.0)
+            if requested is not None:
+                # The allocator's own words stand in the log.
+                limit = f" of {job.memory_limit_mib:,.0f}" if job.memory_limit_mib else ""
+                reason = f"asked for {requested:,.0f} MiB with {held:,.0f}{limit} MiB held"
         traceback.clear_frames(error.__traceback__)
     if isinstance(meter, HostMemoryMeter):
         meter.lift()

@@ -18,6 +18,7 @@ from ..results import Status
 from .dispatch import DryRunner, TrialTerms
 from .job import Job, Outcome
 from .ray_gang import Gang, HostActor, Layout, lay_out
+from .work import Work
 
 PLACEMENT_TIMEOUT_S = 60.0
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
@@ -30,7 +31,7 @@ class RayRunner(DryRunner):
     each; ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
 
     Args:
-        workload: what is trained.
+        what: the workload that is trained, or other work.
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
         address: a Ray cluster to join; by default `RAY_ADDRESS`, or a Ray started here for this run.
@@ -45,15 +46,14 @@ class RayRunner(DryRunner):
 
     def __init__(
         self,
-        workload: Workload,
+        what: Workload | Work,
         terms: TrialTerms,
         *,
         concurrency: int | None = None,
         address: str | None = None,
     ) -> None:
-        super().__init__(workload, terms)
+        super().__init__(what, terms)
         self._ray = _import_ray()
-        self._imports = tuple(workload.imports)
         self._groups: list[Any] = []
         self._gangs: dict[int, Gang] = {}
         self._entered_ray = self._connect(address)
@@ -99,6 +99,11 @@ class RayRunner(DryRunner):
             raise UsageError(
                 f"a trial needs {terms.devices} devices, as many on each of its hosts, but the Ray cluster has "
                 f"{shares} {kind}s"
+            )
+        if layout.hosts > 1 and not self.work.several_hosts:
+            raise UsageError(
+                f"a callable is one process on one host, but no host of the Ray cluster has {terms.devices} {kind}s "
+                f"({shares}); ask for fewer devices"
             )
         return layout
 
@@ -149,7 +154,7 @@ class RayRunner(DryRunner):
                     self._groups[slot], placement_group_bundle_index=host
                 ),
             )
-            actors.append(make.remote(self._imports))
+            actors.append(make.remote(self.work.imports))
         return Gang(actors, layout.per_host)
 
     def wait_ready(self) -> None:

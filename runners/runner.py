@@ -48,6 +48,8 @@ class Runner(ABC):
     """The name on the command line."""
     slots: int = 1
     """How many trials can run at the same time."""
+    confirms: bool = True
+    """Whether leaders are measured again at the end."""
     closed: bool = False
     """Whether `close` was called; a trial that fails from then on is not tried again."""
 

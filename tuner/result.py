@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import NothingFound
 from ..results import Measurement, Trial, summary, table_frame
 from ..space import Config
 
@@ -32,7 +33,7 @@ class Result:
     """Outcome of a search."""
 
     best: Candidate | None
-    """The winner; None if no trial succeeded."""
+    """The winner; None if no trial succeeded, and `why` says why. `winner` raises instead."""
     default: Candidate | None
     """The default configuration; None if it was not tried or did not run."""
     why: str
@@ -54,6 +55,17 @@ class Result:
     """What was said on the way."""
     simulated: bool = False
     """Whether nothing was run and all numbers are predictions."""
+
+    @property
+    def winner(self) -> Candidate:
+        """`best`, where there must be one.
+
+        Raises:
+            NothingFound: no trial succeeded; the message says why.
+        """
+        if self.best is None:
+            raise NothingFound(f"there is no winner: {self.why}")
+        return self.best
 
     @property
     def gain(self) -> float | None:

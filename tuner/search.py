@@ -277,7 +277,7 @@ class Search:
         """Whether the time left is not enough for another trial and for measuring the leaders again."""
         if self.budget.seconds is None:
             return False
-        again = 0.0 if self.runner.name == "function" else self._confirmation().seconds
+        again = 0.0 if not self.runner.confirms else self._confirmation().seconds
         return self.watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
@@ -317,7 +317,7 @@ class Search:
 
     def confirm(self) -> None:
         """Measures the leaders again, in turns, so that the winner is not merely the luckiest (see `Confirmation`)."""
-        if self.runner.name == "function":
+        if not self.runner.confirms:
             return
         try:
             self._confirmation().run()

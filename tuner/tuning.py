@@ -4,46 +4,47 @@ import contextlib
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RunnerError, SpaceError, UsageError, unknown
+from ..errors import RunnerError, SpaceError, UsageError
 from ..models import Workload
-from ..models.device import Device, available_memory_mib, detect, usable_cores
+from ..models.device import Device, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.global_batch import free_accumulation, shared
 from ..models.spaces import checked_allowance, lossy_values, nothing_allowed
 from ..models.spaces import fix as fix_knob
 from ..results import RunFolder, Trial
-from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
+from ..runners import TimingPlan
+from ..runners.function import Calls
 from ..space import Config, Space
 from .budget import Budget, Stopwatch, parse_duration, parse_memory
+from .earlier import read_runs, take
 from .feasibility import tight_winner
 from .first_trial import first_trial
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
 from .predicting import check_refinable, described, device_of, estimate_to_begin_with
-from .predicting import peak_rate, refiner, simulator, usable
+from .predicting import peak_rate, refiner, usable
 from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
+from .running import DEFAULT_MEASURE_TIME, DEFAULT_TIMEOUT, IN_PROCESS
+from .running import check_honoured, make_runner, memory_of_rank, runner_of
 from .samplers import make_sampler
 from .samplers.bayes import BayesSampler
 from .search import Search
-from .warm_start import WarmStart, read_runs
+from .warm_start import WarmStart
 
 if TYPE_CHECKING:
     from ..runners.estimate import Estimator, Hardware
 
 DEFAULT_SAMPLER = "bayes"
 DEFAULT_TRIALS = 16
-DEFAULT_TIMEOUT = "5m"
-DEFAULT_MEASURE_TIME = "3s"
 DEFAULT_PATIENCE = 5
 DEFAULT_HEADROOM = 0.05
-RUNNERS = ("ray", "local", "simulate")
-_HOST_MEMORY_SHARE = 0.9
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
 """On a CPU ranks are processes: some more than cores are of use to try things out, dozens are a mistake."""
@@ -82,7 +83,8 @@ def tune(
     time: str | float | None = None,
     device_hours: float | None = None,
     patience: int | None = None,
-    runner: str = "ray",
+    runner: str | None = None,
+    isolate: bool = True,
     hardware: Any = None,
     sampler: str = DEFAULT_SAMPLER,
     prior: Any = None,
@@ -121,8 +123,12 @@ def tune(
         device_hours: device time of all trials, h.
         patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
             By default 5, and 0 for the sampler `grid`, of which all is wanted.
-        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here. A
-            callable runs in this process.
+        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here. By
+            default `ray`, for a callable `local`.
+        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
+            that is an outcome, not the end of the search. What it prints goes to the trial's log, and what it changes
+            is gone afterwards. False calls it in this process, as it must be where it works on state or devices that
+            this process holds.
         hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
             machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
         sampler: see `redline.tuner.sampler_names()`.
@@ -142,8 +148,8 @@ def tune(
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
-        trial_timeout: deadline of one trial, s or as in `5m`. Compilation does not count: it has as long again, and
-            five minutes at least.
+        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has as long
+            again, and five minutes at least.
         measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`; fewer are
             taken where they agree within 2 %, and never fewer than three.
         concurrency: trials at once.
@@ -152,19 +158,20 @@ def tune(
         log_to: trackers that each trial is written to: `mlflow`, `tensorboard`, `wandb`; needs `out`.
 
     Returns:
-        The result; `result.best` is None where nothing succeeded, and `result.why` says why. After
-        Ctrl-C it holds what was found so far, with `result.interrupted` set.
+        The result; `result.best` is None where nothing succeeded, and `result.why` says why, as does a warning where
+        there is no listener. After Ctrl-C it holds what was found so far, with `result.interrupted` set.
 
     Raises:
         UsageError: something asked for is invalid; nothing was written.
         RunnerError: the machinery that runs trials failed. What was found before is in `out`.
     """
-    listener = listener or SearchListener()
+    heard, listener = listener is not None, listener or SearchListener()
     space_file, space = (space, Space.from_yaml(space)) if isinstance(space, (str, Path)) else (None, space)
     if trials is None and time is None and device_hours is None:
         trials = DEFAULT_TRIALS
     if patience is None:
         patience = 0 if sampler == "grid" else DEFAULT_PATIENCE
+    runner = runner_of(target, runner, isolate)
     budget = Budget(trials=trials, seconds=parse_duration(time), device_hours=device_hours, patience=patience)
     watch = Stopwatch(budget.seconds)
     limit_mib = parse_memory(memory_limit)
@@ -184,13 +191,18 @@ def tune(
         cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
         simulated=described(hardware) if runner == "simulate" else None,
     )
-    if task.workload is not None and runner not in RUNNERS:
-        raise UsageError(unknown("runner", runner, RUNNERS))
-    if concurrency is not None and concurrency < 1:
-        raise UsageError(f"concurrency must be at least 1, but got {concurrency}")
+    check_honoured(
+        task,
+        runner,
+        trial_timeout=trial_timeout,
+        memory_limit=memory_limit,
+        measure_time=measure_time,
+        concurrency=concurrency,
+        ray_address=ray_address,
+    )
     asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
     budget.check_against(asked_timeout, concurrency or 1, task.devices)
-    earlier, names = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start)
+    earlier = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start, own=out)
     if task.workload is None and hardware is not None:
         raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
     if task.simulated and time is not None:
@@ -205,7 +217,9 @@ def tune(
         RunFolder.check(out, asked, storage=storage, resume=resume)
     elif resume:
         raise UsageError("resume needs out, the folder of the run to go on with")
-    limit_mib = _limit(task, limit_mib, concurrency)
+    taken = [take(run, task.space, asked, task.workload.unit if task.workload else "") for run in earlier]
+    calls = Calls(task.function) if task.function is not None and runner != IN_PROCESS else None
+    limit_mib = memory_of_rank(task, limit_mib, concurrency)
     notes: list[str] = []
 
     def warn(message: str) -> None:
@@ -228,15 +242,14 @@ def tune(
             prior = usable(estimator, task.space, warn)
     first = first_trial(task.space, prior if task.workload is not None else None, headroom)
     asked |= {"first_trial": first.note} if first.note else {}
-    if earlier:
-        warmed = WarmStart(task.space, earlier, names, prior)
-        prior = warmed if warmed.trials else prior
-        for line in warmed.matched:
-            warn(line)
+    if taken:
+        prior = WarmStart(task.space, taken, prior, warn)
+        for each in taken:
+            warn(each.said)
     # Whoever proposes, the stopping rule asks this one what is left to gain.
     judge = BayesSampler(task.space, seed=seed, prior=prior, warn=warn, headroom=headroom)
     proposer = judge if sampler == BayesSampler.name else make_sampler(sampler, task.space, seed=seed)
-    if (given is not None or earlier) and proposer is not judge:
+    if (given is not None or taken) and proposer is not judge:
         warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
 
     columns: dict[str, Any] = {knob.name: None if knob.derived else knob.values for knob in task.space.knobs}
@@ -256,10 +269,19 @@ def tune(
             with contextlib.ExitStack() as stack:
                 try:
                     made = stack.enter_context(
-                        _runner(
-                            task, runner, limit_mib, timeout_s, plan, seed, concurrency, ray_address, estimator,
-                            folder.trials(),
-                        )  # fmt: skip
+                        make_runner(
+                            task,
+                            runner,
+                            calls,
+                            limit_mib=limit_mib,
+                            timeout_s=timeout_s,
+                            plan=plan,
+                            seed=seed,
+                            concurrency=concurrency,
+                            ray_address=ray_address,
+                            estimator=estimator,
+                            earlier=folder.trials(),
+                        )
                     )
                     search = Search(
                         run_folder=folder,
@@ -307,6 +329,8 @@ def tune(
                 kept = out is not None and any(not trial.pending for trial in done)
                 note = f"\nWhat was found before is in '{path}'; resuming goes on from there." if kept else ""
                 raise RunnerError(f"{lost}{note}") from lost
+            if result.best is None and not heard:
+                warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=2)
             return result
 
 
@@ -444,53 +468,3 @@ def _folder(out: str | Path | None) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _runner(
-    task: Task,
-    name: str,
-    limit_mib: float | None,
-    timeout_s: float | None,
-    plan: TimingPlan,
-    seed: int,
-    concurrency: int | None,
-    ray_address: str | None,
-    estimator: "Estimator | None",
-    earlier: Sequence[Trial],
-) -> Runner:
-    if task.function is not None:
-        return FunctionRunner(task.function)
-    if task.simulated:
-        return simulator(
-            estimator, earlier, concurrency, devices=task.devices, seed=seed, timeout_s=timeout_s, measure_s=plan.seconds
-        )
-    on_cpu = task.device.type == "cpu"
-    ranks = task.devices * (concurrency or 1)
-    terms = TrialTerms(
-        device=task.device,
-        devices=task.devices,
-        memory_limit_mib=limit_mib,
-        timeout_s=timeout_s,
-        threads=max(1, usable_cores() // ranks) if on_cpu else None,
-        plan=plan,
-        seed=seed,
-    )
-    if name == "local":
-        made: Runner = LocalRunner(task.workload, terms, concurrency=concurrency)
-    else:
-        made = RayRunner(task.workload, terms, concurrency=concurrency, address=ray_address)
-    try:
-        # Once here, while the workers start, rather than in every trial.
-        task.workload.flops  # noqa: B018
-        made.wait_ready()
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _limit(task: Task, asked_mib: float | None, concurrency: int | None) -> float | None:
-    """Memory of a rank, MiB; None where it is the device's own."""
-    if asked_mib is not None or task.workload is None or task.simulated or task.device.type != "cpu":
-        return asked_mib
-    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (concurrency or 1))))

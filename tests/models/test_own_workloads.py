@@ -4,15 +4,18 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import cloudpickle
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, Workload, workload
+from redline.models import Training, Workload, reduction, workload
 from redline.space import Space
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutput
 
 CPU = torch.device("cpu")
 
@@ -253,8 +256,17 @@ def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
     ("changed", "said"),
     [
         ({"model": 3}, "model must be callable, but got int 3"),
+        (
+            {"model": nn.Linear(8, 8)},
+            r"model is a Linear that is built already; pass a function that builds it, .*lambda: Linear\(",
+        ),
         ({"batch": lambda size: None}, r"batch must be callable as batch\(size, seed\)"),
         ({"loss": lambda output: None}, r"loss must be callable as loss\(output, batch\)"),
+        (
+            {"loss": F.mse_loss},
+            r"mse_loss takes a target .*such as loss=lambda output, batch: mse_loss\(output, batch\[1\]\)",
+        ),
+        ({"loss": nn.MSELoss()}, r"MSELoss\(\) takes a target in place of the batch"),
         ({"schedule": lambda sch: None}, r"schedule must be callable as schedule\(sch, config\)"),
         ({"space": 3}, "space must be a Space or a function"),
         ({"global_batch": 0}, "global_batch must be an integer of at least 1, but got 0"),
@@ -277,6 +289,10 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
         ({"batch": lambda size, seed: (torch.ones(3, 8),)}, r"entry 0 must be the batch's size, 2.*\(3, 8\)"),
         ({"batch": lambda size, seed: (torch.tensor(1.0),)}, r"entry 0 must be the batch's size, 2.*\(\)"),
         ({"batch": lambda size, seed: (torch.rand(size, 8), torch.ones(size, 8))}, "differs from one call"),
+        (
+            {"batch": lambda size, seed: (torch.ones(size, 8), torch.ones(size, 8, device="meta"))},
+            r"batch\(2, 0\): entry 1 must be on the CPU, but is on meta",
+        ),
         ({"batch": lambda size, seed: 1 // 0}, r"batch\(2, 0\) failed: .*py:\d+: ZeroDivisionError"),
         ({"loss": lambda output, batch: output}, r"scalar tensor, the mean over the batch.*\(1, 8\)"),
         ({"loss": lambda output, batch: 1.0}, r"loss\(output, batch\) must be a scalar tensor, but is float"),
@@ -313,6 +329,71 @@ def test_a_model_without_a_loss_is_refused():
 
     with pytest.raises(WorkloadError, match=r"returned dict without a loss; give Workload\(loss=...\)"):
         workload(own(model=Silent, loss=None))
+
+
+def cross_entropy(reduction, pick=lambda output: output):
+    def loss(output, batch):
+        return F.cross_entropy(pick(output).float(), batch[1].argmax(dim=1), reduction=reduction)
+
+    return loss
+
+
+class Mapped(Net):
+    def forward(self, x):
+        return CausalLMOutput(logits=super().forward(x))
+
+
+class Tupled(Net):
+    def forward(self, x):
+        return [None, (super().forward(x), 3)]
+
+
+class Probable(Net):
+    def forward(self, x):
+        return super().forward(x).sigmoid().bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (Net, lambda how: lambda output, batch: F.mse_loss(output, batch[1], reduction=how)),
+        (Net, cross_entropy),
+        (Mapped, lambda how: cross_entropy(how, lambda output: output.logits)),
+        (Tupled, lambda how: cross_entropy(how, lambda output: output[1][0])),
+        (
+            Probable,  # which refuses what is no probability
+            lambda how: lambda output, batch: F.binary_cross_entropy(output.float(), batch[1].sigmoid(), reduction=how),
+        ),
+    ],
+)
+def test_a_loss_that_is_a_sum_is_refused_before_anything_is_tuned(model, loss):
+    assert workload(own(model=model, loss=loss("mean"))).flops.per_sample
+    with pytest.raises(WorkloadError, match=r"the loss at micro-batch 8 is eight times the one at 1: is it a sum\?"):
+        workload(own(model=model, loss=loss("sum")))
+
+
+def test_whether_a_loss_is_a_sum_is_found_out_without_running_the_model_and_at_little_memory(monkeypatch):
+    ran = []
+
+    class Watched(Net):
+        def forward(self, x):
+            ran.append(isinstance(x, FakeTensor))
+            return super().forward(x)
+
+    sums = own(model=Watched, loss=cross_entropy("sum"))
+    monkeypatch.setattr(reduction, "AFFORDABLE_BYTES", 3 * 8 * 4)
+    with pytest.raises(WorkloadError, match="the loss at micro-batch 2 is twice the one at 1"):
+        workload(sums)
+    assert ran == [True]
+    monkeypatch.setattr(reduction, "AFFORDABLE_BYTES", 3 * 8 * 4 - 1)
+    assert workload(replace(sums)).flops.per_sample  # its outputs are too large to be made up
+
+
+def test_a_loss_over_pairs_of_samples_is_no_sum():
+    def contrastive(output, batch):
+        return F.cross_entropy(output @ batch[1].T, torch.arange(len(output)))
+
+    assert workload(own(loss=contrastive)).flops.per_sample
 
 
 def test_an_optimizer_that_is_no_optimizer_is_refused():
@@ -406,7 +487,9 @@ def test_a_name_that_is_no_workload_is_refused(file, name, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = (\n", r"train\.py:1: SyntaxError"),
+        ("x = (\n", r"train\.py:1 is not valid Python: '\(' was never closed"),
+        ("A recipe:\ntake two eggs\n", r"train\.py:1 is not valid Python: invalid syntax"),
+        ("x = 1\0", r"train\.py is not valid Python: .*null bytes"),
         ("\nimport no_such_module\n", r"train\.py:2: ModuleNotFoundError: No module named 'no_such_module'"),
         ("def f():\n    return 1 / 0\n\nf()\n", r"train\.py:2: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", r"train\.py:1: SystemExit: 3"),
@@ -424,6 +507,14 @@ def test_a_file_that_is_not_there_or_no_python_is_refused(tmp_path):
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(WorkloadError, match=r"binary\.py is not a Python file"):
         workload(f"{tmp_path}/binary.py:net")
+    with pytest.raises(WorkloadError, match=r"No such file or directory; did you mean 'binary\.py'\?"):
+        workload(f"{tmp_path}/binari.py:net")
+    for name, more in (("train.yaml", ""), ("book.ipynb", "; save the notebook's code as one")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(WorkloadError, match=f"{name} is not a Python file: .* ends in .py{more}$"):
+            workload(f"{tmp_path}/{name}:net")
+    with pytest.raises(WorkloadError, match=r"there is no file .*/binary: .*; did you mean 'binary\.py'\?"):
+        workload(f"{tmp_path}/binary:net")
 
 
 def test_importing_the_models_package_loads_neither_torch_nor_transformers():

@@ -44,10 +44,14 @@ def test_cuda_style_oom_is_oom(bench):
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
-    outcome = bench.run(program)
+    outcome = bench.run(program, memory_limit_mib=4096)
     assert outcome.status is Status.OOM
     assert outcome.reason.startswith("asked for 2,048 MiB with ")
-    assert outcome.ranks[0].needed_memory_mib >= 2048
+    assert outcome.ranks[0].needed_memory_mib == 4096
+    # Without a limit nobody knows whose memory it was, and so what was held of it.
+    outcome = bench.run(program)
+    assert outcome.reason.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert outcome.ranks[0].needed_memory_mib == 2048
 
 
 def test_cpu_allocator_failure_under_the_limit_is_oom_with_the_need(bench, tmp_path):

@@ -263,7 +263,7 @@ def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong(
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = rl.tune(outcome, make_space(), trials=8, prior=half, patience=0)
+        result = rl.tune(outcome, make_space(), trials=8, prior=half, patience=0, isolate=False)
     assert sum("the prior says nothing of 105 of 210" in note for note in result.notes) == 1, result.notes
     for trial in result.all_trials:
         known = Estimate(trial.config) if trial.config["fusion"] else None
@@ -275,7 +275,7 @@ def test_tune_takes_a_prior_records_its_predictions_and_says_once_what_is_wrong(
 
 
 def test_other_samplers_say_that_they_have_no_use_for_a_prior():
-    result = rl.tune(outcome, make_space(), trials=3, sampler="random", prior=Estimate)
+    result = rl.tune(outcome, make_space(), trials=3, sampler="random", prior=Estimate, isolate=False)
     assert any("'random' makes no use of a prior" in note for note in result.notes)
 
 

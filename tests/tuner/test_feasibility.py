@@ -82,7 +82,7 @@ def run(calls, **options):
             raise rl.OutOfMemory("does not fit")
         return at["micro_batch"] ** 0.5 * (1 - 0.1 * at["checkpoint_ratio"] - 0.05 * at["zero"])
 
-    return rl.tune(fn, make_space(), patience=0, seed=1, **options)
+    return rl.tune(fn, make_space(), patience=0, seed=1, isolate=False, **options)
 
 
 @pytest.mark.parametrize("sampler", ["random", "grid", "bayes"])
@@ -141,6 +141,6 @@ def test_tune_says_that_its_winner_is_tight():
         speed = float(at["micro_batch"])
         return Measurement(status=Status.OK, throughput=speed, peak_memory_mib=memory, memory_limit_mib=1000.0)
 
-    result = rl.tune(fn, make_space(), trials=90, sampler="grid", patience=0)
+    result = rl.tune(fn, make_space(), trials=90, sampler="grid", patience=0, isolate=False)
     assert result.best.config["micro_batch"] == 16
     assert any("takes 99.0 % of the memory" in note for note in result.notes)

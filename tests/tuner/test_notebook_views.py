@@ -23,7 +23,7 @@ def result():
 
     space = rl.Space()
     space.choice("micro_batch", [1, 2, 4, 8])
-    return rl.tune(train, space, trials=4, sampler="grid")
+    return rl.tune(train, space, trials=4, sampler="grid", isolate=False)
 
 
 def test_the_html_holds_the_winner_a_drawing_and_the_trials(result):

@@ -1,12 +1,17 @@
-"""`redline.tune(fn, space)`: the whole search over any callable, with its files, failures and resumption."""
+"""`redline.tune(fn, space)`: the whole search over any callable, with its files and resumption.
+
+Called in this process, where a search of forty trials takes no time; what holds of calls in processes of their own
+stands in test_isolated_callables.py.
+"""
 
 import math
+from functools import partial
 
 import pytest
+import redline as rl
 import torch
 
-import redline as rl
-from redline.results import Status
+tune = partial(rl.tune, isolate=False)
 
 
 def make_space():
@@ -29,22 +34,23 @@ BEST = {"micro_batch": 16, "checkpoint_ratio": 0.5, "fusion": True, "grad_accum"
 
 
 def test_the_best_configuration_is_found_and_beats_the_default():
-    result = rl.tune(speed, make_space(), trials=36, sampler="random")
+    result = tune(speed, make_space(), trials=36, sampler="random")
     assert dict(result.best.config) == BEST
     assert result.best.throughput == pytest.approx(speed(BEST))
+    assert result.winner is result.best
     assert result.default.config["micro_batch"] == 1
     assert result.gain == pytest.approx(speed(BEST) / speed(result.default.config))
 
 
 def test_the_first_trial_is_the_default_configuration():
-    result = rl.tune(speed, make_space(), trials=3, sampler="random")
+    result = tune(speed, make_space(), trials=3, sampler="random")
     assert result.all_trials[0].sampler == "default"
     assert result.all_trials[0].config == make_space().default()
     assert result.all_trials[1].sampler == "random"
 
 
 def test_trials_has_the_columns_of_the_csv(tmp_path):
-    result = rl.tune(speed, make_space(), trials=5, sampler="random", out=tmp_path / "run")
+    result = tune(speed, make_space(), trials=5, sampler="random", out=tmp_path / "run")
     header = (tmp_path / "run" / "trials.csv").read_text().splitlines()[0]
     assert list(result.trials.columns) == header.split(",")
     assert list(result.trials["trial"]) == [0, 1, 2, 3, 4]
@@ -54,82 +60,41 @@ def test_a_run_without_out_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.chdir(tmp_path)
-    result = rl.tune(speed, make_space(), trials=3)
+    result = tune(speed, make_space(), trials=3)
     assert result.folder is None
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (rl.OutOfMemory("by hand"), Status.OOM),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), Status.OOM),
-        (MemoryError(), Status.OOM),
-        (RuntimeError("CUDA error: out of memory"), Status.OOM),
-        (KeyError("bug"), Status.CRASH),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
-)
-def test_exceptions_become_statuses_with_a_reason_and_a_log(error, status, tmp_path):
-    def fn(config):
-        if config["fusion"]:
-            raise error
-        return 1.0
-
-    space = rl.Space()
-    space.flag("fusion")
-    result = rl.tune(fn, space, trials=2, out=tmp_path / "run")
-    failed = next(trial for trial in result.all_trials if trial.config["fusion"])
-    assert failed.measurement.status is status
-    assert type(error).__name__ in failed.measurement.reason
-    assert "Traceback" in (tmp_path / "run" / failed.measurement.log).read_text()
-    assert result.best.config["fusion"] is False
 
 
 def test_nothing_feasible_says_why():
     def fn(config):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
-    result = rl.tune(fn, make_space(), trials=4)
+    with pytest.warns(RuntimeWarning, match="result.best is None: none of 4 trials succeeded: 4 oom") as said:
+        result = tune(fn, make_space(), trials=4)
+    assert [each.filename for each in said] == [__file__]  # of the call, which is what a notebook shows
     assert result.best is None
     assert result.gain is None
     assert "none of 4 trials succeeded: 4 oom" in result.why
     assert "3072 MiB" in result.why
-
-
-def test_a_measurement_is_taken_as_it_is():
-    def fn(config):
-        return rl.Measurement(status=Status.OK, throughput=5.0, unit="images/s", peak_memory_mib=10.0)
-
-    result = rl.tune(fn, make_space(), trials=1)
-    assert (result.best.throughput, result.best.measurement.unit) == (5.0, "images/s")
-
-
-def test_nan_is_wrong_not_fast():
-    result = rl.tune(lambda config: math.nan if config["fusion"] else 1.0, make_space(), trials=10)
-    statuses = {trial.config["fusion"]: trial.measurement.status for trial in result.all_trials}
-    assert statuses == {True: Status.WRONG, False: Status.OK}
-
-
-def test_what_is_not_a_number_is_refused_with_what_was_returned():
-    result = rl.tune(lambda config: "fast", make_space(), trials=1)
-    assert "must return a number" in result.all_trials[0].measurement.reason
-    assert "'fast'" in result.all_trials[0].measurement.reason
+    assert repr(result) == f"Result(best=None, why={result.why!r})"
+    assert "<b>no winner</b>, so <code>best</code> is None: none of 4 trials" in result._repr_html_()
+    with pytest.raises(rl.NothingFound, match="there is no winner: none of 4 trials succeeded: 4 oom.*3072 MiB"):
+        _ = result.winner.config
 
 
 def test_the_search_ends_when_the_space_is_exhausted():
     space = rl.Space()
     space.choice("x", [1, 2, 3])
-    result = rl.tune(lambda config: float(config["x"]), space, trials=100)
+    result = tune(lambda config: float(config["x"]), space, trials=100)
     assert len(result.all_trials) == 3
     assert result.ended == "every valid configuration was tried"
 
 
 def test_time_ends_the_search():
-    result = rl.tune(speed, make_space(), time=0.3, sampler="random")
+    result = tune(speed, make_space(), time=0.3, sampler="random")
     assert result.best is not None
-    result = rl.tune(lambda config: (__import__("time").sleep(0.1), 1.0)[1], make_space(), time="500ms")
-    assert 2 <= len(result.all_trials) <= 6
+    result = tune(lambda config: (__import__("time").sleep(0.1), 1.0)[1], make_space(), time="500ms")
+    assert 1 <= len(result.all_trials) <= 6
     assert "time" in result.ended
 
 
@@ -142,11 +107,11 @@ def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(tmp_path):
             raise KeyboardInterrupt
         return float(config["micro_batch"])
 
-    first = rl.tune(fn, make_space(), trials=8, sampler="random", out=tmp_path / "run")
+    first = tune(fn, make_space(), trials=8, sampler="random", out=tmp_path / "run")
     assert first.interrupted
     assert sum(trial.ok for trial in first.all_trials) == 3
     in_flight = next(trial for trial in first.all_trials if trial.pending)
-    second = rl.tune(fn, make_space(), trials=8, sampler="random", out=tmp_path / "run", resume=True)
+    second = tune(fn, make_space(), trials=8, sampler="random", out=tmp_path / "run", resume=True)
     assert not second.interrupted
     assert [trial.number for trial in second.all_trials] == list(range(8))
     assert second.all_trials[in_flight.number].config == in_flight.config
@@ -157,14 +122,14 @@ def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_trials():
-    first, second = (rl.tune(speed, make_space(), trials=8, seed=3, sampler="random") for _ in range(2))
-    other = rl.tune(speed, make_space(), trials=8, seed=4, sampler="random")
+    first, second = (tune(speed, make_space(), trials=8, seed=3, sampler="random") for _ in range(2))
+    other = tune(speed, make_space(), trials=8, seed=4, sampler="random")
     configs = [[trial.config for trial in result.all_trials] for result in (first, second, other)]
     assert configs[0] == configs[1] != configs[2]
 
 
 def test_override_and_fix_narrow_the_space():
-    result = rl.tune(
+    result = tune(
         speed, make_space(), trials=50, override={"micro_batch": [2, 4]}, fix={"fusion": True}, sampler="random"
     )
     assert {(t.config["micro_batch"], t.config["fusion"]) for t in result.all_trials} == {(2, True), (4, True)}

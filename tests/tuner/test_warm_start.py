@@ -1,11 +1,32 @@
-"""Earlier runs say which knobs pay, never how fast this workload is; what matched is told."""
+"""Earlier runs say which knobs pay, never how fast this workload is; how alike they are decides how much they count."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import redline as rl
+import yaml
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
-from redline.tuner.warm_start import WarmStart, read_runs
+from redline.tuner.earlier import EarlierRun, read_runs, take
+from redline.tuner.likeness import likeness
+from redline.tuner.samplers import make_sampler
+from redline.tuner.warm_start import WarmStart
+
+HERE = {
+    "model": "gpt2",
+    "workload": {"id": "a1", "spec": "gpt2"},
+    "devices": {"type": "cuda", "name": "NVIDIA A100", "used": 8},
+    "seq_len": 1024,
+    "global_batch": 64,
+    "seed": 0,
+}
+
+
+def other(**changed):
+    """A run's request that differs in this from `HERE`."""
+    devices = {**HERE["devices"], **changed.pop("devices", {})}
+    return {**HERE, "devices": devices, **changed}
 
 
 def make_space(*extra):
@@ -28,13 +49,13 @@ def speed(config, factor=1.0):
     )
 
 
-def trials_of(configs, throughput, predicted=None, status=Status.OK):
+def trials_of(configs, throughput, predicted=None, status=Status.OK, unit=""):
     return [
         Trial(
             number=number,
             config=Config(dict(config)),
             predicted_throughput=None if predicted is None else predicted(config),
-            measurement=Measurement(status=status, throughput=throughput(config)),
+            measurement=Measurement(status=status, throughput=throughput(config), unit=unit),
         )
         for number, config in enumerate(configs)
     ]
@@ -44,92 +65,335 @@ def earlier(space, count=40, factor=1.0):
     return trials_of(space.sample(count, 0), lambda config: speed(config, factor))
 
 
+def taken(space, trials, asked=HERE, unit=""):
+    return take(EarlierRun(name="runs/a", trials=trials, asked=asked), space, HERE, unit)
+
+
+def warm_start(space, trials, asked=HERE, base=None):
+    return WarmStart(space, [taken(space, trials, asked)], base)
+
+
 def rank_correlation(a, b):
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
 
+def logs(prior, configs):
+    return np.log([prior(config).throughput for config in configs])
+
+
+# -- what is taken -------------------------------------------------------------------------------------------
+
+
 def test_what_paid_before_is_expected_to_pay_here():
     space = make_space()
-    warm = WarmStart(space, [earlier(space)], ["runs/a"])
+    warm = warm_start(space, earlier(space))
     expected = [warm(config).throughput for config in space]
     assert rank_correlation(expected, [speed(config) for config in space]) > 0.9
 
 
 def test_the_level_of_an_earlier_run_says_nothing():
     space = make_space()
-    slow, fast = (WarmStart(space, [earlier(space, factor=f)], ["a"]) for f in (1.0, 1000.0))
+    slow, fast = (warm_start(space, earlier(space, factor=f)) for f in (1.0, 1000.0))
     for config in space.sample(10, 1):
         assert slow(config).throughput == pytest.approx(fast(config).throughput, rel=1e-6)
 
 
-def test_it_corrects_the_estimate_beneath_by_what_was_off_before():
+def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
     space = make_space()
+    sampler = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space)))
+    assert sampler.prediction(space.default()) == (None, None)
+    based = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space), base=lambda config: 7.0))
+    assert based.prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
+        space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
-    def estimate(config):  # knows nothing of attention
-        return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.5 * config["checkpoint_ratio"])
 
-    past = trials_of(space.sample(40, 0), speed, predicted=lambda config: estimate(config) / 7)
-    warm = WarmStart(space, [past], ["a"], estimate)
+def estimate(config):  # knows nothing of attention
+    return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.5 * config["checkpoint_ratio"])
+
+
+@pytest.mark.parametrize("predicted", [lambda config: estimate(config) / 7, None], ids=["told", "not told"])
+def test_it_corrects_the_estimate_beneath_by_what_was_off_before(predicted):
+    space = make_space()
+    warm = warm_start(space, trials_of(space.sample(40, 0), speed, predicted=predicted), base=estimate)
     config = Config({"micro_batch": 8, "checkpoint_ratio": 0.5, "attention": "eager"})
     gain = warm(Config({**config, "attention": "flash_attention_2"})).throughput / warm(config).throughput
     assert gain == pytest.approx(2.0, rel=0.1)
+    # What the estimate knows already is not counted twice.
+    larger = warm(Config({**config, "micro_batch": 32})).throughput / warm(config).throughput
+    assert larger == pytest.approx(2.0, rel=0.1)
     assert warm(config).throughput == pytest.approx(estimate(config), rel=0.6)
-    assert rank_correlation(
-        [warm(each).throughput for each in space], [speed(each) for each in space]
-    ) > rank_correlation([estimate(each) for each in space], [speed(each) for each in space])
 
 
 def test_failures_and_pending_trials_of_earlier_runs_are_no_facts_here():
     space = make_space()
     failures = trials_of(space.sample(30, 0), lambda config: None, status=Status.OOM)
-    warm = WarmStart(space, [failures], ["a"])
-    assert warm.trials == 0
+    warm = warm_start(space, [*failures, *earlier(space, count=3)])
     assert warm(space.default()).fits is None
     assert warm(space.default()).peak_memory_mib is None
 
 
+# -- how much it counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "weight", "said"),
+    [
+        (HERE, 1.0, ""),
+        (other(runner="local", sampler="random", seed=9, memory_limit_mib=5.0), 1.0, ""),
+        (
+            other(devices={"name": "NVIDIA H100"}),
+            0.5,
+            "at half weight: another device (NVIDIA H100 -> NVIDIA A100)",
+        ),
+        (
+            other(devices={"name": "AMD EPYC", "type": "cpu"}),
+            0.25,
+            "at 25 % weight: another kind of device (AMD EPYC -> NVIDIA A100)",
+        ),
+        (other(devices={"used": 16}), 0.7, "at 70 % weight: 16 devices instead of 8"),
+        (other(devices={"used": 2}), 0.49, "at 49 % weight: 2 devices instead of 8"),
+        (other(devices={"used": 512}), 0.3, "at 30 % weight: 512 devices instead of 8"),
+        (
+            other(seq_len=2048, workload={"id": "b2", "spec": "gpt2"}),
+            0.85,
+            "at 85 % weight: 2048 tokens a sample instead of 1024",
+        ),
+        (
+            other(global_batch=32, workload={"id": "b2", "spec": "gpt2"}),
+            0.9,
+            "at 90 % weight: 32 samples a step instead of 64",
+        ),
+        (other(workload={"id": "b2", "spec": "gpt2"}), 0.9, "at 90 % weight: gpt2 has changed since"),
+        (
+            other(model="bert", workload={"id": "b2", "spec": "bert"}),
+            0.7,
+            "at 70 % weight: another model (bert -> gpt2)",
+        ),
+        (other(simulated=True), 0.2, "at 20 % weight: simulated there, measured here"),
+        (
+            other(devices={"name": "NVIDIA H100", "used": 16}),
+            0.35,
+            "at 35 % weight: another device (NVIDIA H100 -> NVIDIA A100), 16 devices instead of 8",
+        ),
+    ],
+)
+def test_likeness_follows_from_what_the_runs_were_asked(there, weight, said):
+    found = likeness(there, HERE)
+    assert found.weight == pytest.approx(weight)
+    assert str(found) == said
+
+
+def test_simulated_runs_are_alike_where_they_drew_the_same_cluster():
+    simulated = other(simulated=True)
+    assert likeness(simulated, simulated).weight == 1
+    drawn = likeness(other(simulated=True, seed=1), simulated)
+    assert (drawn.weight, drawn.differences) == (0.2, ("another simulated cluster (seed 1 -> 0)",))
+    assert likeness(HERE, simulated).differences == ("measured there, simulated here",)
+
+
+def test_callables_are_alike_by_their_name():
+    fn, gn = ({**HERE, "model": name, "workload": {"callable": name}} for name in ("fn", "gn"))
+    assert likeness(fn, fn).weight == 1
+    assert str(likeness(gn, fn)) == "at 70 % weight: another callable (gn -> fn)"
+    assert likeness(HERE, fn).weight == pytest.approx(0.7)
+
+
+def test_a_run_half_as_alike_moves_half_as_much():
+    space = make_space()
+    fully, half = (
+        warm_start(space, earlier(space), asked) for asked in (HERE, other(devices={"name": "NVIDIA H100"}))
+    )
+    configs = space.sample(20, 1)
+    assert np.ptp(logs(fully, configs)) > 1
+    assert logs(half, configs) == pytest.approx(0.5 * logs(fully, configs))
+
+
+def test_a_run_that_is_more_alike_outweighs_one_that_is_longer():
+    space = make_space()
+    unlike = trials_of(space.sample(80, 1), lambda config: 1 / speed(config))
+    mixed = WarmStart(
+        space, [taken(space, earlier(space, 30)), taken(space, unlike, other(devices={"used": 512}))]
+    )
+    configs = list(space)
+    assert rank_correlation(logs(mixed, configs), [speed(each) for each in configs]) > 0.9
+
+
+def found_after(prior, trials, seed, space, truth):
+    """Share of the best after each trial of a search."""
+    sampler = make_sampler("bayes", space, seed=seed, prior=prior)
+    done = []
+    for number in range(trials):
+        config = space.default() if not done else sampler.propose(done, 1)[0]
+        measured = Measurement(status=Status.OK, throughput=truth(config))
+        done.append(Trial(number=number, config=config, measurement=measured))
+    best = max(truth(config) for config in space)
+    return np.maximum.accumulate([trial.measurement.throughput for trial in done]) / best
+
+
+def truth(config):
+    """Peaks inside of the space, and two knobs that only pay together."""
+    size = config["micro_batch"]
+    together = 1.3 if config["fusion"] and config["attention"] != "eager" else 1.0
+    return speed(config) / (1 + (size / 16) ** 2) * together
+
+
+H100 = other(devices={"name": "NVIDIA H100"})
+
+
+@pytest.mark.parametrize("base", [None, lambda config: 500 * estimate(config)], ids=["alone", "on an estimate"])
+def test_a_truthful_run_on_another_device_speeds_a_search_up(base):
+    space = make_space("fusion")
+    there = trials_of(space.sample(30, 0), lambda config: 3 * truth(config) * 1.1 ** config["checkpoint_ratio"])
+    cold = found_after(base, 5, 0, space, truth)
+    warm = found_after(warm_start(space, there, H100, base), 5, 0, space, truth)
+    assert warm[1] > cold[1] + 0.1  # the very first proposal
+    assert warm[4] >= cold[4] - 1e-9 and warm[4] > 0.9
+
+
+def lies(how, configs):
+    """A run on another device that says the reverse, or nothing at all."""
+    speeds = [truth(config) for config in configs]
+    if how == "reversed":
+        told = [1 / each for each in speeds]
+    else:
+        told = np.random.default_rng(0).permutation(speeds).tolist()
+    return trials_of(configs, dict(zip(configs, told)).__getitem__)
+
+
+@pytest.mark.parametrize("base", [None, lambda config: 500 * estimate(config)], ids=["alone", "on an estimate"])
+@pytest.mark.parametrize(("how", "cost"), [("reversed", 0.05), ("shuffled", 0.2)])
+def test_a_misleading_run_does_not_ruin_a_search(how, cost, base):
+    space = make_space("fusion")
+    cold = found_after(base, 10, 0, space, truth)
+    for seed in (0, 1):
+        there = lies(how, space.sample(40, seed))
+        warm = found_after(warm_start(space, there, H100, base), 10, 0, space, truth)
+        assert warm[9] > 0.95 and cold[9] > 0.95
+        # Over all ten trials, of which each starts from what was found before.
+        assert warm.mean() > cold.mean() - cost
+
+
+# -- what is said, and what is refused -----------------------------------------------------------------------
+
+
 def test_what_matched_and_what_did_not_is_said():
-    space, other = make_space("fusion"), make_space("kernels")
-    past = trials_of(other.sample(9, 0), speed)
-    past += trials_of([{**other.default(), "micro_batch": 64}], speed)  # a value this space has not
-    warm = WarmStart(space, [past], ["runs/other"])
-    (line,) = warm.matched
-    assert line.startswith("warm start from runs/other: 9 of 10 trials count")
+    space, there = make_space("fusion"), make_space("kernels")
+    past = trials_of(there.sample(9, 0), speed)
+    past += trials_of([{**there.default(), "micro_batch": 64}], speed)  # a value this space has not
+    line = taken(space, past, H100).said
+    assert line.startswith(
+        "warm start from runs/a: 9 of 10 trials count, at half weight: another device (NVIDIA H100 -> NVIDIA A100); "
+    )
     assert "knobs in both: attention, checkpoint_ratio, micro_batch" in line
     assert "only here: fusion" in line
     assert "only there: kernels" in line
     assert "1 have values that no knob has here" in line
 
 
-def test_a_run_of_an_unlike_space_counts_for_nothing_and_that_is_said():
-    past = trials_of([Config({"temperature": 3.0})], lambda config: 1.0)
-    warm = WarmStart(make_space(), [past], ["runs/other"])
-    assert warm.trials == 0
-    assert "0 of 1 trials count" in warm.matched[0]
-    assert "only there: temperature" in warm.matched[0]
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda trials: [], "none of its trials succeeded"),
+        (
+            lambda trials: [replace(t, measurement=Measurement(status=Status.OOM)) for t in trials],
+            "none of its trials succeeded",
+        ),
+        (
+            lambda trials: trials_of([Config({"temperature": 3.0})], lambda config: 1.0),
+            r"its knobs \(temperature\) are none of this search's",
+        ),
+        (
+            lambda trials: [replace(t, config=Config({**t.config, "micro_batch": 7})) for t in trials],
+            "all its trials have values that no knob has here",
+        ),
+        (
+            lambda trials: trials[:1],
+            r"no knob that both have \(attention, checkpoint_ratio, micro_batch\) varies",
+        ),
+        (lambda trials: trials_of([t.config for t in trials], speed, unit="TFLOP/s"), "it counts TFLOP/s, this search tok"),
+        (
+            lambda trials: [*trials_of([trials[0].config], speed, unit="GB/s"), *trials_of([trials[1].config], speed, unit="s")],
+            r"its trials have several units \(GB/s, s\)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_of_which_nothing_sensible_can_be_taken_is_refused(change, why):
+    space = make_space()
+    with pytest.raises(rl.UsageError, match=f"warm start from runs/a: nothing can be taken: {why}"):
+        taken(space, change(earlier(space)), unit="tokens/s")
+
+
+def test_a_run_that_is_too_unlike_is_refused():
+    space = make_space()
+    asked = other(simulated=True, devices={"name": "AMD EPYC", "type": "cpu"}, model="bert", workload={"id": "b"})
+    with pytest.raises(rl.UsageError, match=r"it is too unlike: another model \(bert -> gpt2\), .*simulated there"):
+        taken(space, earlier(space), asked)
+
+
+def test_samples_and_tokens_differ_in_level_only():
+    space = make_space()
+    assert len(taken(space, trials_of(space.sample(5, 0), speed, unit="samples/s"), unit="tokens/s").trials) == 5
+
+
+# -- runs on disk --------------------------------------------------------------------------------------------
+
+
+def run_of(folder, fn=speed, **options):
+    return rl.tune(fn, make_space(), patience=0, isolate=False, out=folder, **options)
 
 
 def test_a_search_begins_where_an_earlier_run_ended(tmp_path):
-    rl.tune(speed, make_space(), trials=40, patience=0, out=tmp_path / "a")
+    run_of(tmp_path / "a", trials=40)
     best = max(speed(config) for config in make_space())
+
+    def speed_here(config):
+        return speed(config, 55.0)
+
     after = {}
     for name, start in (("cold", []), ("warm", str(tmp_path / "a"))):
-        result = rl.tune(lambda config: speed(config, 55.0), make_space(), trials=4, warm_start=start, seed=3)
+        result = rl.tune(speed_here, make_space(), trials=4, warm_start=start, seed=3, isolate=False)
         after[name] = result.best.throughput / 55.0 / best
-    assert any("warm start from" in note and "40 of 40 trials count" in note for note in result.notes)
+    expected = "40 of 40 trials count, at 70 % weight: another callable (speed -> speed_here); knobs in both: "
+    assert any("warm start from" in note and expected in note for note in result.notes)
     assert after["warm"] == pytest.approx(1.0)
     assert after["cold"] < 1.0
+    assert all(trial.predicted_throughput is None for trial in result.all_trials)
 
 
 def test_a_run_on_disk_is_read_also_without_its_ledger(tmp_path):
-    rl.tune(speed, make_space(), trials=6, patience=0, out=tmp_path / "a")
+    run_of(tmp_path / "a", trials=6)
     (tmp_path / "a" / "study.log").unlink()
-    (trials,), (name,) = read_runs([tmp_path / "a"])
-    assert len(trials) == 6 and name == str(tmp_path / "a")
-    warm = WarmStart(make_space(), [trials], [name])
-    assert warm.trials == 6
+    (run,) = read_runs([tmp_path / "a"])
+    assert len(run.trials) == 6 and run.name == str(tmp_path / "a")
+    assert len(take(run, make_space(), run.asked).trials) == 6
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_or_does_not_say_what_it_was_asked_is_refused(tmp_path):
     with pytest.raises(rl.UsageError, match=r"warm start: .*holds no run"):
         read_runs([tmp_path])
+    run_of(tmp_path / "a", trials=2)
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a is there twice"):
+        read_runs([tmp_path / "a", str(tmp_path / "b" / ".." / "a")])
+    (tmp_path / "a" / "run.yaml").unlink()
+    with pytest.raises(rl.UsageError, match=r"warm start: .*/a has no run.yaml, so what it measured is not known"):
+        read_runs([tmp_path / "a"])
+
+
+def test_a_run_does_not_start_from_its_own_folder(tmp_path):
+    run_of(tmp_path / "a", trials=2)
+    before = (tmp_path / "a" / "run.yaml").read_text()
+    for resume in (False, True):
+        with pytest.raises(rl.UsageError, match=r"/a is this run's own folder; resume goes on with what it holds"):
+            run_of(tmp_path / "a", trials=4, warm_start=tmp_path / "a", resume=resume)
+    assert (tmp_path / "a" / "run.yaml").read_text() == before
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path):
+    run_of(tmp_path / "a", trials=3)
+    document = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
+    document["asked"]["devices"] |= {"type": "quantum", "name": "Q1"}
+    document["asked"]["simulated"] = True
+    (tmp_path / "a" / "run.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(rl.UsageError, match=r"too unlike: another callable .*another kind of device \(Q1 -> "):
+        run_of(tmp_path / "b", fn=truth, trials=3, warm_start=tmp_path / "a")
+    assert not (tmp_path / "b").exists()

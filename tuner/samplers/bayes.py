@@ -17,7 +17,7 @@ from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe
-from .prior import Answers, Predictions, Prior
+from .prior import Answers, Correction, Predictions, Prior
 from .sampler import Sampler, check_count
 from .surrogate import Belief, chance_below, expected_improvement, limit_model, throughput_model
 
@@ -115,9 +115,19 @@ class BayesSampler(Sampler):
         self._encoding = Encoding(space)
         self._features = Features(self._encoding)
         listed = self._encoding.listed
-        self._answers = (
-            None if prior is None else Answers(Prior(prior, warn=warn), None if listed is None else len(listed))
-        )
+        count = None if listed is None else len(listed)
+        self._answers = None if prior is None else Answers(Prior(prior, warn=warn), count)
+        self._estimates: list[tuple[Answers, float]] = []
+        """Rival estimates, and the share of each in what estimates are trusted; `_answers` comes first."""
+        self._relative = False
+        if isinstance(prior, Correction):
+            self._relative = prior.beneath is None
+            self._estimates = [(self._answers, prior.weight)]
+            if prior.beneath is not None and prior.weight < 1:
+                beneath = Prior(prior.beneath, warn=lambda message: None)  # the correction tells what is wrong
+                self._estimates.append((Answers(beneath, count), 1 - prior.weight))
+        elif self._answers is not None:
+            self._estimates = [(self._answers, 1.0)]
         self._headroom = headroom
         self._favourites: list[Config] | None = None
 
@@ -136,7 +146,7 @@ class BayesSampler(Sampler):
 
     def prediction(self, config: Config) -> tuple[float | None, float | None]:
         """Throughput and peak memory (MiB) that the prior states; None where it states none."""
-        if self._answers is None:
+        if self._answers is None or self._relative:
             return None, None
         if not self._answers.knows(config) and self.small:
             self._answers.of(list(self.space))  # all at once: what is wrong with the prior is said of all
@@ -286,10 +296,11 @@ class _Round:
         at = self.features.of(self.candidates.codes)
         points = self.features.of(self.seen.codes)
         everything = np.concatenate([points, at])
-        predictions = None
-        if self.sampler._answers is not None:
-            ahead = self.sampler._answers.of_candidates(self.candidates)
-            predictions = self.sampler._answers.of([trial.config for trial in self.known]).joined(ahead)
+        estimates = []
+        for answers, share in self.sampler._estimates:
+            ahead = answers.of_candidates(self.candidates)
+            estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
+        predictions = estimates[0][0] if estimates else None
         self.cost = self._costs(points, at)
         self.works = self._chance(points, at, everything, predictions)
         self.best, self.speed = None, None
@@ -305,34 +316,14 @@ class _Round:
         self.scale = scale
         n, count = len(rows), len(at)
         ones = np.ones((n + count, 1))
-        beliefs, trust = [], 0.0
-        if estimated and logs:
-            order = np.concatenate([rows, len(self.known) + np.arange(count)])
-            estimate = predictions.log_throughput[order]
-            middle = np.nanmean(estimate)
-            # Of what it knows nothing it may be anything, which is no reason to try that first.
-            low = np.nanquantile(estimate, 0.25) - middle
-            estimate = np.where(np.isfinite(estimate), estimate - middle, low)
-            effects = predictions.effects[order]
-            stated = effects.shape[1] > 0
-            # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
-            level = STATED_LEVEL if stated else LEVEL
-            basis = np.column_stack([level * ones[:, 0], SLOPE * estimate, effects])
-            own = None
-            if np.isfinite(predictions.log_std[order]).all():
-                # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
-                rest = np.maximum(predictions.log_std[order] ** 2 - (effects**2).sum(axis=1), 0.0)
-                own = rest - rest.min()
-            trust = STATED_TRUST if stated else TRUST
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=WITH_ESTIMATE, own=own, weight=trust))
-        beliefs.append(
-            Belief(
-                mean=np.zeros(n + count),
-                basis=LEVEL * ones,
-                scales=WITHOUT,
-                weight=1.0 - trust,
-            )
-        )
+        order = np.concatenate([rows, len(self.known) + np.arange(count)])
+        beliefs = [
+            _estimated(each.rows(order), share)
+            for each, share in estimates
+            if logs and np.isfinite(each.log_throughput[order]).any()
+        ]
+        trust = sum(belief.weight for belief in beliefs)
+        beliefs.append(Belief(mean=np.zeros(n + count), basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
         if not n:
             beliefs = beliefs[:1]
         self.speed = self.sampler.surrogate(beliefs, points[rows], values, at)
@@ -448,6 +439,36 @@ class _Round:
             kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0))
         )
         return np.exp(posterior.mean)
+
+
+def _estimated(predictions: Predictions, share: float) -> Belief:
+    """The model of log throughput that rests on an estimate.
+
+    Args:
+        predictions: at every point that matters.
+        share: of the trust in estimates that is this one's.
+    """
+    estimate = predictions.log_throughput
+    middle = np.nanmean(estimate)
+    # Of what it knows nothing it may be anything, which is no reason to try that first.
+    low = np.nanquantile(estimate, 0.25) - middle
+    estimate = np.where(np.isfinite(estimate), estimate - middle, low)
+    effects = predictions.effects
+    stated = effects.shape[1] > 0
+    # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
+    level = np.full(len(estimate), STATED_LEVEL if stated else LEVEL)
+    own = None
+    if np.isfinite(predictions.log_std).all():
+        # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
+        rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
+        own = rest - rest.min()
+    return Belief(
+        mean=estimate,
+        basis=np.column_stack([level, SLOPE * estimate, effects]),
+        scales=WITH_ESTIMATE,
+        own=own,
+        weight=share * (STATED_TRUST if stated else TRUST),
+    )
 
 
 def _need(measurement: Measurement) -> tuple[float | None, bool | None]:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +58,29 @@ class Predictions:
         it: what one trial says of such a factor holds for all. Shape (n, factors); no columns where it names none."""
         return self.numbers[:, len(COLUMNS) :]
 
+    def rows(self, order: np.ndarray) -> "Predictions":
+        """Those of these rows, in this order."""
+        return Predictions(self.numbers[order])
+
     def joined(self, other: "Predictions") -> "Predictions":
         """These, then those of `other`."""
         return Predictions(np.concatenate([self.numbers, other.numbers]))
+
+
+class Correction(ABC):
+    """A prior that corrects another one, or nothing, by what was learnt elsewhere.
+
+    What it corrects stays a rival: how likely either is of use follows from `weight`.
+    """
+
+    beneath: Any
+    """The prior that it corrects; None for none: then only ratios of its throughputs mean anything."""
+    weight: float
+    """Probability before any trial that it is of use, where what is beneath would be, 0 to 1."""
+
+    @abstractmethod
+    def table(self, configs: Sequence[Config]) -> Any:
+        """Corrected predictions of many configurations, as `Prior` reads them."""
 
 
 class Prior:

@@ -1,0 +1,110 @@
+"""Whether a loss is the mean over the samples of its batch, found out without running the model."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError
+from .batches import Batch, each_tensor
+from .workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+COPIES = (8, 2)
+"""Copies of a sample that are tried, the most that are affordable."""
+AFFORDABLE_BYTES = 512 * 1024 * 1024
+"""Of made-up outputs. A model whose output of two samples is larger is not looked at."""
+WITHIN = 0.02
+"""How near to a multiple a loss must be; bfloat16 keeps 8 bits."""
+
+
+def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
+    """Refuses a loss that adds up over samples: candidates of other micro-batches would train something else.
+
+    The loss of several copies of a sample must be that of the one. What the model returns is made up, of the
+    shapes that a trace found: random numbers between 0 and 1, which are probabilities too. A loss that
+    cannot be computed of these is not judged.
+
+    Args:
+        workload: with a loss of its own.
+        output: what the model returned for `batch`; only shapes and types are read.
+        batch: of one sample.
+
+    Raises:
+        WorkloadError: the loss of n copies is n times that of one.
+    """
+    import torch
+
+    assert workload.loss is not None
+    generator = torch.Generator().manual_seed(0)
+    try:
+        size = _num_bytes(output)
+        count = next((each for each in COPIES if (each + 1) * size <= AFFORDABLE_BYTES), None)
+        if count is None:
+            return
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            made = _each(output, lambda tensor: _made_up(tensor, generator))
+            one = float(workload.loss(made, batch))
+            several = float(
+                workload.loss(
+                    _each(made, lambda tensor: _copies(tensor, count)),
+                    each_tensor(batch, lambda tensor: _copies(tensor, count)),
+                )
+            )
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return  # it wants more of an output than its shape; what is really wrong with it, a trial will tell
+    if one and math.isclose(several / one, count, rel_tol=WITHIN):
+        raise WorkloadError(
+            f"{workload.name}: the loss at micro-batch {count} is {_times(count)} the one at 1: is it a sum? "
+            "loss(output, batch) must be the mean over the batch's samples, or configurations of other micro-batches "
+            "would train something else; divide it by their number, or use reduction='mean'"
+        )
+
+
+def _times(count: int) -> str:
+    return {2: "twice", 8: "eight times"}[count]
+
+
+def _made_up(like: "torch.Tensor", generator: "torch.Generator") -> "torch.Tensor":
+    import torch
+
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return (0.1 + 0.8 * torch.rand(like.shape, generator=generator)).to(like.dtype)
+
+
+def _copies(tensor: "torch.Tensor", count: int) -> "torch.Tensor":
+    """Copies along the samples; what has no dimension of one sample stays as it is."""
+    if not tensor.dim() or tensor.shape[0] != 1:
+        return tensor
+    return tensor.repeat(count, *[1] * (tensor.dim() - 1))
+
+
+def _num_bytes(output: Any) -> int:
+    sizes: list[int] = []
+    _each(output, lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
+    return sum(sizes)
+
+
+def _each(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
+    """What a model returned, with `function` applied to every tensor in it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        out = copy.copy(value)  # transformers' outputs are mappings with attributes
+        for key, each in value.items():
+            out[key] = _each(each, function)
+        return out
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(each, function) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_each(each, function) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: _each(getattr(value, name), function) for name in names})
+    return value

@@ -1,0 +1,312 @@
+"""Calls of `redline.tune(fn, space)` in processes of their own: whatever ends one is an outcome, not the search's end."""
+
+import ctypes
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+import redline as rl
+import torch
+import yaml
+from redline.results import Status
+from redline.runners import local
+from redline.runners.function import Calls
+from redline.runners.host import HostAgent
+
+# Test modules are imported by path, so that other processes cannot import them by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def agent():
+    made = HostAgent(Calls(len).imports)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick(agent, monkeypatch):
+    """Searches share one host agent, which is what takes the time."""
+
+    class Shared:
+        run, stop, wait_ready = agent.run, agent.stop, agent.wait_ready
+
+        def __init__(self, imports):
+            assert set(imports) <= set(Calls(len).imports)
+
+        def close(self):
+            """It is the next search's too."""
+
+    monkeypatch.setattr(local, "HostAgent", Shared)
+
+
+def ways(*names):
+    space = rl.Space()
+    space.choice("how", list(names))
+    return space
+
+
+def measured(result):
+    return {trial.config["how"]: trial.measurement for trial in result.all_trials}
+
+
+def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
+    def fn(config):
+        match config["how"]:
+            case "segfault":
+                ctypes.string_at(0)
+            case "exit":
+                os._exit(3)
+            case "hang":
+                time.sleep(600)
+            case "memory":
+                return len(bytearray(1 << 33))
+            case "system exit":
+                sys.exit("enough")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return 2.0 if config["how"] == "last" else 1.0
+
+    space = ways("fine", "segfault", "exit", "hang", "memory", "system exit", "killed", "last")
+    limits = {"trial_timeout": "2s", "memory_limit": "1GiB"}
+    result = rl.tune(fn, space, trials=8, sampler="grid", out=tmp_path / "run", **limits)
+    found = measured(result)
+    assert {how: each.status for how, each in found.items()} == {
+        "fine": Status.OK,
+        "segfault": Status.CRASH,
+        "exit": Status.CRASH,
+        "hang": Status.TIMEOUT,
+        "memory": Status.OOM,
+        "system exit": Status.CRASH,
+        "killed": Status.CRASH,
+        "last": Status.OK,
+    }
+    assert "SIGSEGV" in found["segfault"].reason and "code 3" in found["exit"].reason
+    assert found["hang"].reason == "no result within 2 s (during the call)"
+    assert "in fn" in (tmp_path / "run" / found["hang"].log).read_text()  # the stack it hung in
+    assert found["memory"].memory_limit_mib == 1024 and found["memory"].peak_memory_mib >= 1024
+    assert "SystemExit: enough" in found["system exit"].reason and "SIGTERM" in found["killed"].reason
+    assert result.best.config["how"] == "last"
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["runner"] == "local"
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_this_one(isolate, tmp_path, quick):
+    def fn(config):
+        match config["how"]:
+            case "by hand":
+                raise rl.OutOfMemory("too large")
+            case "cuda":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            case "python":
+                raise MemoryError
+            case "text":
+                raise RuntimeError("CUDA error: out of memory")
+            case "bug":
+                raise KeyError("bug")
+            case "word":
+                return "fast"
+            case "flag":
+                return torch.tensor(True)
+            case "vector":
+                return np.ones(3)
+            case "nan":
+                return math.nan
+            case "tensor":
+                return torch.tensor(2.5, requires_grad=True)
+            case "array":
+                return np.array(3)
+            case "scalar":
+                return np.float32(1.5)
+            case "measurement":
+                return rl.Measurement(status=Status.OK, throughput=5.0, unit="images/s", peak_memory_mib=10.0)
+        return 1.0
+
+    expected = {
+        "number": (Status.OK, 1.0, ""),
+        "by hand": (Status.OOM, None, "OutOfMemory: too large"),
+        "cuda": (Status.OOM, None, "OutOfMemoryError: CUDA out of memory"),
+        "python": (Status.OOM, None, "MemoryError"),
+        "text": (Status.OOM, None, "RuntimeError: CUDA error: out of memory"),
+        "bug": (Status.CRASH, None, "KeyError: 'bug'"),
+        "word": (Status.CRASH, None, "must return a number (throughput, higher is better) or a redline.Measurement"),
+        "flag": (Status.CRASH, None, "but returned tensor(True)"),
+        "vector": (Status.CRASH, None, "but returned array([1., 1., 1.])"),
+        "nan": (Status.WRONG, None, "the callable returned nan"),
+        "tensor": (Status.OK, 2.5, ""),
+        "array": (Status.OK, 3.0, ""),
+        "scalar": (Status.OK, 1.5, ""),
+        "measurement": (Status.OK, 5.0, ""),
+    }
+    result = rl.tune(
+        fn, ways(*expected), trials=len(expected), sampler="grid", isolate=isolate, out=tmp_path / "run"
+    )
+    for how, found in measured(result).items():
+        status, throughput, reason = expected[how]
+        assert (found.status, found.throughput) == (status, throughput), how
+        assert reason in found.reason
+        assert found.seconds_total is not None and found.started
+        if status is Status.CRASH:
+            assert "Traceback" in (tmp_path / "run" / found.log).read_text()
+    assert measured(result)["cuda"].peak_memory_mib == 2048  # what was asked for
+    assert measured(result)["by hand"].peak_memory_mib is None
+    best = result.best.measurement
+    assert (best.unit, best.peak_memory_mib) == ("images/s", 10.0)
+
+
+def test_nothing_that_a_call_changes_or_prints_reaches_this_process(tmp_path, quick, capfd):
+    calls = []
+
+    def fn(config):
+        calls.append(config)
+        os.environ["REDLINE_TEST_LEAK"] = "1"
+        print("printed by the call", flush=True)
+        return rl.Measurement(status=Status.OK, throughput=float(len(calls)), reason=str(os.getpid()))
+
+    result = rl.tune(fn, ways("a", "b", "c"), trials=3, sampler="grid", out=tmp_path / "run")
+    assert calls == [] and "REDLINE_TEST_LEAK" not in os.environ
+    assert [trial.measurement.throughput for trial in result.all_trials] == [1.0, 1.0, 1.0]
+    pids = {trial.measurement.reason for trial in result.all_trials}
+    assert len(pids) == 3 and str(os.getpid()) not in pids
+    assert "printed by the call" in (tmp_path / "run" / "logs" / "0.log").read_text()
+    assert "printed by the call" not in "".join(capfd.readouterr())
+
+
+def test_isolate_false_keeps_the_call_in_this_process(tmp_path):
+    held = threading.Lock()  # no other process could have it
+    calls = []
+
+    def fn(config):
+        with held:
+            calls.append(os.getpid())
+        return 1.0
+
+    rl.tune(fn, ways("a", "b"), trials=2, sampler="grid", isolate=False, out=tmp_path / "run")
+    assert calls == [os.getpid()] * 2
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["runner"] == "function"
+
+
+def test_a_call_ends_with_everything_it_started(tmp_path, quick):
+    def fn(config):
+        child = subprocess.Popen(["sleep", "599"], start_new_session=True)
+        (tmp_path / config["how"]).write_text(str(child.pid))
+        if config["how"] == "hangs":
+            time.sleep(600)
+        return 1.0
+
+    result = rl.tune(fn, ways("returns", "hangs"), trials=2, sampler="grid", trial_timeout="1s")
+    assert {how: each.status for how, each in measured(result).items()} == {
+        "returns": Status.OK,
+        "hangs": Status.TIMEOUT,
+    }
+    for how in ("returns", "hangs"):
+        assert not psutil.pid_exists(int((tmp_path / how).read_text()))
+
+
+def test_calls_run_at_once_where_that_is_asked_for(tmp_path, quick):
+    def fn(config):
+        mine, other = (tmp_path / config["how"], tmp_path / ("b" if config["how"] == "a" else "a"))
+        mine.touch()
+        while not other.exists():  # the other call has to be there before this one returns
+            time.sleep(0.01)
+        return 1.0
+
+    result = rl.tune(fn, ways("a", "b"), trials=2, sampler="grid", concurrency=2, trial_timeout="30s")
+    assert [trial.measurement.status for trial in result.all_trials] == [Status.OK, Status.OK]
+
+
+def test_a_call_within_its_memory_limit_has_its_peak_measured(quick):
+    def fn(config):
+        return float(len(bytearray(200 << 20)))
+
+    (trial,) = rl.tune(fn, ways("a"), trials=1, memory_limit="400MiB").all_trials
+    assert trial.measurement.peak_memory_mib == pytest.approx(200, rel=0.1)
+    assert trial.measurement.memory_limit_mib == 400
+    (trial,) = rl.tune(fn, ways("a"), trials=1).all_trials  # what nobody limits is nobody's business
+    assert trial.measurement.peak_memory_mib is None and trial.measurement.memory_limit_mib is None
+
+
+def test_when_the_machine_runs_out_of_memory_the_kernel_takes_the_call(quick):
+    def fn(config):
+        return float(open("/proc/self/oom_score_adj").read())
+
+    assert rl.tune(fn, ways("a"), trials=1).best.throughput == 1000
+    assert open("/proc/self/oom_score_adj").read().strip() != "1000"
+
+
+def test_what_cannot_be_sent_to_a_process_is_refused_in_words_that_name_the_way_out(tmp_path):
+    held = threading.Lock()
+
+    def holds_a_lock(config):
+        with held:
+            return 1.0
+
+    with pytest.raises(rl.UsageError, match=r"holds_a_lock cannot be sent .*lock.*isolate=False"):
+        rl.tune(holds_a_lock, ways("a"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trial_timeout": "5s"}, r"trial_timeout=5s needs a process that can be ended, but isolate=False"),
+        ({"memory_limit": "1GiB"}, r"memory_limit=1GiB needs a process that can be ended"),
+        ({"concurrency": 2}, r"one call at a time, but got concurrency=2"),
+        ({"runner": "ray"}, r"isolate=False calls the function in this process, where the runner 'ray' has no part"),
+        ({"isolate": True, "measure_time": "1s"}, r"measure_time belongs to a workload"),
+        ({"isolate": True, "ray_address": "127.0.0.1:1"}, r"ray_address=127.0.0.1:1 has no effect on the runner 'local'"),
+        ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options, message, tmp_path):
+    with pytest.raises(rl.UsageError, match=message):
+        rl.tune(lambda config: 1.0, ways("a"), out=tmp_path / "run", **{"isolate": False, **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workload_is_always_isolated():
+    with pytest.raises(rl.UsageError, match="isolate=False belongs to a callable"):
+        rl.tune("gpt2-tiny", isolate=False)
+
+
+def test_limits_that_ask_for_nothing_are_taken_in_this_process():
+    result = rl.tune(lambda config: 1.0, ways("a"), trials=1, isolate=False, trial_timeout=None, concurrency=1)
+    assert result.best is not None
+
+
+def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
+    script = """
+    import os, sys, time
+    import redline as rl
+
+    space = rl.Space()
+    space.choice("how", ["returns", "exits", "hangs"])
+
+    def fn(config):
+        if config["how"] == "exits":
+            os._exit(5)
+        if config["how"] == "hangs":
+            time.sleep(600)
+        parents = open(f"/proc/{os.getppid()}/cmdline").read()
+        return 1.0 if "redline.runners.agent" in parents else 0.5
+
+    result = rl.tune(fn, space, trials=3, sampler="grid", runner="ray", trial_timeout="2s", out=sys.argv[1])
+    print(sorted((t.config["how"], str(t.measurement.status), t.measurement.throughput) for t in result.all_trials))
+    import ray
+    print(ray.is_initialized(), open(sys.argv[1] + "/run.yaml").read().count("runner: ray"))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found, rest = done.stdout.splitlines()
+    assert found == "[('exits', 'crash', None), ('hangs', 'timeout', None), ('returns', 'ok', 1.0)]"
+    assert rest == "False 1"
