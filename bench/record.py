@@ -193,20 +193,16 @@ def record(table: Table, runner: Runner, left: list[Config], reference: Referenc
 
 
 def reference_of(runner: Runner, space: Space) -> Reference | None:
-    """The losses that all must reproduce: the default configuration's, at the largest micro-batch that fits."""
+    """What all must reproduce: the default configuration, at the largest micro-batch that fits."""
     default = space.default()
     fixed = {name: default[name] for name in default if name not in ("micro_batch", "grad_accum")}
     alike = [config for config in space if all(config.get(name) == value for name, value in fixed.items())]
     alike = [each for each in alike if each.get("micro_batch", 0) <= default.get("micro_batch", 0)]
     for config in sorted(alike, key=lambda each: -each.get("micro_batch", 0)):
         measurement = runner.run(TrialRequest(config=config, number=0))
-        if measurement.ok and measurement.losses:
-            return Reference(
-                losses=measurement.losses,
-                samples_per_step=measurement.samples_per_step,
-                config_id=config.id,
-            )
-    print("no reference: the default configuration does not run, so losses are not compared")
+        if measurement.ok and measurement.probe is not None:
+            return Reference(probe=measurement.probe, config_id=config.id)
+    print("no reference: the default configuration does not run, so nothing is compared")
     return None
 
 

@@ -1,7 +1,7 @@
 """What is done with batches: checked, cut into micro-batches, moved, and given to a model."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
@@ -83,14 +83,21 @@ class Step:
         self._model = model
         self._names = _forward_names(model)
 
-    def __call__(self, batch: Batch) -> "torch.Tensor":
+    def __call__(self, batch: Batch, watch: Callable[[Any], None] | None = None) -> "torch.Tensor":
         """The scalar loss of a batch; nothing else that the model returned stays alive.
+
+        Args:
+            batch: what `make_batch` returns.
+            watch: called with what the model returned.
 
         Raises:
             WorkloadError: the loss is not a scalar tensor.
         """
         args, kwargs = self.inputs(batch)
-        return self.loss(self._model(*args, **kwargs), batch)
+        output = self._model(*args, **kwargs)
+        if watch is not None:
+            watch(output)
+        return self.loss(output, batch)
 
     def inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What of a batch the model is called with, by position and by name.

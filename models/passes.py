@@ -1,6 +1,6 @@
 """The forward and backward passes of one optimizer step: micro-batch by micro-batch, or through a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
@@ -11,6 +11,8 @@ from .workload import Workload
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+Watch = Callable[[Any], None] | None
 
 
 class Accumulation:
@@ -26,12 +28,13 @@ class Accumulation:
         """The loss of one micro-batch."""
         self._model, self._precision, self._zero = model, precision, zero
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None") -> "torch.Tensor":
+    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
         """The mean loss; gradients are in place.
 
         Args:
             batches: this replica's micro-batches.
             device: where batches are to be copied; None where they are there already.
+            watch: called with what the model returned for each of them.
         """
         total: torch.Tensor | None = None
         for number, batch in enumerate(batches):
@@ -39,7 +42,7 @@ class Accumulation:
             if device is not None:
                 batch = to_device(batch, device)
             with self._precision.autocast():
-                loss = self.loss_of(batch)
+                loss = self.loss_of(batch, watch)
             self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
             total = value if total is None else total + value
@@ -76,19 +79,20 @@ class Pipelined:
             mine = part(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
             return self.loss_of.loss(output, mine)
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None") -> "torch.Tensor":
+    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
         """The mean loss, on every rank; gradients are in place.
 
         Args:
             batches: this replica's samples, as one batch.
             device: where they are to be copied; None where they are there already.
+            watch: called on the last stage with what the model returned for each micro-batch.
         """
         (batch,) = batches
         self._batch = to_device(batch, device) if device is not None else batch
         args, kwargs = self.loss_of.inputs(self._batch)
         target = self.target(self._batch) if self._workload.loss is not None else None
         with self._precision.autocast():
-            loss = self._model.pipeline.step(*args, target=target, **kwargs)
+            loss = self._model.pipeline.step(*args, target=target, watch=watch, **kwargs)
         self._batch = None
         return loss.float()
 

@@ -1,12 +1,14 @@
 """The knob `precision`: autocast and gradient scaling."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError, unknown
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 LOSSY = ("bf16_pure", "fp8")
 """Values of the knob that are another training than float32's: without fp32 master weights small updates are
@@ -41,6 +43,7 @@ class Precision:
         """Whether the loss is scaled, as float16 needs it."""
         self._device = device
         self._dtype = known[name]
+        self._fixed: float | None = None
         self._scaler: Any = None
         if self.scaled and ranks > 1:
             # A rank that alone sees an infinity (in its piece of a layer, its shard of the gradients) would
@@ -59,9 +62,38 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._dtype)
 
+    def roundoff(self, model: "nn.Module") -> float:
+        """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
+        import torch
+
+        if self._dtype is not None or self.pure:
+            return torch.finfo(self._dtype or torch.bfloat16).eps / 2
+        if self._device.type == "cuda":
+            # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
+            convolves = any(isinstance(each, torch.nn.modules.conv._ConvNd) for each in model.modules())
+            if torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and convolves):
+                return torch.finfo(torch.float16).eps / 2
+        return torch.finfo(torch.float32).eps / 2
+
     def scale(self, loss: "torch.Tensor") -> "torch.Tensor":
         """The loss whose gradients are representable."""
+        if self._fixed is not None:
+            return loss * self._fixed
         return self._scaler.scale(loss) if self._scaler is not None else loss
+
+    @contextlib.contextmanager
+    def scaling(self, factor: float | None) -> Iterator[None]:
+        """Scales the loss by this factor instead of the one that training is at; None leaves it."""
+        self._fixed = factor
+        try:
+            yield
+        finally:
+            self._fixed = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What training scales the loss by; smaller after a step that was skipped."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def step(self, optimizer: "torch.optim.Optimizer") -> None:
         """The optimizer's step; skipped by all ranks where a gradient overflowed."""

@@ -1,13 +1,14 @@
 """Training a workload in one configuration: builds everything, then runs optimizer steps."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
+from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision
 from .workload import Workload
@@ -56,6 +57,16 @@ class Training:
     """The optimizer."""
     world: World
     """What this rank is."""
+    precision: Precision
+    """The number formats."""
+    outline: Outline
+    """The model before its schedule rewrote it."""
+    compiled: bool
+    """Whether torch.compile is part of its schedule."""
+    micro_batch: int
+    """Samples of one forward pass of one replica."""
+    grad_accum: int
+    """Micro-batches of one optimizer step."""
     samples_per_step: int
     """Samples of one optimizer step over all ranks."""
     tokens_per_step: int | None
@@ -80,7 +91,7 @@ class Training:
         self._seed = seed
         self.world = World.of(config, rank, world_size)
         self._sizes()
-        self._precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
+        self.precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
         self._check_composition()
         self._mesh = self.world.mesh(self.device, collective_timeout_s)
         self.model, self.optimizer = self._build()
@@ -90,7 +101,7 @@ class Training:
         self._step = 0
         # Dropout follows from the seed. Replicas and stages differ; the ranks that share a layer draw alike
         # except where its schedule forks their streams.
-        torch.manual_seed(self._seed_of(self.world.dp_rank * self.world.pp + self.world.pp_rank))
+        torch.manual_seed(self.seed_of(self.world.dp_rank * self.world.pp + self.world.pp_rank))
 
     def step(self) -> "torch.Tensor":
         """Runs one optimizer step over the global batch.
@@ -100,22 +111,32 @@ class Training:
             it waits for the device.
         """
         total = self.passes()
-        self._precision.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.update()
         return total
 
-    def passes(self) -> "torch.Tensor":
+    def update(self) -> None:
+        """The optimizer's part of a step; the gradients are gone after it."""
+        self.precision.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def passes(
+        self, batches: list[Batch] | None = None, watch: Callable[[Any], None] | None = None
+    ) -> "torch.Tensor":
         """The forward and backward passes of a step, without the optimizer's part: gradients stay in place.
+
+        Args:
+            batches: this replica's micro-batches, on the device; None for those of the next step.
+            watch: called with what the model returned for each of them; in a pipeline, on the last stage.
 
         Returns:
             As `step`.
         """
-        if self._data:
-            batches = self._data[self._step % len(self._data)]
-        else:
-            batches = self._micro_batches(self._share_of(self._step))
-        self._step += 1
-        total = self._passes(batches, None if self._resident else self.device)
+        on_device = batches is not None or self._resident
+        if batches is None:
+            data = self._data[self._step % len(self._data)] if self._data else None
+            batches = data if data is not None else self._micro_batches(self._share_of(self._step))
+            self._step += 1
+        total = self._passes(batches, None if on_device else self.device, watch)
         if self.world.dp > 1:
             import torch.distributed as dist
 
@@ -129,7 +150,8 @@ class Training:
         per_sample = self.workload.flops.per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
 
-    def _seed_of(self, number: int) -> int:
+    def seed_of(self, number: int) -> int:
+        """The seed of a step's data, by its number."""
         # NumPy's older generators take 32 bits.
         return (self._seed * 1_000_003 + number) % 2**31
 
@@ -153,21 +175,21 @@ class Training:
             raise WorkloadError(
                 f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}"
             )
-        self._micro = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
-        self._accumulate = int(config.get("grad_accum", share // max(self._micro, 1)))
-        if self._micro < 1 or self._accumulate < 1:
+        self.micro_batch = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
+        self.grad_accum = int(config.get("grad_accum", share // max(self.micro_batch, 1)))
+        if self.micro_batch < 1 or self.grad_accum < 1:
             raise WorkloadError(
-                f"micro_batch and grad_accum must be at least 1, but are {self._micro} and "
-                f"{self._accumulate} with {share} samples a replica"
+                f"micro_batch and grad_accum must be at least 1, but are {self.micro_batch} and "
+                f"{self.grad_accum} with {share} samples a replica"
             )
-        if "grad_accum" not in config and self._micro * self._accumulate != share:
-            raise WorkloadError(f"micro_batch must divide a replica's samples, {share}, but is {self._micro}")
-        self.samples_per_step = self._micro * self._accumulate * ranks
+        if "grad_accum" not in config and self.micro_batch * self.grad_accum != share:
+            raise WorkloadError(f"micro_batch must divide a replica's samples, {share}, but is {self.micro_batch}")
+        self.samples_per_step = self.micro_batch * self.grad_accum * ranks
         self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
 
     def _check_composition(self) -> None:
         """Refuses what does not go together; the default space declares the same."""
-        if not self._precision.scaled:
+        if not self.precision.scaled:
             return
         for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
             if value:
@@ -200,16 +222,20 @@ class Training:
         if left := stray(module):
             raise ScheduleError(f"{left} is a tensor on the meta device that is no parameter and no buffer")
         sch = create_schedule(module, self._mesh)
-        (self.workload.schedule or generic_schedule)(sch, self.config)
+        schedule = self.workload.schedule or generic_schedule
+        standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
+        self.outline = Outline.of(module, [each.path for each in standard.blocks(sch)])
+        schedule(sch, self.config)
         self._distribute(sch)
-        if self._precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
+        self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
+        if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
             sch.cast(torch.bfloat16)
         fused = bool(self.config.get("fused_optimizer", True))
         if self.world.pp > 1:
-            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self._precision)
+            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
         else:
             zero = int(self.config.get("zero", 0)) if self.world.dp > 1 else 0
-            self._passes = Accumulation(self.workload, module, self._precision, zero)
+            self._passes = Accumulation(self.workload, module, self.precision, zero)
         own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
         return build(
             sch,
@@ -230,24 +256,21 @@ class Training:
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
                 kind = self.config.get("pipeline_schedule", self._pipeline_schedule())
-                sch.pipeline(kind, self._accumulate)
+                sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            sch.shard_data(zero=int(self.config.get("zero", 0)), gathered=self._gathered(sch))
+            sch.shard_data(zero=int(self.config.get("zero", 0)), gathered=self._gathered())
 
-    def _gathered(self, sch: "Schedule") -> list[str]:
+    def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""
-        if "gathered_blocks" not in self.config:
-            return []
-        followed = self.workload.schedule
-        schedule = followed if isinstance(followed, StandardSchedule) else generic_schedule
-        blocks = schedule.blocks(sch)
-        return [blocks[index].path for index in indices_of(self.config["gathered_blocks"], len(blocks))]
+        blocks = self.outline.blocks
+        named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
+        return [blocks[index] for index in named]
 
     def _pipeline_schedule(self) -> str:
         # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
-        return "1f1b" if self._accumulate >= self.world.pp else "gpipe"
+        return "1f1b" if self.grad_accum >= self.world.pp else "gpipe"
 
     def _make_data(self) -> list[list[Batch]]:
         """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""
@@ -268,9 +291,9 @@ class Training:
 
     def _share_of(self, step: int) -> Batch:
         """This replica's samples of a step, on the CPU."""
-        share, replica = self._micro * self._accumulate, self.world.dp_rank
+        share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
         # Made for all replicas and then cut, so that the samples do not depend on their number.
-        whole = make_batch(self.workload, self.samples_per_step, self._seed_of(step))
+        whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
         mine = part(whole, replica * share, (replica + 1) * share)
         return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
 
@@ -278,8 +301,8 @@ class Training:
         if self.world.pp > 1:
             return [share]
         return [
-            part(share, number * self._micro, (number + 1) * self._micro)
-            for number in range(self._accumulate)
+            part(share, number * self.micro_batch, (number + 1) * self.micro_batch)
+            for number in range(self.grad_accum)
         ]
 
 

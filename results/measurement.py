@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import UsageError, unknown
+from .probe import Probe
 
 
 class Status(StrEnum):
@@ -22,7 +23,7 @@ class Status(StrEnum):
     CRASH = "crash"
     """Any other failure; `reason` is the last exception or the signal."""
     WRONG = "wrong"
-    """Ran, but the loss is not finite or not that of the reference schedule."""
+    """Ran, but computes something else than the reference, or what is not finite."""
     SKIPPED = "skipped"
     """Never run: predicted not to fit, or dominated by a known OOM."""
 
@@ -114,8 +115,8 @@ class Measurement:
     difference (see `tuner.conditions`)."""
     loss: float | None = None
     """Loss of the first step."""
-    losses: tuple[float, ...] = ()
-    """Losses of the first steps, for the comparison with the reference."""
+    probe: Probe | None = None
+    """What it computed on one fixed batch, for the comparison with the reference."""
     samples_per_step: int | None = None
     """Samples of one optimizer step over all devices."""
     started: float | None = None
@@ -166,8 +167,8 @@ class Measurement:
                 value = [
                     {each: _to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value
                 ]
-            elif name == "losses":
-                value = [_to_json(loss) for loss in value]
+            elif name == "probe":
+                value = None if value is None else value.to_dict()
             else:
                 value = _to_json(value)
             if value is not None and value != "" and value != []:
@@ -178,7 +179,8 @@ class Measurement:
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
         """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read."""
         values = _from_json(cls, data)
-        values["losses"] = tuple(float(loss) for loss in values.get("losses", ()))
+        if "probe" in values:
+            values["probe"] = Probe.from_dict(values["probe"])
         values["ranks"] = tuple(
             RankReport(**_from_json(RankReport, rank)) for rank in values.get("ranks", ())
         )

@@ -135,15 +135,11 @@ class DryRuns(Work):
         if slowest.flops_per_step:
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         retries = sum(each.allocation_retries for each in reports)
-        wrong = truth.check(
-            slowest.losses,
-            request.reference,
-            last_loss=slowest.last_loss,
-            precision=str(config.get("precision", "fp32")),
-            stochastic=slowest.stochastic,
-            samples_per_step=slowest.samples_per_step,
-        )
+        probe = truth.together([each.probe for each in reports], [each.first for each in reports])
+        wrong = truth.check(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
         notes = [wrong or slowest.note]
+        if request.reference is not None and not wrong:
+            notes.append(truth.why_not(probe, request.reference))
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         timed = {
@@ -163,8 +159,8 @@ class DryRuns(Work):
             peak_memory_mib=max(each.peak_memory_mib for each in reports),
             tflops_per_device=tflops,
             mfu=_utilisation(terms.device, tflops, str(config.get("precision", "fp32"))),
-            loss=slowest.losses[0],
-            losses=slowest.losses,
+            loss=slowest.loss,
+            probe=probe,
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
             seconds_overhead=max(0.0, common["seconds_total"] - sum(timed.values())),

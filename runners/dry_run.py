@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..models import Training, Workload
+from ..models.first_step import StepPart, first_step
+from ..models.probe import ProbePart, take
 from ..space import Config
 from .compiling import Compilation
 from .load import HostLoad, Watch
 from .rank import RankContext
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
-
-FIRST_LOSSES = 3
-"""Losses kept for the comparison with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +30,18 @@ class DryRunReport:
     """Tokens of it; None where the data has none."""
     flops_per_step: float | None
     """Model FLOPs of it over all ranks; None where they could not be counted."""
-    losses: tuple[float, ...]
-    """Mean losses of the first steps."""
+    loss: float
+    """Mean loss of the first step."""
     last_loss: float
     """Loss of the last step."""
-    stochastic: bool
-    """Whether the model draws random numbers in training."""
+    probe: ProbePart
+    """What this rank computed on the probe's samples, for the comparison with the reference."""
+    first: StepPart | None
+    """What it computed in the first step that was not skipped; None where all were."""
     seconds_build: float
     """Model, schedule, weights, optimizer, s."""
     seconds_compile: float = 0.0
-    """Steps in which some rank compiled, s."""
+    """Compilations of the probe, and steps in which some rank compiled, s."""
     seconds_warmup: float
     """Until steady, s."""
     seconds_measure: float
@@ -95,17 +96,25 @@ class DryRun:
             torch.cuda.synchronize(device)
         seconds_build = time.perf_counter() - begin
 
-        first: list[Any] = []
+        context.phase("probe")
+        compilation.expected()
+        with context.memory.aside():
+            probe = take(training)
+        compiled_in_probe = compilation.seconds
+
+        first: Any = None
         last: Any = None
+        seen: StepPart | None = None
 
         def step() -> None:
-            nonlocal last
-            last = training.step()  # read only at the end: reading waits for the device
-            if len(first) < FIRST_LOSSES:
-                first.append(last)
+            nonlocal first, last, seen
+            if seen is None:
+                last, seen = first_step(training)
+            else:
+                last = training.step()
+            first = last if first is None else first  # read only at the end: reading waits for the device
 
         context.phase("first steps")
-        compilation.expected()
         clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
         watch = Watch()
 
@@ -129,11 +138,12 @@ class DryRun:
             samples_per_step=training.samples_per_step,
             tokens_per_step=training.tokens_per_step,
             flops_per_step=training.flops_per_step(),
-            losses=tuple(float(loss) for loss in first),
+            loss=float(first),
             last_loss=float(last),
-            stochastic=is_stochastic(training.model),
+            probe=probe,
+            first=seen,
             seconds_build=seconds_build,
-            seconds_compile=timing.seconds_compile,
+            seconds_compile=compiled_in_probe + timing.seconds_compile,
             seconds_warmup=timing.seconds_warmup,
             seconds_measure=timing.seconds_measure,
             peak_memory_mib=context.memory.peak_mib(),
@@ -148,17 +158,6 @@ class DryRun:
             return None
         per_step = training.tokens_per_step if self.workload.unit == "tokens/s" else training.samples_per_step
         return per_step / self.best_throughput * 1e3 if per_step else None
-
-
-def is_stochastic(model: Any) -> bool:
-    """Whether a module has a dropout that is not zero, as a module or as an attribute (`attention_dropout`)."""
-    for module in model.modules():
-        if type(module).__name__.startswith("Dropout") and getattr(module, "p", 0) > 0:
-            return True
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                return True
-    return False
 
 
 def join(context: RankContext) -> None:

@@ -8,7 +8,8 @@ allocator's share of the device and the peak what it reserved.
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 MIB = 1024 * 1024
@@ -41,6 +42,11 @@ class MemoryMeter(ABC):
     @abstractmethod
     def held_mib(self) -> float:
         """What is held now, MiB."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is allocated within counts towards no peak, where the allocator can leave it out."""
+        yield
 
     def peak_allocated_mib(self) -> float | None:
         """Peak of the bytes in live tensors where the allocator tells, MiB."""
@@ -102,6 +108,7 @@ class CudaMemoryMeter(MemoryMeter):
 
         self._cuda = torch.cuda
         self._devices = list(devices)
+        self._reserved_before = self._allocated_before = 0
         for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -111,14 +118,29 @@ class CudaMemoryMeter(MemoryMeter):
             total_mib = self._cuda.get_device_properties(device).total_memory / MIB
             self._cuda.set_per_process_memory_fraction(min(1.0, limit_mib / total_mib), device)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is allocated within counts towards no peak; of what is freed in it nothing stays reserved."""
+        self._reserved_before, self._allocated_before = self._peak_reserved(), self._peak_allocated()
+        yield
+        self._cuda.empty_cache()
+        for device in self._devices:
+            self._cuda.reset_peak_memory_stats(device)
+
     def peak_mib(self) -> float:
-        return max(self._cuda.max_memory_reserved(device) for device in self._devices) / MIB
+        return self._peak_reserved() / MIB
 
     def held_mib(self) -> float:
         return max(self._cuda.memory_allocated(device) for device in self._devices) / MIB
 
     def peak_allocated_mib(self) -> float | None:
-        return max(self._cuda.max_memory_allocated(device) for device in self._devices) / MIB
+        return self._peak_allocated() / MIB
+
+    def _peak_reserved(self) -> int:
+        return max(self._reserved_before, *(self._cuda.max_memory_reserved(device) for device in self._devices))
+
+    def _peak_allocated(self) -> int:
+        return max(self._allocated_before, *(self._cuda.max_memory_allocated(device) for device in self._devices))
 
     def allocation_retries(self) -> int:
         return sum(int(self._cuda.memory_stats(device).get("num_alloc_retries", 0)) for device in self._devices)

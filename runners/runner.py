@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..results import Measurement
+from ..results.probe import Probe
 from ..space import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What a correct candidate must reproduce: the losses of the reference configuration's first steps."""
+    """What a correct candidate must reproduce."""
 
-    losses: tuple[float, ...]
-    """Losses of the first steps, in order."""
-    samples_per_step: int | None = None
-    """Samples in one optimizer step; candidates with another number see other data and are not compared."""
+    probe: Probe
+    """What the reference configuration computed on the probe's samples."""
     config_id: str = ""
     """Id of the configuration they come from."""
-    precision: str = "fp32"
-    """Its `precision` knob: a reference in half precision is off by as much as a candidate in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +35,7 @@ class TrialRequest:
     best_throughput: float | None = None
     """Best so far, in the workload's unit; a candidate clearly slower stops early."""
     reference: Reference | None = None
-    """Losses to be reproduced; None for the trial that sets them."""
+    """What is to be reproduced; None for the trial that sets it."""
 
 
 class Runner(ABC):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharding import is_dtensor
+from .sharding import local
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -29,7 +29,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 continue
             # Of what FSDP cuts each rank steps its own piece, as a plain tensor: a DTensor on the CPU would
             # still belong to the mesh of the devices.
-            host = nn.Parameter(_local(param.detach()).to("cpu", copy=True))
+            host = nn.Parameter(local(param.detach()).to("cpu", copy=True))
             self.pairs.append((param, host))
         self.inner = make([host for _, host in self.pairs])
         super().__init__([param for param, _ in self.pairs], {})
@@ -46,11 +46,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for param, host in self.pairs:
             # Weights may have been loaded or changed on the device since the last step.
-            host.copy_(_local(param))
-            host.grad = None if param.grad is None else _local(param.grad.detach()).to("cpu", copy=True)
+            host.copy_(local(param))
+            host.grad = None if param.grad is None else local(param.grad.detach()).to("cpu", copy=True)
         self.inner.step()
         for param, host in self.pairs:
-            _local(param).copy_(host)
+            local(param).copy_(host)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -70,8 +70,3 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Loads what `state_dict` returned."""
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of a tensor that FSDP cuts, sharing its memory; any other as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor

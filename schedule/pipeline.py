@@ -47,8 +47,10 @@ class Pipeline:
         """Whether `outputs` keeps those of all micro-batches of the last step, for a look at them; otherwise
         only the latest lives, while its loss is computed."""
         self.outputs: list[Any] = []
+        self.watch: Callable[[Any], None] | None = None
+        """Called with what the model returned for each micro-batch."""
         self.schedule: Any = None
-        """PyTorch's schedule object, made at the first step for the shapes of its batch."""
+        """PyTorch's schedule object, made for the shapes of a batch and the number of micro-batches."""
         self._shapes: Any = None
 
     def absent(self, path: str) -> bool:
@@ -78,10 +80,22 @@ class Pipeline:
                 self._share(tensors)
         self.model.__dict__["pipeline"] = self
 
-    def step(self, *args: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self,
+        *args: Any,
+        target: torch.Tensor | None = None,
+        watch: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Forward and backward of a batch in micro-batches; gradients are added to what is there.
 
         Every rank of the pipeline is given the same batch: tensors whose first dimension is the batch.
+
+        Args:
+            args: what the model's forward takes, by position.
+            target: what `loss` takes beside an output, its first dimension the batch.
+            watch: called on the last stage with what the model returned for each micro-batch.
+            kwargs: what the model's forward takes, by name.
 
         Returns:
             The mean loss over the micro-batches, on every rank.
@@ -97,6 +111,7 @@ class Pipeline:
         size = tensors[0].shape[0]
         self._prepare(kwargs, size)
         self.outputs.clear()
+        self.watch = watch
         losses: list[torch.Tensor] = []
         anchor = torch.zeros(size, 1, device=self.device)
         first, last = 0 in self.mine, self.num_stages - 1 in self.mine
@@ -107,6 +122,7 @@ class Pipeline:
             return_outputs=False,
             **kwargs,
         )
+        self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()
         with torch.no_grad():
@@ -132,6 +148,7 @@ class Pipeline:
             return value[:part] if isinstance(value, torch.Tensor) and value.dim() else value
 
         shapes = tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v, kwargs)
+        shapes = (self.micro_batches, shapes)
         if self.schedule is not None and shapes == self._shapes:
             return
         self._shapes = shapes
@@ -250,6 +267,8 @@ class Stage(nn.Module):
         if not pipeline.keep_outputs:
             pipeline.outputs.clear()
         pipeline.outputs.append(output)
+        if pipeline.watch is not None:
+            pipeline.watch(output)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
             self._check(received, (first,))

@@ -115,6 +115,11 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor that FSDP cuts, sharing its memory; any other as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter of a module, or its gradient, gathered over every rank that holds a piece."""
     if is_dtensor(tensor):

@@ -88,6 +88,9 @@ def _cross_entropy(
             "a token and no weights; gather the logits with sync('fwd_post', 'all_gather', axis=-1) instead"
         )
     axis, logits = input.axis, input.as_subclass(torch.Tensor)
+    if torch.is_autocast_enabled(logits.device.type):
+        # As autocast has it for the cross-entropy of logits that are whole.
+        logits = logits.float()
     kept = target != ignore_index
     losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, input.vocabulary, label_smoothing)
     losses = losses.where(kept, 0)

@@ -333,20 +333,15 @@ class Search:
 
 
 def reference(trials: list[Trial], number: int) -> Reference | None:
-    """The losses a candidate must reproduce: those of the first trial that ran, other than itself.
+    """What a candidate must reproduce: that of the first trial that ran in the finest number format, other than itself.
 
-    Trial 0 is the default configuration, which applies nothing, so it sets them where it runs.
+    Trial 0 is the default configuration, which applies nothing and computes in float32, so it sets it where it runs.
     """
-    for trial in trials:
-        if trial.ok and trial.number != number and trial.measurement.losses:
-            measured = trial.measurement
-            return Reference(
-                losses=measured.losses,
-                samples_per_step=measured.samples_per_step,
-                config_id=trial.config.id,
-                precision=str(trial.config.get("precision", "fp32")),
-            )
-    return None
+    ran = [trial for trial in trials if trial.ok and trial.number != number and trial.measurement.probe is not None]
+    if not ran:
+        return None
+    finest = min(ran, key=lambda trial: (trial.measurement.probe.roundoff, trial.number))
+    return Reference(probe=finest.measurement.probe, config_id=finest.config.id)
 
 
 def _trials(count: int) -> str:

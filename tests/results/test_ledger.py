@@ -10,6 +10,7 @@ import pytest
 from redline.errors import StudyError
 from redline.results import Ledger, Measurement, RankReport, Status
 from redline.results.again import measured_again
+from redline.results.probe import Computed, Probe
 
 ALL = Measurement(
     status=Status.OK,
@@ -25,7 +26,12 @@ ALL = Measurement(
     mfu=0.25,
     devices=2,
     loss=10.8,
-    losses=(10.8, 10.7),
+    probe=Probe(
+        quiet=Computed(loss=10.8, gradient=2.5, blocks=(1.5, 2.0), vectors=(0.1, 0.2, 0.3), samples=4),
+        step=Computed(loss=10.7, gradient=1.0, blocks=(0.5, 0.6), vectors=(0.1, 0.2, 0.3), samples=32),
+        logits=(0.25, -1.5), noise=0.25, noise_numbers=64, still=("a.weight",), brought=("b",), depth=7,
+        roundoff=2.0**-8, loss_roundoff=2.0**-24,
+    ),  # fmt: skip
     started=1.7e9,
     seconds_total=4.0,
     seconds_overhead=0.5,
@@ -141,9 +147,11 @@ def test_optuna_reads_the_ledger(tmp_path, open_ledger, point, ok, oom):
 def test_a_loss_that_is_not_a_number_is_kept_in_valid_json(tmp_path, open_ledger, point):
     ledger = open_ledger(tmp_path / "study.log")
     ledger.start(point(), sampler="tpe")
-    wrong = Measurement(
-        status=Status.WRONG, reason="loss is nan", loss=float("nan"), losses=(1.0, float("inf"))
-    )
+    probe = Probe(
+        quiet=Computed(loss=1.0, gradient=float("nan"), blocks=(float("inf"),), samples=2), roundoff=1e-3,
+        loss_roundoff=1e-3,
+    )  # fmt: skip
+    wrong = Measurement(status=Status.WRONG, reason="loss is nan", loss=float("nan"), probe=probe)
     ledger.finish(0, wrong)
 
     def refuse(constant):
@@ -153,7 +161,9 @@ def test_a_loss_that_is_not_a_number_is_kept_in_valid_json(tmp_path, open_ledger
         json.loads(line, parse_constant=refuse)
     kept = open_ledger(tmp_path / "study.log").trials()[0].measurement
     assert kept.loss != kept.loss
-    assert kept.losses == (1.0, float("inf"))
+    assert kept.probe.quiet.blocks == (float("inf"),)
+    assert kept.probe.quiet.gradient != kept.probe.quiet.gradient
+    assert kept.probe.quiet.samples == 2 and kept.probe.step is None
 
 
 def test_hostile_reasons_are_kept_exactly(source, open_ledger, point):

@@ -434,7 +434,7 @@ def test_statuses_and_texts_of_every_kind_survive_yaml(tmp_path, open_run, point
             run.finish(
                 number,
                 Measurement(
-                    status=status, reason=reason, throughput=1.0, loss=float("nan"), losses=(float("inf"),)
+                    status=status, reason=reason, throughput=1.0, loss=float("nan")
                 ),
             )
         run.write_best(["redline", "tune", "it's"])

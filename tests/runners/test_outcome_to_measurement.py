@@ -1,10 +1,14 @@
 """What a trial's ranks report becomes one measurement: the slowest rank's time, the fullest rank's memory, MFU."""
 
+from dataclasses import replace
+
 import pytest
 from redline.models import Workload
 from redline.models.device import Device
+from redline.models.gradients import ComputedPart
+from redline.models.probe import ProbePart
 from redline.results import Status
-from redline.runners import TrialRequest, TrialTerms
+from redline.runners import Reference, TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
 from redline.runners.dry_run import DryRunReport
 from redline.runners.estimate.hardware import recognise
@@ -12,6 +16,11 @@ from redline.runners.job import Outcome, RankOutcome
 from redline.space import Config
 
 MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: output, seq_len=1024)
+
+PROBE = ProbePart(
+    quiet=ComputedPart(loss=10.0, squares=(1.0, 3.5), vectors=(0.0, 0.0), samples=4), logits=(), changed=0.0, size=0.0,
+    noise_numbers=0, brought=(), depth=1, roundoff=2.0**-24, loss_roundoff=2.0**-24,
+)  # fmt: skip
 
 
 class Answers(DryRunner):
@@ -30,7 +39,7 @@ class Answers(DryRunner):
 def report(step_ms, memory):
     return DryRunReport(
         step_ms=step_ms, spread_ms=1.0, steps=5, samples_per_step=8, tokens_per_step=8192, flops_per_step=1e14,
-        losses=(10.0,), last_loss=9.0, stochastic=False, seconds_build=1.0, seconds_warmup=1.0, seconds_measure=1.0,
+        loss=10.0, last_loss=9.0, probe=PROBE, first=None, seconds_build=1.0, seconds_warmup=1.0, seconds_measure=1.0,
         peak_memory_mib=memory, peak_allocated_mib=memory, allocation_retries=0,
     )  # fmt: skip
 
@@ -45,6 +54,25 @@ def test_the_slowest_rank_and_the_fullest_rank_count():
     assert (done.step_ms, done.tokens_per_second) == (250.0, pytest.approx(8192 / 0.25))
     assert done.peak_memory_mib == 5000
     assert [each.peak_memory_mib for each in done.ranks] == [5000, 3000]
+
+
+def test_what_departs_from_the_reference_is_wrong_and_what_cannot_be_compared_says_so():
+    alike = measured("a new chip", "fp32")
+    assert (alike.status, alike.reason, alike.probe.quiet.gradient) == (Status.OK, "", 3.0)
+
+    def against(**values):
+        probe = replace(alike.probe, **values)
+        request = TrialRequest(config=Config(precision="fp32"), number=1, reference=Reference(probe=probe))
+        return Answers("a new chip", report(200.0, 5000.0), report(250.0, 3000.0)).run(request)
+
+    wrong = against(quiet=replace(alike.probe.quiet, gradient=2.0))
+    assert wrong.status is Status.WRONG
+    assert wrong.reason.startswith("the norm of the gradient on the probe is 3, the reference's 2")
+    other = against(brought=("fused.weight",), quiet=replace(alike.probe.quiet, gradient=2.0))
+    assert (other.status, other.reason) == (
+        Status.OK,
+        "not compared with the reference, which has other weights: fused.weight",
+    )
 
 
 def test_mfu_is_of_the_peak_at_the_precision():

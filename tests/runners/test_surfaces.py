@@ -131,7 +131,7 @@ def test_dry_runs_that_were_kept_are_compared_again_without_trying_any(tmp_path,
         Trial(
             number=number,
             config=space.config(micro_batch=micro, precision="fp32"),
-            measurement=Measurement(status=Status.OK, step_ms=1000.0, peak_memory_mib=1e6, reason="", losses=(2.5,)),
+            measurement=Measurement(status=Status.OK, step_ms=1000.0, peak_memory_mib=1e6, reason="", loss=2.5),
         )
         for number, micro in enumerate((1, 2, 4, 8))
     ]

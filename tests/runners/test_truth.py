@@ -1,53 +1,166 @@
-"""A candidate that does not train the same model is wrong, however fast."""
+"""A candidate that does not train the same model is wrong, however fast: by how much numbers may depart, and why."""
 
 import math
 from dataclasses import replace
 
 import pytest
-
+from redline.models.first_step import StepPart
+from redline.models.gradients import ComputedPart
+from redline.models.probe import ProbePart
+from redline.results.probe import Computed, Probe
 from redline.runners import Reference
-from redline.runners.truth import check
+from redline.runners.truth import check, together, why_not
 
-REFERENCE = Reference(losses=(9.0, 8.5, 8.1), samples_per_step=32)
-
-
-def test_the_same_losses_are_right():
-    assert check((9.0001, 8.501, 8.099), REFERENCE, samples_per_step=32) == ""
-
-
-def test_another_first_loss_is_wrong_and_says_by_how_much():
-    assert check((9.2, 8.5, 8.1), REFERENCE, samples_per_step=32) == (
-        "loss 9.2 at step 1 is not the reference's 9 (tolerance 0.009)"
-    )
+FP32, BF16 = 2.0**-24, 2.0**-8
+QUIET = Computed(loss=9.0, gradient=2.0, blocks=(1.0, 1.2), vectors=(0.1, 0.1, 0.2), samples=2)
+STEP = Computed(loss=9.1, gradient=1.0, blocks=(0.5, 0.6), vectors=(0.05, 0.05, 0.1), samples=32)
+PROBE = Probe(
+    quiet=QUIET, step=STEP, logits=(0.5, -0.5, 0.5, -0.5), depth=25, roundoff=FP32, loss_roundoff=FP32
+)
+REFERENCE = Reference(probe=PROBE)
 
 
-def test_a_wrong_update_shows_in_the_second_step():
-    assert "step 2" in check((9.0, 8.9, 8.8), REFERENCE, samples_per_step=32)
+def verdict(probe, reference=REFERENCE, loss=9.1, last_loss=8.0):
+    return check(probe, reference, loss=loss, last_loss=last_loss)
+
+
+def changed(**values):
+    """The reference's numbers, some of those on the fixed batch replaced."""
+    return replace(PROBE, quiet=replace(QUIET, **values))
+
+
+def test_the_same_numbers_are_right():
+    assert verdict(PROBE) == ""
+    assert verdict(changed(loss=9.0001, blocks=(1.00001, 1.2))) == ""
+
+
+@pytest.mark.parametrize(
+    ("probe", "said"),
+    [
+        (replace(PROBE, logits=(0.5, -0.5, 0.5, -0.499)), "the logits depart by 0.002 of their size"),
+        (replace(PROBE, logits=()), "it returns no logits than the reference"),
+        (changed(loss=9.01), "the loss on the probe is 9.01, the reference's 9 (tolerance 0.00028)"),
+        (changed(blocks=(1.0, 1.201)), "the gradient of repeated block 1 on the probe is 1.201, the reference's 1.2 (tolerance"),
+        (changed(vectors=(0.1, 0.11, 0.2)), "the gradient of biases and norms of repeated block 1 on the probe is 0.11"),
+        (changed(vectors=(0.1, 0.1, 0.21)), "the gradient of biases and norms outside of repeated blocks on the probe is 0.21"),
+        (changed(gradient=2.001), "the norm of the gradient on the probe is 2.001, the reference's 2 (tolerance"),
+        (replace(PROBE, step=replace(STEP, loss=9.2)), "the loss in the first step is 9.2, the reference's 9.1"),
+        (replace(PROBE, step=replace(STEP, gradient=2.0)), "the norm of the gradient in the first step is 2, the"),
+        (replace(PROBE, still=("a.weight",)), "the first step leaves a.weight as it was, in spite of a gradient"),
+        (replace(PROBE, still=("a", "b")), "the first step leaves a and 1 more as it was"),
+        (replace(PROBE, noise=0.1), "in training the logits depart by 0.1 of their size from those without dropout"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_departs_is_wrong_and_said_with_its_tolerance(probe, said):
+    assert said in verdict(probe)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_wrong_even_without_a_reference(bad):
-    assert check((9.0, bad), None) == f"loss is {bad} at step 2"
-    assert check((9.0,), None, last_loss=bad) == f"loss is {bad} at the last step"
+def test_what_is_not_finite_is_wrong_even_without_a_reference(bad):
+    assert verdict(PROBE, None, loss=bad) == f"loss is {bad} at the first step"
+    assert verdict(PROBE, None, last_loss=bad) == f"loss is {bad} at the last step"
+    assert verdict(changed(loss=bad), None) == f"loss is {bad} at the probe"
+    assert verdict(changed(blocks=(bad, 1.0)), None) == "what it computes is not finite: the gradient's norm is 2.0"
+    assert verdict(replace(PROBE, logits=(bad,)), None) != ""
+    assert verdict(PROBE, None) == ""
 
 
-def test_bfloat16_is_granted_its_rounding():
-    losses = (9.05, 8.6, 8.2)
-    assert check(losses, REFERENCE, samples_per_step=32, precision="bf16") == ""
-    assert check(losses, REFERENCE, samples_per_step=32) != ""
+def test_a_narrow_format_is_granted_its_rounding_by_depth_and_no_more():
+    # u * sqrt(d) is 2 % for 25 layers of bfloat16.
+    rounded = replace(changed(blocks=(1.03, 1.2)), roundoff=BF16)
+    assert verdict(rounded) == ""
+    assert "repeated block 0" in verdict(replace(rounded, roundoff=FP32))
+    assert "repeated block 0" in verdict(replace(changed(blocks=(1.05, 1.2)), roundoff=BF16))
+    shallow = replace(PROBE, depth=4)
+    assert "repeated block 0" in verdict(replace(rounded, depth=4), Reference(probe=shallow))
 
 
-def test_a_reference_in_half_precision_is_granted_its_rounding_too():
-    losses, half = (9.05, 8.6, 8.2), replace(REFERENCE, precision="bf16")
-    assert check(losses, half, samples_per_step=32, precision="fp32") == ""
-    assert check((9.2, 8.6, 8.2), half, samples_per_step=32, precision="fp32") != ""
+def test_a_reference_in_a_narrow_format_is_granted_its_own():
+    coarse = Reference(probe=replace(PROBE, roundoff=BF16, loss_roundoff=BF16))
+    moved = changed(blocks=(1.03, 1.2))
+    assert verdict(moved, coarse) == ""
+    # Both sides round: twice as much.
+    assert verdict(replace(changed(blocks=(1.07, 1.2)), roundoff=BF16), coarse) == ""
+    assert verdict(changed(blocks=(1.07, 1.2)), coarse) != ""
 
 
-def test_dropout_is_granted_its_noise():
-    losses = (9.15, 8.6, 8.2)
-    assert check(losses, REFERENCE, samples_per_step=32, stochastic=True) == ""
-    assert check(losses, REFERENCE, samples_per_step=32) != ""
+def test_a_loss_that_is_computed_in_a_narrow_format_is_granted_that():
+    moved = replace(changed(loss=9.03), roundoff=BF16)
+    assert "the loss on the probe is 9.03" in verdict(moved)
+    assert verdict(replace(moved, loss_roundoff=BF16)) == ""
+
+
+def test_a_block_without_a_gradient_is_held_to_the_scale_of_the_whole():
+    none = Reference(probe=changed(blocks=(0.0, 1.2)))
+    assert verdict(changed(blocks=(1e-10, 1.2)), none) == ""
+    assert "repeated block 0" in verdict(changed(blocks=(1e-3, 1.2)), none)
+
+
+def noisy(noise, **values):
+    return replace(PROBE, noise=noise, noise_numbers=4096, **values)
+
+
+def test_dropout_may_draw_other_masks_but_not_be_off_or_stronger():
+    reference = Reference(probe=noisy(0.4))
+    assert verdict(noisy(0.37), reference) == verdict(noisy(0.43), reference) == ""
+    assert "depart by 0 of their size from those without dropout, the reference's by 0.4" in verdict(PROBE, reference)
+    assert "by 0.57" in verdict(noisy(0.57), reference)  # twice the rate
+    assert "by 0.28" in verdict(noisy(0.28), reference)  # half of them
+
+
+def test_the_noise_of_a_few_numbers_is_left_to_chance_but_not_its_being_there():
+    few = Reference(probe=replace(noisy(0.4), noise_numbers=8))
+    assert verdict(noisy(0.1), few) == ""
+    assert verdict(PROBE, few) != ""
+
+
+def test_a_step_with_dropout_may_depart_by_the_masks_but_not_grossly():
+    reference = Reference(probe=noisy(0.4))
+    assert verdict(noisy(0.4, step=replace(STEP, loss=9.15, blocks=(0.6, 0.6))), reference) == ""
+    assert "the loss in the first step is 9.6" in verdict(noisy(0.4, step=replace(STEP, loss=9.6)), reference)
+    gone = noisy(0.4, step=replace(STEP, blocks=(0.1, 0.6)))
+    assert "repeated block 0 in the first step is 0.1, the reference's 0.5" in verdict(gone, reference)
 
 
 def test_steps_over_other_samples_are_not_compared():
-    assert check((5.0, 4.0), REFERENCE, samples_per_step=8) == ""
+    other = replace(PROBE, step=replace(STEP, loss=5.0, samples=8))
+    assert verdict(other) == verdict(replace(PROBE, step=None)) == ""
+
+
+def test_what_has_other_weights_or_samples_is_not_compared_and_that_is_said():
+    brought = replace(changed(loss=5.0), brought=("fused.weight", "fused.bias"))
+    assert verdict(brought) == ""
+    assert why_not(brought, REFERENCE) == (
+        "not compared with the reference, which has other weights: fused.bias and 1 more"
+    )
+    assert "probed with 2 samples, not 4" in why_not(changed(samples=4), REFERENCE)
+    assert verdict(replace(brought, logits=(math.nan,))) != ""
+
+
+def test_what_the_reference_left_as_it_was_may_be_left():
+    assert verdict(replace(PROBE, still=("a",)), Reference(probe=replace(PROBE, still=("a", "b")))) == ""
+
+
+def test_parts_of_ranks_add_up():
+    def part(squares, logits, **values):
+        computed = ComputedPart(loss=9.0, squares=squares, vectors=(0.0, 0.25), samples=2)
+        given = {"changed": 1.0, "size": 4.0, "noise_numbers": 64, "loss_roundoff": BF16, "brought": (), **values}
+        return ProbePart(quiet=computed, logits=logits, depth=3, roundoff=BF16, **given)
+
+    step = ComputedPart(loss=8.0, squares=(2.0, 2.0), vectors=(0.0, 0.0), samples=8)
+    # Of a pipeline: the first rank sees no logits.
+    parts = [
+        part((9.0, 1.0), (), changed=0.0, size=0.0, noise_numbers=0, loss_roundoff=0.0),
+        part((0.0, 6.0), (0.25, 0.5), brought=("x",)),
+        part((0.0, 0.0), (0.25, -0.25)),
+    ]
+    firsts = [StepPart(computed=step, still=names) for names in (("b",), (), ("a", "b"))]
+    found = together(parts, firsts)
+    assert found == Probe(
+        quiet=Computed(loss=9.0, gradient=4.0, blocks=(3.0,), vectors=(0.0, math.sqrt(0.75)), samples=2),
+        step=Computed(loss=8.0, gradient=math.sqrt(12), blocks=(math.sqrt(6),), vectors=(0.0, 0.0), samples=8),
+        logits=(0.5, 0.25), noise=0.5, noise_numbers=64, still=("a", "b"), brought=("x",), depth=3, roundoff=BF16,
+        loss_roundoff=BF16,
+    )  # fmt: skip
+    assert together(parts, [None, None, None]).step is None

@@ -1,0 +1,36 @@
+"""A model before its schedule rewrites it, as far as what is measured has to know."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """The repeated blocks, names and depth of a model as its constructor made it."""
+
+    blocks: tuple[str, ...]
+    """Paths of the repeated blocks, in order."""
+    names: Mapping[str, str]
+    """The name of every parameter by each of the names it has: pipeline stages hold tied ones under different ones."""
+    depth: int
+    """Modules that hold a weight of at least two dimensions themselves."""
+
+    @staticmethod
+    def of(module: "nn.Module", blocks: Sequence[str]) -> "Outline":
+        """The outline of a model as its constructor made it."""
+        first: dict[Any, str] = {}
+        names = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(param, name)
+        deep = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
+        return Outline(blocks=tuple(blocks), names=names, depth=max(1, len(deep)))
+
+    def group(self, name: str) -> int:
+        """The number of the block that a parameter lies in; as many as there are blocks for one outside of them."""
+        name = self.names.get(name, name)
+        inside = (at for at, path in enumerate(self.blocks) if name.startswith(path + "."))
+        return next(inside, len(self.blocks))

@@ -1,0 +1,100 @@
+"""What a configuration computed, by which it is told from one that trains something else."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """Loss and gradients on some samples, over all ranks together."""
+
+    loss: float
+    """Mean loss."""
+    gradient: float
+    """Norm of the gradient of all parameters."""
+    blocks: tuple[float, ...] = ()
+    """Norm of the gradient of each repeated block, in the model's order."""
+    vectors: tuple[float, ...] = ()
+    """Norm of the gradient of each block's biases and norms alone, then of those outside of blocks: ranks that forget
+    to add up their parts of these hardly change the norm of all."""
+    samples: int
+    """How many samples."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all are numbers."""
+        return all(map(math.isfinite, (self.loss, self.gradient, *self.blocks, *self.vectors)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What a configuration computed on one fixed batch with everything random off, and in its first training step.
+
+    Samples, weights and projections follow from the run's seed, so that these numbers may differ between
+    configurations by rounding alone, and in training by what dropout draws.
+    """
+
+    quiet: Computed
+    """On the fixed batch."""
+    step: Computed | None = None
+    """In the first training step that was not skipped."""
+    logits: tuple[float, ...] = ()
+    """Random projections of the logits on the fixed batch, each of the size of one logit; empty where none are seen."""
+    noise: float = 0.0
+    """By how much the logits of training depart from these, relative to their size: what dropout does."""
+    noise_numbers: int = 0
+    """Of how many numbers `noise` is the root mean square."""
+    still: tuple[str, ...] = ()
+    """Parameters that have a gradient, and that the first step left as they were."""
+    brought: tuple[str, ...] = ()
+    """Parameters that the schedule brought in: what has other weights computes something else."""
+    depth: int = 1
+    """Layers with weights of at least two dimensions, for the growth of rounding."""
+    roundoff: float
+    """Unit roundoff of the arithmetic: half the distance from 1 to the next number."""
+    loss_roundoff: float
+    """Unit roundoff of what the loss is computed in."""
+
+    @property
+    def logits_size(self) -> float:
+        """Root mean square of the projections, an estimate of that of the logits; 0 without any."""
+        return math.sqrt(sum(each**2 for each in self.logits) / max(1, len(self.logits)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; numbers JSON has no word for are the texts `nan`, `inf`, `-inf`."""
+        return _plain(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Probe":
+        """The inverse of `to_dict`; unknown keys are ignored."""
+        values = _read(cls, data)
+        for name in ("quiet", "step"):
+            if values.get(name) is not None:
+                values[name] = Computed(**_read(Computed, values[name]))
+        return cls(**values)
+
+
+_COUNTS = ("samples", "depth", "noise_numbers")
+_NAMES = ("still", "brought")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Probe | Computed):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+    for name, value in values.items():
+        if isinstance(value, list | tuple):
+            values[name] = tuple(value if name in _NAMES else map(float, value))
+        elif isinstance(value, str | float):
+            values[name] = float(value)
+        elif isinstance(value, int) and name not in _COUNTS:
+            values[name] = float(value)
+    return values
