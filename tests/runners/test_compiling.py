@@ -7,6 +7,8 @@ import cloudpickle
 import pytest
 from redline.models import Workload
 from redline.models.device import Device
+from redline.models.gradients import ComputedPart
+from redline.models.probe import ProbePart
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
@@ -14,6 +16,11 @@ from redline.runners.dry_run import DryRun, DryRunReport
 from redline.runners.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
 from redline.runners.timing import TimingPlan
 from redline.space import Config
+
+PROBE = ProbePart(
+    quiet=ComputedPart(loss=1.0, squares=(1.0,), vectors=(0.0,), samples=4), logits=(), changed=0.0, size=0.0,
+    noise_numbers=0, brought=(), depth=1, roundoff=2.0**-24, loss_roundoff=2.0**-24,
+)  # fmt: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -202,7 +209,7 @@ def test_compilation_has_as_long_again_as_the_trial_and_five_minutes_at_least(as
             jobs.append(job)
             report = DryRunReport(
                 step_ms=10.0, spread_ms=1.0, steps=5, samples_per_step=8, tokens_per_step=None, flops_per_step=None,
-                losses=(1.0,), last_loss=1.0, stochastic=False, seconds_build=2.0, seconds_compile=30.0,
+                loss=1.0, last_loss=1.0, probe=PROBE, first=None, seconds_build=2.0, seconds_compile=30.0,
                 seconds_warmup=1.0, seconds_measure=3.0, peak_memory_mib=1.0, peak_allocated_mib=None,
                 allocation_retries=0,
             )  # fmt: skip

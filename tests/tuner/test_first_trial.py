@@ -13,7 +13,7 @@ from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.cli import main
 from redline.tuner.first_trial import first_trial, ladder
-from redline.tuner.search import Search, reference
+from redline.tuner.search import Search
 
 LLAMA_8B = Shape(
     name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256
@@ -214,12 +214,3 @@ def test_what_comes_after_a_first_trial_that_fails_is_its_fallback():
     assert search._choose([]) == (config, "default")
     failed = Trial(number=0, config=config, sampler="default", measurement=oom)
     assert search._choose([failed]) == (smaller, "fallback")
-
-
-def test_a_reference_says_in_which_precision_it_ran():
-    trial = Trial(
-        number=0,
-        config=Config(precision="bf16"),
-        measurement=Measurement(status=Status.OK, throughput=1.0, losses=(9.0,)),
-    )
-    assert reference([trial], 1).precision == "bf16"
