@@ -36,7 +36,7 @@ function verdict(run) {
   if (base && base.trial === winner.trial) return [large, [`${trial}, the default configuration: nothing ${run.rows.length > 1 ? "tried was faster" : "else was tried"}.`]];
   const trains = [trial, simulated ? " is predicted to train at " : " trains at ", speed];
   if (gain) {
-    const sure = given(run.headline.gain_spread) ? ` (± ${number(gain * run.headline.gain_spread, 2)})` : "";
+    const sure = given(run.headline.gain_spread) ? ` (±${NBSP}${number(gain * run.headline.gain_spread, 2)})` : "";
     const faster = gain >= 1 ? `${number((gain - 1) * 100, 3)}${NBSP}% faster than` : `${number(gain, 3)} times`;
     return [`${gain.toFixed(2)}×`, [trains, `: ${faster} the default configuration's `, rateOf(base.throughput, run.unit), `, ratio ${gain.toFixed(2)}${sure}.`]];
   }
