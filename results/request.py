@@ -137,6 +137,9 @@ def _binding(asked: Mapping[str, Any], key: str) -> Any:
     value = asked.get(key)
     if key == "workload" and isinstance(value, Mapping) and "id" in value:
         return {"id": value["id"]}
+    if key == "devices" and isinstance(value, Mapping):
+        # How a cluster shares them among its hosts is found out only when its runner has started.
+        value = {name: each for name, each in value.items() if name != "per_host"}
     # What YAML makes of it, so that a tuple equals the list it was written as.
     return yaml.safe_load(yaml.safe_dump(plain(value)))
 

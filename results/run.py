@@ -157,6 +157,22 @@ class RunFolder:
             request.resume(path, asked, storage)
         return resumed
 
+    def record_hosts(self, per_host: int | None) -> None:
+        """Keeps in run.yaml how many of a trial's devices a host has, which on a cluster only its runner finds out;
+        None where it found out nothing.
+
+        Raises:
+            StudyError: it cannot be written.
+        """
+        devices = self.document["asked"].setdefault("devices", {})
+        if per_host is None or devices.get("per_host") == per_host:
+            return
+        devices["per_host"] = per_host
+        try:
+            write_yaml(self.path / RUN, self.document)
+        except OSError as error:
+            raise cannot_write(self.path / RUN, error) from error
+
     @property
     def knobs(self) -> tuple[str, ...]:
         """The knobs that have a column in trials.csv, in their order."""

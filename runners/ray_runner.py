@@ -59,6 +59,7 @@ class RayRunner(DryRunner):
         self._entered_ray = self._connect(address)
         try:
             self._layout = self._lay_out()
+            self.per_host = self._layout.per_host
             self.slots = self._count_slots(concurrency)
             self._place()
         except BaseException:

@@ -47,6 +47,8 @@ class Runner(ABC):
     """How many trials can run at the same time."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
+    per_host: int | None = None
+    """Devices that a host gives a trial, where that is for the runner to find out; None where it is not."""
     closed: bool = False
     """Whether `close` was called; a trial that fails from then on is not tried again."""
 

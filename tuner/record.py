@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.families.standard import BLOCK_KNOBS
+from ..models.shape import shape_of
 from ..results import RunFolder, summary
 from ..runners import Runner
 from .budget import Budget
@@ -21,11 +22,13 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
     what = {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name}
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
         what["lora"] = str(lora)
+    shape = shape_of(workload.model) if workload else None
     return {
         "model": task.name,
         "workload": what,
+        **({"shape": shape} if shape else {}),
         "space": task.space.to_dict(describe_callables=True),
-        "devices": {**task.device.to_dict(), "used": task.devices},
+        "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
         "global_batch": workload.global_batch if workload else None,
         "memory_limit_mib": limit_mib,
@@ -36,6 +39,11 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
         **({"simulated": True} if task.simulated else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
     }
+
+
+def _per_host(task: "Task") -> int:
+    """Devices of one host, as far as this machine knows; the runner says better where it is a cluster's."""
+    return task.device.count if task.simulated or task.device.type == "cuda" else task.devices
 
 
 def plan_of(

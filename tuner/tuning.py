@@ -283,6 +283,7 @@ def tune(
                             earlier=folder.trials(),
                         )
                     )
+                    folder.record_hosts(made.per_host)
                     search = Search(
                         run_folder=folder,
                         sampler=proposer,

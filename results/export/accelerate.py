@@ -1,10 +1,13 @@
-"""Hugging Face Accelerate: the YAML that `accelerate launch --config_file` reads (accelerate 1.10 and later)."""
+"""Hugging Face Accelerate: the YAML that `accelerate launch --config_file` reads."""
 
 from typing import Any
 
 from .common import note_attention, note_lora, note_partial_checkpointing, note_pipeline, note_pure_bf16
+from .hosts import PORT
 from .setup import Setup
 from .target import Target, hashed
+
+CHECKED = ("accelerate", "1.15")
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -15,11 +18,11 @@ def config(setup: Setup) -> dict[str, Any]:
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": _distributed_type(setup, sharded),
-        "machine_rank": 0,
+        **_rendezvous(setup),
         "main_training_function": "main",
         "mixed_precision": _mixed_precision(setup),
-        "num_machines": 1,
-        "num_processes": setup.tp * setup.dp,
+        "num_machines": setup.hosts.count,
+        "num_processes": setup.processes,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": setup.device_type == "cpu",
@@ -58,6 +61,21 @@ def config(setup: Setup) -> dict[str, Any]:
     return out
 
 
+def _rendezvous(setup: Setup) -> dict[str, Any]:
+    if setup.device_type == "cpu" and setup.processes > 1:
+        setup.note(
+            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config); torchrun starts them as "
+            "well, but does not read this file: tell the Accelerator itself"
+        )
+    if setup.hosts.count == 1:
+        return {"machine_rank": 0}
+    setup.note(
+        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands for its "
+        "name: each host gives its own by the options --machine_rank, --main_process_ip and --main_process_port"
+    )
+    return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
+
+
 def _shards(setup: Setup) -> bool:
     zero = setup.knob("zero")
     if setup.dp == 1:
@@ -73,7 +91,7 @@ def _shards(setup: Setup) -> bool:
 def _distributed_type(setup: Setup, sharded: bool) -> str:
     if sharded:
         return "FSDP"
-    if setup.tp * setup.dp == 1:
+    if setup.processes == 1:
         return "NO"
     return "MULTI_CPU" if setup.device_type == "cpu" else "MULTI_GPU"
 
@@ -123,9 +141,24 @@ def _yaml(setup: Setup, comment: str) -> str:
     return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
 
 
+def _start(setup: Setup, file: str) -> str:
+    if setup.device_type == "cpu" and setup.processes > 1:
+        return f"ACCELERATE_USE_CPU=true {setup.hosts.torchrun()} train.py"
+    own = ""
+    if setup.hosts.count > 1:
+        own = (
+            '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" '
+            f'--main_process_port "${{MASTER_PORT:-{PORT}}}" '
+        )
+    return f"accelerate launch --config_file {file} {own}train.py"
+
+
 TARGET = Target(
     name="accelerate",
     about="config of Hugging Face Accelerate: FSDP2 or DDP, parallelism, precision, compilation",
-    use="accelerate launch --config_file {file} train.py",
+    stem="accelerate",
     forms={"yaml": _yaml},
+    checked=CHECKED,
+    pipelines=False,
+    start=_start,
 )

@@ -16,7 +16,7 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
     if 0 < ratio < 1:
         setup.note(
             f"checkpoint_ratio={words(ratio)} recomputes a share of the blocks, and {done}: "
-            "less memory and less speed than measured"
+            f"less memory and less speed than {setup.found}"
         )
 
 
@@ -24,7 +24,7 @@ def note_pipeline(setup: Setup) -> None:
     """States that there are no pipeline stages."""
     if setup.order_of_stages() is not None:
         setup.note(
-            f"pp={setup.pp} has no counterpart here: this file runs on {setup.tp * setup.dp} instead of "
+            f"pp={setup.pp} has no counterpart here: this file runs on {setup.processes} instead of "
             f"{setup.devices} devices, each holding {setup.pp} times the layers; torchtitan, megatron and "
             "python have pipelines"
         )

@@ -3,13 +3,26 @@
 import json
 from typing import Any
 
+from ...errors import UsageError
 from .common import note_attention, note_gpipe, note_lora
 from .setup import Setup, words
 from .target import Target
 
+CHECKED = ("deepspeed", "0.19")
+
 
 def config(setup: Setup) -> dict[str, Any]:
-    """The configuration, whose train_batch_size is micro-batch x accumulation x replicas."""
+    """The configuration, whose train_batch_size is micro-batch x accumulation x replicas.
+
+    Raises:
+        UsageError: there are both tensor parallelism and pipeline stages.
+    """
+    if setup.tp > 1 and setup.pp > 1:
+        raise UsageError(
+            f"cannot export trial {setup.trial.number} to deepspeed: tp={setup.tp} with pp={setup.pp} is nothing that "
+            "DeepSpeed runs from a file, since its AutoTP cuts Hugging Face models and its pipelines take a "
+            "PipelineModule; megatron, torchtitan and python have both"
+        )
     out: dict[str, Any] = {}
     if setup.micro_batch is not None:
         out["train_batch_size"] = setup.global_batch
@@ -46,7 +59,7 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.dp > 1:
             setup.note(
-                "offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than measured"
+                f"offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than {setup.found}"
             )
         # On one replica stage 1 shards nothing.
         out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -107,9 +120,20 @@ def _json(setup: Setup, comment: str) -> str:
     return json.dumps(said | config(setup), indent=2) + "\n"
 
 
+def _start(setup: Setup, file: str) -> str:
+    # DeepSpeed's own launcher would need a file of hosts and ssh between them; it understands torchrun's variables.
+    if setup.hosts.count > 1 or setup.device_type == "cpu":
+        launcher = setup.hosts.torchrun()
+    else:
+        launcher = f"deepspeed --num_gpus {setup.processes}"
+    return f"{launcher} train.py --deepspeed_config {file}"
+
+
 TARGET = Target(
     name="deepspeed",
     about="JSON configuration of DeepSpeed: batch, ZeRO, offload, precision",
-    use="deepspeed train.py --deepspeed_config {file}",
+    stem="deepspeed",
     forms={"json": _json},
+    checked=CHECKED,
+    start=_start,
 )

@@ -3,10 +3,14 @@
 import shlex
 
 from .common import note_gpipe
+from .megatron_model import model_flags
 from .setup import Setup, words
-from .target import Target, hashed
+from .target import Target, hashed, sourced
+
+CHECKED = ("megatron-core", "0.19")
 
 _ATTENTION = {"eager": "unfused", "flash_attention_2": "flash", "flash_attention_3": "flash"}
+_SCRIPTS = {"bert": "pretrain_bert.py", "roberta": "pretrain_bert.py"}
 # What Megatron-FSDP needs beside its strategy (docs/user-guide/features/megatron_fsdp of Megatron-LM).
 _FSDP = ["--use-megatron-fsdp", "--no-gradient-accumulation-fusion", "--ckpt-format", "fsdp_dtensor"]
 
@@ -41,11 +45,7 @@ def flags(setup: Setup) -> list[str]:
     if setup.knob("fused_optimizer") is False:
         setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
     setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
-    setup.note(
-        "the model itself: --num-layers, --hidden-size, --num-attention-heads, --max-position-embeddings, the "
-        "tokenizer, the data and the learning rate are yours"
-    )
-    return out
+    return model_flags(setup) + out
 
 
 def _zero(setup: Setup) -> list[str]:
@@ -56,7 +56,7 @@ def _zero(setup: Setup) -> list[str]:
         out.append("--use-distributed-optimizer")
         if zero == 0 and setup.dp > 1:
             setup.note(
-                "offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than measured"
+                f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}"
             )
     elif zero >= 2:
         strategy = "optim_grads" if zero == 2 else "optim_grads_params"
@@ -90,25 +90,37 @@ def _recomputation(setup: Setup) -> list[str]:
         return []
     if ratio == 1:
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    # `block` recomputes that many layers of each pipeline stage; how many it has only the user's own script knows.
-    share = round(ratio * 1000)
+    # `block` recomputes that many layers of each pipeline stage.
     setup.note(
-        f"checkpoint_ratio={words(ratio)}: set NUM_LAYERS to the model's layers; the first layers of each stage "
-        "are recomputed instead of evenly spread ones"
+        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly spread ones"
     )
-    number = f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
+    if setup.shape:
+        number = str(max(1, round(setup.shape["layers"] / setup.pp * ratio)))
+    else:
+        setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
+        share = round(ratio * 1000)
+        number = f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
 
 
 def _shell(setup: Setup, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
-    model = f"# Model: {shlex.quote(setup.model)}\n" if setup.model and setup.model.isprintable() else ""
-    return f"{hashed(comment)}{model}MEGATRON_ARGS=(\n{lines})\n"
+    # Megatron refuses tensor parallelism without this on what came before Blackwell, and its FSDP with it.
+    alone = setup.tp > 1 and not (setup.dp > 1 and setup.knob("zero") >= 2)
+    environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
+    return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
+
+
+def _start(setup: Setup, file: str) -> str:
+    script = _SCRIPTS.get(setup.shape.get("family"), "pretrain_gpt.py")
+    return f'source {sourced(file)}; {setup.hosts.torchrun()} {script} "${{MEGATRON_ARGS[@]}}"'
 
 
 TARGET = Target(
     name="megatron",
     about="flags of Megatron-LM's pre-training scripts, as a bash array",
-    use='source {file}; torchrun --nproc-per-node {devices} pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" ...',
+    stem="megatron",
     forms={"shell": _shell},
+    checked=CHECKED,
+    start=_start,
 )

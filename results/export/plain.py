@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import UsageError
 from ..files import plain
 from .setup import Setup, words
-from .target import Target, hashed
+from .target import Target, hashed, sourced
 
 
 def _content(setup: Setup) -> dict[str, Any]:
@@ -17,13 +17,14 @@ def _content(setup: Setup) -> dict[str, Any]:
         "model": setup.model or None,
         "lora": setup.lora or None,
         "trial": trial.number,
+        "simulated": setup.simulated or None,
         "devices": setup.devices,
         "seq_len": setup.seq_len,
         "global_batch": setup.global_batch,
         "configuration": plain(setup.take_all()),
     }
     if trial.measurement is not None:
-        out["measurement"] = trial.measurement.to_dict()
+        out["predicted" if setup.simulated else "measurement"] = trial.measurement.to_dict()
     return {name: value for name, value in out.items() if value is not None}
 
 
@@ -63,19 +64,22 @@ def _env(setup: Setup, comment: str) -> str:
 YAML = Target(
     name="yaml",
     about="the configuration and its measurement",
-    use="yaml.safe_load(open('{file}'))['configuration']",
+    stem="redline",
+    use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
     forms={"yaml": _yaml},
 )
 JSON = Target(
     name="json",
     about="the configuration and its measurement",
-    use="json.load(open('{file}'))['configuration']",
+    stem="redline",
+    use=lambda file: f"json.load(open({file!r}))['configuration']",
     forms={"json": _json},
     silent=frozenset({"json"}),
 )
 ENV = Target(
     name="env",
     about="shell variables",
-    use="set -a; . ./{file}; set +a",
+    stem="redline",
+    use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
     forms={"env": _env},
 )

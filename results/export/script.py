@@ -25,6 +25,7 @@ MODEL = <model>
 SEQ_LEN = <seq_len>
 GLOBAL_BATCH = <global_batch>
 DEVICES = <devices>
+START = <start>  # of each host
 CONFIG = <config>
 
 
@@ -42,7 +43,7 @@ def main():
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if world_size != DEVICES:
         parser.error(f"this configuration needs {DEVICES} processes, not {world_size}: "
-                     f"torchrun --nproc-per-node {DEVICES} {os.path.basename(__file__)}")
+                     f"{START} {os.path.basename(__file__)}")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -93,7 +94,10 @@ def _python(setup: Setup, comment: str) -> str:
             f"the data is the workload's own ({setup.spec}); run the script where that file can be found"
         )
     else:
-        setup.note("a loader for more than 4 MiB of text, evaluation and checkpoints on the way are yours")
+        setup.note(
+            "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than its first "
+            "4 MiB, evaluation and checkpoints on the way are yours"
+        )
     config = pprint.pformat(plain(setup.take_all()), sort_dicts=False, width=100)
     values = {
         "comment": hashed(comment),
@@ -101,6 +105,7 @@ def _python(setup: Setup, comment: str) -> str:
         "seq_len": repr(setup.seq_len),
         "global_batch": repr(setup.global_batch),
         "devices": repr(setup.devices),
+        "start": repr(setup.hosts.torchrun()),
         "seed": repr(int(setup.seed)),
         "config": config,
         "data_option": "" if own else _DATA,
@@ -119,6 +124,7 @@ def _python(setup: Setup, comment: str) -> str:
 TARGET = Target(
     name="python",
     about="a training script on redline itself, with the model's schedule",
-    use="torchrun --nproc-per-node {devices} {file} --data corpus.txt",
+    stem="train",
     forms={"python": _python},
+    start=lambda setup, file: f"{setup.hosts.torchrun()} {file}",
 )

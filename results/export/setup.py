@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
+from ..columns import fold
 from ..measurement import Trial
+from .hosts import Hosts
 
 NEUTRAL: Mapping[str, Any] = {
     "tp": 1,
@@ -25,6 +27,12 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """The standard knobs at the value that asks nothing of a framework."""
 
+LOSSY: Mapping[str, str] = {
+    "bf16_pure": "there are no fp32 master weights",
+    "fp8": "matrix products are computed in 8 bits",
+}
+"""Precisions that trade accuracy for speed, and how."""
+
 
 class Setup:
     """A configuration to be written in the words of another framework.
@@ -36,12 +44,15 @@ class Setup:
         trial: whose configuration it is.
         document: the run's run.yaml; None where only the trials are known.
         target: the framework, as notes name it.
+        pipelines: whether it has pipeline stages; without, a training takes that many devices less.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
     """
 
-    def __init__(self, trial: Trial, document: Mapping[str, Any] | None, target: str) -> None:
+    def __init__(
+        self, trial: Trial, document: Mapping[str, Any] | None, target: str, *, pipelines: bool = True
+    ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
         self.config = dict(trial.config)
@@ -60,7 +71,10 @@ class Setup:
         """Tokens of a sample."""
         self.seed: int = asked.get("seed") or 0
         """Of weights and data."""
-        self.unit: str = trial.measurement.unit if trial.measurement is not None else ""
+        self.shape: Mapping[str, Any] = asked.get("shape") or {}
+        """The model's sizes in run.yaml's words (`redline.models.shape`); empty where they are not known."""
+        self.simulated: bool = bool(asked.get("simulated"))
+        """Whether the trial is a prediction: nothing was run."""
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
@@ -71,6 +85,13 @@ class Setup:
         """Replicas."""
         self.devices = self.tp * self.pp * self.dp
         """Devices of one training."""
+        self.processes = self.devices if pipelines else self.tp * self.dp
+        """Devices that the exported file runs on."""
+        per_host = devices.get("per_host")
+        self.per_host: int | None = per_host if isinstance(per_host, int) and per_host > 0 else None
+        """Devices of a host; None where that is not known."""
+        self.hosts = Hosts.of(self.processes, self.per_host)
+        """The hosts that the exported file runs on."""
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
         if self.pp == 1:
             self._used.add("pipeline_schedule")
@@ -82,6 +103,23 @@ class Setup:
         if self.micro_batch is None or self.grad_accum is None:
             return None
         return self.micro_batch * self.grad_accum * self.dp
+
+    @property
+    def found(self) -> str:
+        """What the numbers of the trial were: `measured`, or `predicted`."""
+        return "predicted" if self.simulated else "measured"
+
+    def marks(self) -> tuple[str, ...]:
+        """What has to be known before the configuration is used, one sentence each."""
+        out: list[str] = []
+        if not self.trial.ok:
+            out.append(ending(self.trial))
+        if self.simulated:
+            out.append("predicted, simulated: nothing was run")
+        precision = self.config.get("precision")
+        if precision in LOSSY:
+            out.append(f"precision={precision} is another training than fp32 or bf16: {LOSSY[precision]}")
+        return tuple(out)
 
     def knob(self, name: str) -> Any:
         """The value of a standard knob, neutral where the configuration does not have it."""
@@ -120,11 +158,6 @@ class Setup:
                     f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
                     "follow it in your own code"
                 )
-        for name in self.trial.lossy:
-            self.note(f"{name}={words(self.config[name])} is lossy: it trades accuracy for speed")
-        measured = self.trial.measurement
-        if measured is not None and not measured.ok:
-            self.note(f"trial {self.trial.number} did not succeed, it ended as {measured.status}")
         return tuple(self.notes)
 
     def _size(self, name: str) -> int:
@@ -152,6 +185,14 @@ class Setup:
         if steps is not None:
             return None if share is None else share // steps, steps
         return share, None if share is None else 1
+
+
+def ending(trial: Trial) -> str:
+    """How a trial ended that did not run to its end, in a sentence."""
+    if trial.measurement is None:
+        return f"trial {trial.number} has not ended: whether it works is not known"
+    reason = f" ({fold(trial.measurement.reason)})" if trial.measurement.reason else ""
+    return f"trial {trial.number} did not run to its end, it ended as {trial.measurement.status}{reason}"
 
 
 def words(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..measurement import Trial
 from .setup import Setup
 
 Form = Literal["yaml", "json", "shell", "python", "env"]
@@ -17,13 +18,31 @@ class Target:
     """What `--to` calls it."""
     about: str
     """What is written, in a few words."""
-    use: str
-    """The command that uses it; `{file}` stands for the file's name."""
+    stem: str
+    """What its file is called where nobody says, without the suffix."""
     forms: Mapping[str, Callable[[Setup, str], str]]
     """For each form `body(setup, comment)`: the text. `comment` says what there is to say, as lines without
     comment signs; a form that holds comments puts them in. The first form is the default."""
     silent: frozenset[str] = frozenset()
     """Forms that have no place for comments."""
+    checked: tuple[str, str] | None = None
+    """The framework's package and the version of it that exports were checked against."""
+    pipelines: bool = True
+    """Whether what is written has pipeline stages."""
+    use: Callable[[str], str] | None = None
+    """How a file of that name is read, where that is not in `start`."""
+    start: Callable[[Setup, str], str] | None = None
+    """The shell line that starts a training with a file of that name (quoted for a shell) on one host, or is run
+    on each of several: MASTER_ADDR is then the first one's name, NODE_RANK each one's own number from 0. Further
+    arguments can be put behind it. None where there is nothing to start."""
+
+    def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
+        """What an export to it starts from."""
+        return Setup(trial, document, self.name, pipelines=self.pipelines)
+
+    def file(self, form: str) -> str:
+        """What a file of that form is called where nobody says."""
+        return self.stem + SUFFIXES[form]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +56,10 @@ class Export:
     text: str
     """The file's text."""
     notes: tuple[str, ...]
-    """What could not be carried over. It stands in the text too, but for a form without comments."""
+    """What has to be known, and what could not be carried over. It stands in the text too, but for a form without
+    comments."""
+    use: tuple[str, ...]
+    """How the file is used, in lines; in the text too, likewise."""
     devices: int
     """Devices of one training."""
     comments_inside: bool
@@ -57,3 +79,8 @@ SUFFIXES: Mapping[str, str] = {
 def hashed(comment: str) -> str:
     """Lines of a comment behind `#`."""
     return "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+
+
+def sourced(file: str) -> str:
+    """A file's name (quoted for a shell) as `source` finds it: without a slash it would look through PATH."""
+    return file if "/" in file else f"./{file}"

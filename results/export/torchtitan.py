@@ -1,4 +1,4 @@
-"""torchtitan: the flags of its training command (torchtitan 0.2 and later, which has no TOML any more)."""
+"""torchtitan: the flags of its training command (it has no TOML any more)."""
 
 import shlex
 
@@ -6,6 +6,7 @@ from .common import note_lora, note_partial_checkpointing
 from .setup import Setup, words
 from .target import Target, hashed
 
+CHECKED = ("torchtitan", "0.3")
 PRESETS = {
     "llama3-8b": ("llama3", "llama3_8b"),
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
@@ -55,6 +56,8 @@ def flags(setup: Setup) -> list[str]:
     if fused is not None:
         give("optimizer.implementation", "fused" if fused else "foreach")
     out.append("--compile.enable" if setup.knob("fusion") else "--compile.no_enable")
+    # torchtitan captures a step as a CUDA graph unless told otherwise; redline does not, and with a pipeline it cannot.
+    out.append("--training.disable_cuda_graphs")
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
     attention = setup.knob("attention")
     if attention not in (None, "sdpa"):
@@ -62,10 +65,6 @@ def flags(setup: Setup) -> list[str]:
             f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)"
         )
     setup.note_unless_neutral("kernels", "torchtitan compiles instead")
-    # Policies are subcommands, which come last.
-    out.append(
-        "activation_checkpoint:full" if setup.knob("checkpoint_ratio") > 0 else "activation_checkpoint:none"
-    )
     return out
 
 
@@ -88,30 +87,39 @@ def _shell(setup: Setup, comment: str) -> str:
         choice = ': "${MODULE:?set MODULE, such as llama3} ${CONFIG:?set CONFIG, such as llama3_8b}"\n'
     else:
         choice = f'MODULE="${{MODULE:-{module}}}"\nCONFIG="${{CONFIG:-{name}}}"\n'
-    given = flags(setup)
-    lines = " \\\n".join(f"  {each}" for each in _pairs(given))
+    # tyro gives everything behind a subcommand to that: what is added has to stand before it.
+    arguments = [*_lines(flags(setup)), '"$@"', _policy(setup)]
     return (
         f"#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{choice}"
-        f"exec ${{LAUNCH:-torchrun --nproc-per-node {setup.devices}}} -m torchtitan.train \\\n"
-        f'  --module "$MODULE" --config "$CONFIG" \\\n{lines} "$@"\n'
+        'read -ra launcher <<< "${LAUNCH:-}"\n'
+        f"((${{#launcher[@]}})) || launcher=({setup.hosts.torchrun()})\n"
+        'exec "${launcher[@]}" -m torchtitan.train \\\n  --module "$MODULE" --config "$CONFIG" \\\n'
+        + " \\\n".join(f"  {each}" for each in arguments)
+        + "\n"
     )
 
 
-def _pairs(given: list[str]) -> list[str]:
+def _policy(setup: Setup) -> str:
+    """The subcommand of torchtitan's parser that says what is recomputed."""
+    return f"activation_checkpoint:{'full' if setup.knob('checkpoint_ratio') > 0 else 'none'}"
+
+
+def _lines(given: list[str]) -> list[str]:
+    """Flags with their values, one flag a line, quoted for a shell."""
     lines: list[str] = []
     for each in given:
-        if each.startswith("--") or not lines or not lines[-1].startswith("--") or " " in lines[-1]:
-            lines.append(shlex.quote(each))
-        elif ":" in each:
-            lines.append(shlex.quote(each))
+        if each.startswith("--"):
+            lines.append(each)
         else:
-            lines[-1] += " " + shlex.quote(each)
+            lines[-1] += f" {shlex.quote(each)}"
     return lines
 
 
 TARGET = Target(
     name="torchtitan",
     about="command line of torchtitan: parallel degrees, batch, checkpointing, compilation",
-    use="MODULE=llama3 CONFIG=llama3_8b bash {file}",
+    stem="torchtitan",
     forms={"shell": _shell},
+    checked=CHECKED,
+    start=lambda setup, file: f"bash {file}",
 )

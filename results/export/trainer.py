@@ -1,4 +1,4 @@
-"""transformers.Trainer: TrainingArguments, as HfArgumentParser reads them (transformers 5)."""
+"""transformers.Trainer: TrainingArguments, as HfArgumentParser reads them."""
 
 import json
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 from .common import note_attention, note_lora, note_pipeline, note_pure_bf16
 from .setup import Setup, words
 from .target import Target, hashed
+
+CHECKED = ("transformers", "5.23")
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
         )
     if setup.knob("kernels"):
         out["use_liger_kernel"] = True
-        setup.note("kernels=true became Liger's kernels, which are others than those measured")
+        setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     if setup.device_type == "cpu":
         out["use_cpu"] = True
     _note_the_rest(setup)
@@ -72,7 +74,7 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         }
     if ratio < 1:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than measured"
+            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}"
         )
     # FSDP's own wraps what it gathers, and so gathers it once less.
     return {} if sharded else {"activation_checkpointing": True}
@@ -98,12 +100,10 @@ def _note_the_rest(setup: Setup) -> None:
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
             f"parallelism_config=ParallelismConfig(tp_size={setup.tp}); it cannot stand in a file"
         )
-    if setup.dp > 1:
-        setup.note(f"dp={setup.dp} is the launcher's: torchrun --nproc-per-node {setup.tp * setup.dp}")
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     if setup.seq_len is not None:
-        setup.note(f"seq_len={setup.seq_len} is your data's: what was measured had samples of that length")
+        setup.note(f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length")
 
 
 def _yaml(setup: Setup, comment: str) -> str:
@@ -117,10 +117,19 @@ def _json(setup: Setup, comment: str) -> str:
     return json.dumps(arguments(setup), indent=2) + "\n"
 
 
+def _use(file: str) -> str:
+    kind = "json" if file.lower().endswith(".json") else "yaml"
+    return f"HfArgumentParser(TrainingArguments).parse_{kind}_file({file!r}) in train.py"
+
+
 TARGET = Target(
     name="trainer",
     about="TrainingArguments of transformers.Trainer, as YAML or JSON",
-    use="HfArgumentParser(TrainingArguments).parse_yaml_file('{file}'), or parse_json_file",
+    stem="trainer",
     forms={"yaml": _yaml, "json": _json},
     silent=frozenset({"json"}),
+    checked=CHECKED,
+    pipelines=False,
+    use=_use,
+    start=lambda setup, file: f"{setup.hosts.torchrun()} train.py {file}",
 )

@@ -1,15 +1,26 @@
 """Exports are read by the frameworks' own loaders."""
 
-import dataclasses
+import argparse
+import configparser
+import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import redline
+from redline.models import workload
+from redline.models.presets import PRESETS
+from redline.models.shape import shape_of
 from redline.results import Measurement, Status, Trial
-from redline.results.export import render
+from redline.results.export import export_targets, render
+from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
 
 DOCUMENT = {
     "asked": {
@@ -30,8 +41,37 @@ CONFIGURATIONS = {
         "micro_batch": 4, "grad_accum": 4, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
         "fused_optimizer": True, "pipeline_schedule": "gpipe",
     },
+    "pp, bf16_pure": {
+        "micro_batch": 4, "grad_accum": 4, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure", "fusion": True,
+    },
 }  # fmt: skip
 every_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
+CHECKED = {name: target.checked for name, target in export_targets().items() if target.checked is not None}
+
+
+@pytest.mark.parametrize("target", CHECKED)
+def test_an_export_names_the_version_it_is_checked_against_here(target):
+    package, version = CHECKED[target]
+    assert f"Checked against {package} {version}\n" in render(target, Trial(number=0, config={}), DOCUMENT).text.replace(
+        '",', "\n"
+    )
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    assert installed.split(".")[:2] == version.split("."), f"raise CHECKED of {target}, once its tests pass"
+
+
+@pytest.mark.parametrize("target", CHECKED)
+def test_the_version_is_that_of_the_extra_and_of_the_documentation(target):
+    package, version = CHECKED[target]
+    root = Path(redline.__file__).parent
+    settings = configparser.ConfigParser()
+    settings.read(root / "setup.cfg")
+    pins = [line.partition(";")[0].strip() for line in settings["options.extras_require"]["frameworks"].splitlines()]
+    assert f"{package}=={version}.*" in pins
+    (row,) = (line for line in (root / "docs" / "exports.md").read_text().splitlines() if line.startswith(f"| `{target}` |"))
+    assert f"| {package} {version} |" in row
 
 
 def export(target, name, path, form=None, device="cuda"):
@@ -42,6 +82,16 @@ def export(target, name, path, form=None, device="cuda"):
     made = render(target, Trial(number=0, config=config, measurement=measured), {"asked": asked}, form=form)
     path.write_text(made.text)
     return config
+
+
+def results(code, asked, folder):
+    """What code in a process of its own prints of each entry of `asked`: a framework takes seconds to import."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [each.removeprefix("RESULT ") for each in done.stdout.splitlines() if each.startswith("RESULT ")]
+    return dict(map(json.loads, lines))
 
 
 @every_configuration
@@ -74,6 +124,28 @@ def test_accelerate_loads_its_config(name, tmp_path):
         assert ParallelismConfig(**sizes).total_size == loaded.num_processes
 
 
+def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    path = tmp_path / "config.yaml"
+    asked = {**DOCUMENT["asked"], "devices": {"type": "cuda", "used": 64, "per_host": 8}}
+    config = {"micro_batch": 1, "grad_accum": 1, "dp": 64, "zero": 3, "precision": "bf16"}
+    made = render("accelerate", Trial(number=0, config=config, measurement=None), {"asked": asked}, file=str(path))
+    path.write_text(made.text)
+    loaded = load_config_from_file(str(path))
+    assert (loaded.num_machines, loaded.num_processes, loaded.main_process_ip) == (8, 64, "FIRST-HOST")
+    line = made.use[1].replace("$NODE_RANK", "3").replace("$MASTER_ADDR", "n1").replace("${MASTER_PORT:-29500}", "4321")
+    program, command, *arguments = shlex.split(line)
+    assert (program, command) == ("accelerate", "launch")
+    given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    prepare_multi_gpu_env(given)  # what torchrun is started with
+    assert (given.nnodes, given.nproc_per_node, given.node_rank) == ("8", "8", 3)
+    assert (given.rdzv_backend, given.rdzv_endpoint) == ("static", "n1:4321")
+
+
 @pytest.mark.parametrize("form", ["yaml", "json"])
 @every_configuration
 def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
@@ -96,11 +168,12 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
 
 @pytest.fixture(scope="module")
 def deepspeed_reads(tmp_path_factory):
-    """What DeepSpeed makes of every configuration's export: in one process, as it takes seconds to import."""
+    """What DeepSpeed makes of every configuration's export."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     folder = tmp_path_factory.mktemp("deepspeed")
     code = """
 import json, sys
+from deepspeed.launcher.runner import parse_args
 from deepspeed.runtime.config import DeepSpeedConfig
 import deepspeed.runtime.config as module
 module.dist.get_rank = lambda: 0  # no process group here: the size is the one given
@@ -112,28 +185,28 @@ class Ranks:
     def get_data_parallel_world_size(self):
         return self.size
 
-for name, (path, replicas) in json.loads(sys.argv[1]).items():
+for name, (path, replicas, started) in json.loads(sys.argv[1]).items():
     made = DeepSpeedConfig(path, mpu=Ranks(replicas))
+    launched = parse_args(started)
     print("RESULT", json.dumps([name, {
         "batch": [made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps],
         "world": made.world_size, "stage": int(made.zero_config.stage), "bf16": made.bfloat16_config.enabled,
         "offload": made.zero_config.offload_optimizer is not None and str(made.zero_config.offload_optimizer.device),
         "tp": made.tensor_parallel_config.autotp_size, "stages": made.pipeline["stages"],
+        "gpus": launched.num_gpus, "script": [launched.user_script, *launched.user_args],
     }]))
 """
     asked = {}
     for number, name in enumerate(CONFIGURATIONS):
         path = folder / f"{number}.json"
-        asked[name] = [str(path), export("deepspeed", name, path).get("dp", 1)]
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [each.removeprefix("RESULT ") for each in done.stdout.splitlines() if each.startswith("RESULT ")]
-    return dict(map(json.loads, lines))
+        if name != "tp, pp, dp":  # which is refused
+            config = export("deepspeed", name, path)
+            (start,) = (line for line in json.loads(path.read_text())["_comment"] if line.startswith("Start: deepspeed "))
+            asked[name] = [str(path), config.get("dp", 1), start.split()[2:]]
+    return results(code, asked, folder)
 
 
-@every_configuration
+@pytest.mark.parametrize("name", sorted(set(CONFIGURATIONS) - {"tp, pp, dp"}))
 def test_deepspeed_accepts_its_config(name, deepspeed_reads):
     config, made = CONFIGURATIONS[name], deepspeed_reads[name]
     micro, steps, replicas = config["micro_batch"], config["grad_accum"], config.get("dp", 1)
@@ -144,69 +217,104 @@ def test_deepspeed_accepts_its_config(name, deepspeed_reads):
     assert bool(made["offload"]) is (config.get("offload") == "optimizer")
     assert made["tp"] == (config["tp"] if "tp" in config else 0)
     assert made["stages"] == config.get("pp", "auto")
+    assert made["gpus"] == config.get("tp", 1) * config.get("pp", 1) * replicas
+    assert made["script"] == ["train.py", "--deepspeed_config", "deepspeed.json"]
+
+
+WITHOUT_TRITON = """
+import importlib.abc, importlib.machinery, importlib.util, json, sys
+from unittest.mock import MagicMock
+
+# What torch itself looks triton up for comes first; the framework then imports kernels that nothing here runs.
+import torch._inductor.compile_fx, torch.utils.flop_counter
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return MagicMock(__name__=spec.name, __path__=[], __spec__=spec, __version__="3.9.0")
+
+    def exec_module(self, module):
+        pass
+
+if importlib.util.find_spec("triton") is None:
+    sys.meta_path.append(Absent())
+"""
+READ_BY_TORCHTITAN = """
+from torchtitan.config import ConfigManager
+
+for name, arguments in json.loads(sys.argv[1]).items():
+    made = ConfigManager().parse_args(arguments)
+    print("RESULT", json.dumps([name, {
+        **{key: getattr(made.training, key) for key in (
+            "local_batch_size", "global_batch_size", "seq_len", "dtype", "mixed_precision_param", "steps",
+            "enable_cpu_offload", "disable_cuda_graphs")},
+        **{key: getattr(made.parallelism, key) for key in (
+            "data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree",
+            "pipeline_parallel_degree", "pipeline_parallel_schedule", "enable_sequence_parallel",
+            "pipeline_parallel_microbatch_size", "fsdp_reshard_after_forward")},
+        "compile": made.compile.enable, "optimizer": made.optimizer.implementation,
+        "recomputed": made.activation_checkpoint and type(made.activation_checkpoint).__qualname__,
+    }]))
+"""
+
+
+@pytest.fixture(scope="module")
+def torchtitan_reads(tmp_path_factory):
+    """What torchtitan's own parser makes of every configuration's export, with an argument more."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    folder = tmp_path_factory.mktemp("torchtitan")
+    asked = {}
+    for number, name in enumerate(CONFIGURATIONS):
+        path = folder / f"{number}.sh"
+        export("torchtitan", name, path)
+        out = subprocess.run(
+            ["bash", str(path), "--training.steps", "7"],
+            env={**os.environ, "LAUNCH": "printf %s\\n"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        module, train, *asked[name] = out.split("\n")[:-1]
+        assert (module, train) == ("-m", "torchtitan.train")
+    asked["qwen3"] = [*asked["ddp"]]
+    asked["qwen3"][1:4:2] = TORCHTITAN_PRESETS["qwen3-0.6b"]
+    return results(WITHOUT_TRITON + READ_BY_TORCHTITAN, asked, folder)
+
+
+def test_torchtitan_has_the_models_that_both_have(torchtitan_reads):
+    assert torchtitan_reads["qwen3"]["global_batch_size"] == 32
 
 
 @every_configuration
-def test_torchtitan_parses_its_flags(name, tmp_path):
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    tyro = pytest.importorskip("tyro")
-    from torchtitan.components.optimizer import OptimizersContainer
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed.activation_checkpoint import (
-        ActivationCheckpointingConfig,
-        FullAC,
-        SelectiveAC,
-    )
-
-    # The sections of torchtitan's Trainer.Config that are written; the trainer itself imports its data loaders.
-    sections = {
-        "training": (TrainingConfig, TrainingConfig),
-        "parallelism": (ParallelismConfig, ParallelismConfig),
-        "optimizer": (OptimizersContainer.Config, OptimizersContainer.Config),
-        "compile": (CompileConfig, CompileConfig),
-        "activation_checkpoint": (ActivationCheckpointingConfig, SelectiveAC.Config),
-    }
-    config_class = dataclasses.make_dataclass(
-        "Config",
-        [
-            (key, kind, dataclasses.field(default_factory=default))
-            for key, (kind, default) in sections.items()
-        ],
-        kw_only=True,
-    )
-    path = tmp_path / "titan.sh"
-    config = export("torchtitan", name, path)
-    launcher = tmp_path / "launcher"
-    launcher.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-    launcher.chmod(0o755)
-    out = subprocess.run(
-        ["bash", str(path)],
-        env={**os.environ, "LAUNCH": str(launcher)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    given = out.split("\n")[:-1]
-    assert given[:6] == ["-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b"]
-    made = tyro.cli(config_class, args=given[6:])
-    pipelined = config.get("pp", 1) > 1
-    local = config["micro_batch"] * (config["grad_accum"] if pipelined else 1)
-    assert made.training.local_batch_size == local
-    assert made.training.global_batch_size == config["micro_batch"] * config["grad_accum"] * config.get(
-        "dp", 1
-    )
-    assert made.parallelism.tensor_parallel_degree == config.get("tp", 1)
-    assert made.parallelism.pipeline_parallel_degree == config.get("pp", 1)
-    assert made.parallelism.pipeline_parallel_schedule == ("GPipe" if pipelined else "1F1B")
-    degrees = made.parallelism
-    assert degrees.data_parallel_replicate_degree * degrees.data_parallel_shard_degree == config.get("dp", 1)
+def test_torchtitan_parses_its_flags(name, torchtitan_reads):
+    config, made = CONFIGURATIONS[name], torchtitan_reads[name]
+    pipelined, precision = config.get("pp", 1) > 1, config.get("precision", "fp32")
+    replicas, zero = config.get("dp", 1), config.get("zero", 0)
+    assert made["steps"] == 7  # an argument of the script's own
+    assert made["local_batch_size"] == config["micro_batch"] * (config["grad_accum"] if pipelined else 1)
+    assert made["global_batch_size"] == config["micro_batch"] * config["grad_accum"] * replicas
+    assert made["seq_len"] == 128
+    assert made["tensor_parallel_degree"] == config.get("tp", 1)
+    assert made["pipeline_parallel_degree"] == config.get("pp", 1)
+    assert made["pipeline_parallel_microbatch_size"] == (config["micro_batch"] if pipelined else 1)
+    assert made["pipeline_parallel_schedule"] == ("GPipe" if config.get("pipeline_schedule") == "gpipe" else "1F1B")
+    assert made["data_parallel_replicate_degree"] == (1 if zero else replicas)
+    assert made["data_parallel_shard_degree"] == (replicas if zero else 1)
+    if zero:
+        assert made["fsdp_reshard_after_forward"] == ("always" if zero == 3 else "never")
     if config.get("tp", 1) > 1:
-        assert degrees.enable_sequence_parallel is config.get("sequence_parallel", False)
-    assert made.compile.enable is config.get("fusion", False)
-    checkpointed = config.get("checkpoint_ratio", 0) > 0
-    assert isinstance(made.activation_checkpoint, FullAC.Config) is checkpointed
-    assert (made.activation_checkpoint is None) is not checkpointed
-    assert made.training.dtype == ("bfloat16" if config.get("precision") == "bf16_pure" else "float32")
+        assert made["enable_sequence_parallel"] is config.get("sequence_parallel", False)
+    assert made["enable_cpu_offload"] is (config.get("offload") == "optimizer")
+    assert made["disable_cuda_graphs"] is True
+    assert made["compile"] is config.get("fusion", False)
+    assert made["recomputed"] == ("FullAC.Config" if config.get("checkpoint_ratio", 0) > 0 else None)
+    assert made["dtype"] == ("bfloat16" if precision == "bf16_pure" else "float32")
+    assert made["mixed_precision_param"] == ("float32" if precision == "fp32" else "bfloat16")
+    if "fused_optimizer" in config:
+        assert made["optimizer"] == "fused"
 
 
 MEGATRON_FLAGS = {
@@ -218,43 +326,191 @@ MEGATRON_FLAGS = {
     "--seq-length": int,
     "--use-distributed-optimizer": bool,
     "--use-megatron-fsdp": bool,
-    "--data-parallel-sharding-strategy": str,
+    "--data-parallel-sharding-strategy": ("optim_grads", "optim_grads_params"),
     "--no-gradient-accumulation-fusion": bool,
-    "--ckpt-format": str,
+    "--ckpt-format": ("torch_dist", "fsdp_dtensor"),
     "--optimizer-cpu-offload": bool,
     "--use-precision-aware-optimizer": bool,
     "--bf16": bool,
     "--fp16": bool,
-    "--fp8-format": str,
-    "--recompute-granularity": str,
-    "--recompute-method": str,
+    "--fp8-format": ("e4m3", "hybrid"),
+    "--recompute-granularity": ("full", "selective"),
+    "--recompute-method": ("uniform", "block"),
     "--recompute-num-layers": int,
-    "--attention-backend": str,
+    "--attention-backend": ("flash", "fused", "unfused", "local", "auto"),
+    "--num-layers": int,
+    "--hidden-size": int,
+    "--ffn-hidden-size": int,
+    "--num-attention-heads": int,
+    "--group-query-attention": bool,
+    "--num-query-groups": int,
+    "--kv-channels": int,
+    "--max-position-embeddings": int,
+    "--vocab-size": int,
+    "--untie-embeddings-and-output-weights": bool,
+    "--num-experts": int,
+    "--moe-router-topk": int,
+    "--normalization": ("LayerNorm", "RMSNorm"),
+    "--norm-epsilon": float,
+    "--position-embedding-type": ("learned_absolute", "rope"),
+    "--rotary-base": int,
+    "--rotary-percent": float,
+    "--use-rope-scaling": bool,
+    "--rope-scaling-factor": float,
+    "--swiglu": bool,
+    "--disable-bias-linear": bool,
+    "--add-qkv-bias": bool,
+    "--qk-layernorm": bool,
+    "--window-size": str,
+    "--hidden-dropout": float,
+    "--attention-dropout": float,
 }
-"""Flags of megatron/training/arguments.py in Megatron-LM, which is on no package index, and their types."""
+"""Flags of megatron/training/arguments.py in megatron-core 0.19, with their types or choices: that parser itself needs
+Python 3.12."""
+MODELS = (
+    "llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "mixtral-8x7b", "gpt2", "gpt-neox-20b",
+    "opt-350m", "bert-base",
+)  # fmt: skip
+
+
+@cache
+def architecture(model):
+    """A preset's, which takes a second to look up."""
+    return workload(model).model
+
+
+def megatron_arguments(model, name, seq_len=128):
+    """The arguments that an export gives Megatron, as bash makes them, and whether it sets what tp needs."""
+    config = CONFIGURATIONS[name]
+    devices = config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
+    asked = {**DOCUMENT["asked"], "model": model, "shape": shape_of(architecture(model)), "seq_len": seq_len}
+    measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
+    made = render("megatron", Trial(number=0, config=config, measurement=measured), {"asked": asked})
+    script = made.text + 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-}"; printf "%s\\n" "${MEGATRON_ARGS[@]}"'
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin"}).stdout
+    connections, *given = out.split("\n")[:-1]
+    return given, connections
+
+
+def parse(given):
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    for flag, kind in MEGATRON_FLAGS.items():
+        how = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        parser.add_argument(flag, **({"action": "store_true"} if kind is bool else how))
+    return parser.parse_args(given)
 
 
 @every_configuration
-def test_megatrons_flags_are_its_own(name, tmp_path):
-    import argparse
-
-    path = tmp_path / "megatron.sh"
-    config = export("megatron", name, path)
-    out = subprocess.run(
-        ["bash", "-c", f'source "{path}"; printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'],
-        env={**os.environ, "NUM_LAYERS": "8"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    for flag, kind in MEGATRON_FLAGS.items():
-        parser.add_argument(flag, **({"action": "store_true"} if kind is bool else {"type": kind}))
-    made = parser.parse_args(out.split("\n")[:-1])
+def test_megatrons_flags_are_its_own(name):
+    config = CONFIGURATIONS[name]
+    given, connections = megatron_arguments("llama3-8b", name)
+    made = parse(given)
     replicas = config.get("dp", 1)
     assert made.micro_batch_size == config["micro_batch"]
     assert made.global_batch_size == config["micro_batch"] * config["grad_accum"] * replicas
     assert made.tensor_model_parallel_size == config.get("tp", 1)
     assert made.bf16 is (config.get("precision") in ("bf16", "bf16_pure"))
     assert made.use_megatron_fsdp is (config.get("zero", 0) >= 2)
-    assert made.recompute_num_layers == {0: None, 0.5: 4, 1.0: 1}[config.get("checkpoint_ratio", 0)]
+    assert made.recompute_num_layers == {0: None, 0.5: 16, 1.0: 1}[config.get("checkpoint_ratio", 0)]
+    assert connections == ("1" if config.get("tp", 1) > 1 and config.get("zero", 0) < 2 else "")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_megatron_is_told_the_models_sizes(model):
+    made = parse(megatron_arguments(model, "one device")[0])
+    configuration = architecture(model).configuration()
+    assert made.num_layers == configuration.num_hidden_layers
+    assert made.hidden_size == configuration.hidden_size
+    assert made.num_attention_heads == configuration.num_attention_heads
+    assert made.vocab_size == configuration.vocab_size
+    assert made.max_position_embeddings == configuration.max_position_embeddings
+    assert made.untie_embeddings_and_output_weights is not configuration.tie_word_embeddings
+    groups = getattr(configuration, "num_key_value_heads", configuration.num_attention_heads)
+    assert (made.num_query_groups or configuration.num_attention_heads) == groups
+    assert made.group_query_attention is (groups != configuration.num_attention_heads)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])
+def test_megatrons_model_has_the_parameters_of_the_preset(model):
+    """Counted from the flags as Megatron's GPT has them."""
+    made = parse(megatron_arguments(model, "one device")[0])
+    hidden, heads = made.hidden_size, made.num_attention_heads
+    width = made.kv_channels or hidden // heads
+    groups = made.num_query_groups or heads
+    queries, keys = heads * width, groups * width
+    biased = not made.disable_bias_linear
+    norm = hidden * (2 if made.normalization == "LayerNorm" else 1)
+    attention = hidden * (queries + 2 * keys) + queries * hidden + biased * hidden
+    attention += (biased or made.add_qkv_bias) * (queries + 2 * keys) + made.qk_layernorm * 2 * width
+    ffn = made.ffn_hidden_size
+    mlp = (3 if made.swiglu else 2) * hidden * ffn + biased * (ffn + hidden)
+    total = made.num_layers * (attention + mlp + 2 * norm) + norm
+    total += made.vocab_size * hidden * (2 if made.untie_embeddings_and_output_weights else 1)
+    total += made.max_position_embeddings * hidden * (made.position_embedding_type == "learned_absolute")
+    assert total == PRESETS[model].parameters
+
+
+def test_megatron_is_told_what_else_makes_a_family():
+    def of(model, name="one device", **more):
+        return parse(megatron_arguments(model, name, **more)[0])
+
+    llama = of("llama3.2-1b")
+    assert (llama.rotary_base, llama.use_rope_scaling, llama.rope_scaling_factor) == (500000, True, 32.0)
+    assert (llama.hidden_dropout, llama.attention_dropout, llama.norm_epsilon) == (0.0, 0.0, 1e-5)
+    assert of("llama3-8b").use_rope_scaling is False
+    assert (of("mixtral-8x7b").num_experts, of("mixtral-8x7b").moe_router_topk) == (8, 2)
+    assert of("gpt-neox-20b").rotary_percent == 0.25
+    assert of("gpt2").hidden_dropout == 0.1 and of("gpt2").position_embedding_type == "learned_absolute"
+    assert of("mistral-7b").window_size is None and of("mistral-7b", seq_len=8192).window_size == "4095,0"
+
+
+def test_what_megatron_cannot_be_told_of_a_model_is_stated():
+    def notes(model, **knobs):
+        trial = Trial(number=0, config={"micro_batch": 1, "grad_accum": 1, **knobs}, measurement=None)
+        asked = {**DOCUMENT["asked"], "shape": shape_of(architecture(model))}
+        return " ".join(render("megatron", trial, {"asked": asked}).notes)
+
+    assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes("llama3-8b")
+    assert "of the family opt only the sizes are known" in notes("opt-350m")
+    assert "pp=3: 32 layers are no multiple of the stages" in notes("llama3-8b", pp=3)
+    assert "no multiple" not in notes("llama3-8b", pp=4)
+    assert "tp=2 with experts" in notes("mixtral-8x7b", tp=2)
+    assert "tp=2 with experts" not in notes("mixtral-8x7b", tp=2, sequence_parallel=True)
+
+
+READ_BY_MEGATRON = """
+import argparse, contextlib, os, sys
+from megatron.training import arguments
+
+arguments.get_device_arch_version = lambda: 9  # there need be no device here
+parser = argparse.ArgumentParser(allow_abbrev=False)
+arguments.add_megatron_arguments(parser)
+for name, (devices, connections, given) in json.loads(sys.argv[1]).items():
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if connections:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    yours = ["--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "10"]
+    made = parser.parse_args([*given, *yours])
+    made.rank, made.world_size = 0, devices
+    with contextlib.redirect_stdout(sys.stderr):
+        arguments.validate_args(made)
+    print("RESULT", json.dumps([name, [made.data_parallel_size, made.num_layers]]))
+"""
+
+
+def test_megatrons_own_parser_takes_its_flags(tmp_path):
+    """Parsed and validated for so many ranks, every model in every configuration."""
+    try:
+        metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        pytest.skip("megatron-core is not installed (it needs Python 3.12)")
+    asked = {}
+    for model, name in itertools.product(MODELS, CONFIGURATIONS):
+        config = CONFIGURATIONS[name]
+        given, connections = megatron_arguments(model, name)
+        devices = config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
+        asked[f"{model}, {name}"] = [devices, connections, given]
+    read = results(WITHOUT_TRITON + READ_BY_MEGATRON, asked, tmp_path)
+    for model, name in itertools.product(MODELS, CONFIGURATIONS):
+        layers = architecture(model).configuration().num_hidden_layers
+        assert read[f"{model}, {name}"] == [CONFIGURATIONS[name].get("dp", 1), layers]

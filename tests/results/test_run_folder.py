@@ -157,6 +157,21 @@ def test_resuming_where_nothing_is_is_refused_and_leaves_nothing(tmp_path, open_
     assert not (tmp_path / "new").exists()
 
 
+def test_the_hosts_that_a_runner_finds_are_kept_and_keep_no_run_from_going_on(tmp_path, open_run, asked):
+    with open_run(tmp_path / "a") as run:
+        run.record_hosts(None)
+        assert "per_host" not in yaml.safe_load((run.path / "run.yaml").read_text())["asked"]["devices"]
+        run.record_hosts(8)
+        assert yaml.safe_load((run.path / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 8
+    assert request.conflicts(run.document["asked"], asked) == []
+    for per_host in (None, 4):
+        with open_run(tmp_path / "a", resume=True) as again:
+            again.record_hosts(per_host)
+    assert yaml.safe_load((run.path / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4
+    other = {**asked, "devices": {**asked["devices"], "count": 2}}
+    assert request.conflicts(run.document["asked"], other) == ["devices.count: was 1, now 2"]
+
+
 def test_a_run_killed_right_after_run_yaml_can_be_resumed(tmp_path, open_run, point):
     open_run(tmp_path).close()
     (tmp_path / "study.log").unlink()

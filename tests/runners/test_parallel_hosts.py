@@ -85,6 +85,7 @@ try:
         runner.wait_ready()
         import ray
         gang = runner._gangs[0]
+        print("PER_HOST", runner.per_host)
         print("HOSTS", len(set(ray.get([each.node_id.remote() for each in gang.actors]))))
         config = rl.Space().default()
         for zero in (0, 3):
@@ -122,7 +123,7 @@ def said(tmp_path_factory):
 
 
 def test_a_trial_runs_on_two_hosts_and_trains_as_one_process(said):
-    assert said["HOSTS"] == ["2"]
+    assert said["HOSTS"] == ["2"] and said["PER_HOST"] == ["1"]
     assert said["TRIAL"] == ["ok  2 [0, 1]"] * 2
     assert said["LOSS"] == ["True"] * 2
 

@@ -11,8 +11,10 @@ import torch
 import yaml
 
 import redline as rl
-from redline.results import Measurement, Status, Trial
+from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.export import export_targets, render
+from redline.results.report.exports import exports
+from redline.results.report.source import Source
 from redline.tuner.cli import main
 
 TEXT = "Full throughput, no out of memory. " * 400
@@ -91,7 +93,8 @@ def test_a_file_is_written_and_its_use_is_said(capsys, run, tmp_path):
     path = tmp_path / "args.json"
     code, out, err = export(capsys, run, "--to", "trainer", "-o", path, "--trial", "0")
     assert (code, out) == (0, "")
-    assert f"wrote {path}" in err and "parse_json_file" in err
+    assert f"wrote {path}\nUse: HfArgumentParser(TrainingArguments).parse_json_file({str(path)!r})" in err
+    assert f"\nStart: torchrun --nproc-per-node 1 train.py {path}\n" in err
     assert "note: seq_len=32" in err  # JSON has no comments
     made = json.loads(path.read_text())
     assert made["per_device_train_batch_size"] == 8 and made["use_cpu"] is True
@@ -167,12 +170,79 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
         (["--to", "acelerate"], "did you mean 'accelerate'"),
         (["--to", "yaml", "--trial", "99"], "there is no trial 99; the run has 0 to 2"),
         (["--to", "yaml", "-o", "no/such/folder/x.yaml"], "there is no folder"),
+        (["--to", "yaml", "--launch", "slurm"], "yaml starts nothing, so that it has no launch; targets that have one"),
+        (["--to", "python", "--launch", "slrum"], "unknown launch 'slrum'; did you mean 'slurm'"),
+        (["--to", "yaml", "--force"], "--force is for a single trial"),
         ([], "--to"),
     ],
 )
-def test_bad_input_is_named(capsys, run, arguments, said):
-    code, out, err = export(capsys, run, *arguments)
+def test_bad_input_is_named(capsys, simulated, arguments, said):
+    code, out, err = export(capsys, simulated, *arguments)
     assert code == 2 and said in err and out == ""
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """A simulated run for 64 devices on hosts of eight: its winner, a trial that does not fit, one that did not end."""
+    asked = {
+        "model": "llama3-8b",
+        "workload": {"id": "3f2a", "spec": "llama3-8b"},
+        "shape": {"family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "intermediate": 14336, "vocabulary": 128256},
+        "devices": {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64, "per_host": 8},
+        "seq_len": 128,
+        "global_batch": 64,
+        "simulated": True,
+    }
+    config = {"tp": 4, "pp": 2, "dp": 8, "zero": 1, "precision": "bf16"}
+    outcomes = (
+        Measurement(status=Status.OK, throughput=1000.0, unit="tokens/s", devices=64, seconds_measure=1.0),
+        Measurement(status=Status.OOM, reason="simulated: out of memory", devices=64, peak_memory_mib=90000.0),
+    )
+    path = tmp_path_factory.mktemp("runs") / "simulated"
+    with RunFolder.open(path, asked, knobs=dict.fromkeys([*config, "micro_batch", "grad_accum"])) as run:
+        for micro_batch, measured in ((1, outcomes[0]), (8, outcomes[1]), (4, None)):
+            trial = run.start({**config, "micro_batch": micro_batch, "grad_accum": 8 // micro_batch}, sampler="user")
+            if measured is not None:
+                run.finish(trial.number, measured)
+    return path
+
+
+@pytest.mark.parametrize("target", sorted(set(export_targets()) - {"deepspeed"}))
+def test_the_export_of_a_simulated_run_says_so(capsys, simulated, target):
+    code, out, err = export(capsys, simulated, "--to", target)
+    assert code == 0, err
+    assert "predicted, simulated: nothing was run" in (err if target == "json" else out)
+    assert "measure" not in out.replace("seconds_measure", "")
+
+
+def test_deepspeed_refuses_its_tp_beside_pp(capsys, simulated):
+    code, out, err = export(capsys, simulated, "--to", "deepspeed")
+    assert (code, out) == (2, "") and "tp=4 with pp=2 is nothing that DeepSpeed runs from a file" in err
+
+
+def test_a_simulated_run_is_started_on_the_hosts_of_its_hardware(capsys, simulated, tmp_path):
+    path = tmp_path / "job.sh"
+    code, _, err = export(capsys, simulated, "--to", "torchtitan", "--launch", "slurm", "-o", path)
+    assert (code, err) == (0, f"wrote {path}\nUse: sbatch {path}\n")
+    assert "#SBATCH --nodes=8\n" in path.read_text() and "predicted, simulated" in path.read_text()
+    out = export(capsys, simulated, "--to", "megatron")[1]
+    assert "--nnodes 8 --nproc-per-node 8" in out and "--num-layers 32\n" in out
+
+
+def test_a_trial_that_did_not_run_to_its_end_is_refused_unless_forced(capsys, simulated):
+    for number, end in ((1, "did not run to its end, it ended as oom (simulated: out of memory)"), (2, "has not ended")):
+        code, out, err = export(capsys, simulated, "--to", "accelerate", "--trial", number)
+        assert (code, out) == (2, "") and f"trial {number} {end}" in err and "--force" in err
+        code, out, _ = export(capsys, simulated, "--to", "accelerate", "--trial", number, "--force")
+        assert code == 0 and f"# - trial {number} {end}" in out
+
+
+def test_the_dashboards_exports_of_such_a_trial_name_its_end(simulated):
+    source = Source.read(simulated)
+    trial = next(each for each in source.trials if each.number == 1)
+    for made in exports(source, trial):
+        if "error" not in made:
+            assert "it ended as oom" in made["text"] + " ".join(made["notes"])
 
 
 def test_a_folder_without_a_run_is_named(capsys, tmp_path):

@@ -51,6 +51,13 @@ def test_a_whole_search_runs_on_predictions(finished):
         assert row["throughput"] != row["predicted_throughput"]
 
 
+def test_the_devices_of_a_host_and_the_models_sizes_are_kept_for_exports(finished):
+    _, out = finished
+    asked = yaml.safe_load((out / "run.yaml").read_text())["asked"]
+    assert (asked["devices"]["used"], asked["devices"]["per_host"]) == (256, 8)
+    assert (asked["shape"]["family"], asked["shape"]["layers"], asked["shape"]["hidden"]) == ("gpt2", 6, 64)
+
+
 def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_path):
     _, out = finished
     assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["simulated"] is True

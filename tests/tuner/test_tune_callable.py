@@ -10,6 +10,8 @@ from functools import partial
 import pytest
 import redline as rl
 import torch
+import yaml
+from redline.runners import FunctionRunner
 
 tune = partial(rl.tune, isolate=False)
 
@@ -158,3 +160,9 @@ def test_bad_arguments_are_refused_before_anything_is_written(options, message, 
 def test_a_callable_needs_a_space():
     with pytest.raises(rl.UsageError, match="needs a space"):
         rl.tune(speed)
+
+
+def test_the_hosts_that_a_runner_finds_are_kept_for_exports(tmp_path, monkeypatch):
+    monkeypatch.setattr(FunctionRunner, "per_host", 4)
+    tune(speed, make_space(), trials=1, out=tmp_path / "run")
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4

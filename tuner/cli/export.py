@@ -10,6 +10,7 @@ Examples:
   redline export runs/gpt2 --to trainer -o args.json
   redline export runs/gpt2 --to python -o train.py
   redline export runs/gpt2 --to env --trial 3
+  redline export runs/gpt2 --to torchtitan --launch slurm -o job.sh
 """
 
 
@@ -30,23 +31,34 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 @click.option(
     "--trial", type=click.IntRange(min=0), metavar="N", help="A single trial.  [default: the winner]"
 )
+@click.option("--force", is_flag=True, help="With --trial: also one that did not run to its end.")
+@click.option(
+    "--launch",
+    metavar="HOW",
+    help="In place of the target's file what starts a training with it on its hosts: torchrun, slurm or kubernetes.",
+)
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets."
 )
-def export(run: str, target: str, output: str | None, trial: int | None) -> None:
+def export(
+    run: str, target: str, output: str | None, trial: int | None, force: bool, launch: str | None
+) -> None:
     """Write the winner of the run in folder RUN as a file of another framework.
 
-    What the framework cannot do is stated in the file's comments; where the file has no comments, on standard error.
+    What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the file has
+    no comments, on standard error.
     """
     from ...errors import UsageError
     from ...results import View
-    from ...results.export import chosen_trial, export_targets, form_of, render
+    from ...results.export import chosen_trial, form_of, render
     from ...results.files import write_atomic
 
+    if force and trial is None:
+        raise UsageError("--force is for a single trial: give --trial N too")
     view = View(run)
-    chosen = chosen_trial(view.trials(), trial)
+    chosen = chosen_trial(view.trials(), trial, force=force)
     form = form_of(target, output) if output else None
-    made = render(target, chosen, view.document, form=form)
+    made = render(target, chosen, view.document, form=form, launch=launch, file=output)
     if output is None:
         click.echo(made.text, nl=False)
     else:
@@ -57,10 +69,9 @@ def export(run: str, target: str, output: str | None, trial: int | None) -> None
             write_atomic(path, made.text.encode(), durable=False)
         except OSError as error:
             raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
-        use = export_targets()[target].use.format(file=output, devices=made.devices)
-        click.echo(f"wrote {output}; use: {use}", err=True)
+        click.echo("\n".join((f"wrote {output}", *made.use)), err=True)
     for problem in view.problems:
         click.echo(f"note: {problem}", err=True)
     if not made.comments_inside:
-        for note in made.notes:
+        for note in (*made.notes, *(made.use if output is None else ())):
             click.echo(f"note: {note}", err=True)

@@ -1,0 +1,179 @@
+"""How a training is started on its hosts: a script for each of them, or a scheduler's."""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .hosts import PORT
+from .setup import Setup
+from .target import Form, hashed
+
+_MOUNT = "/redline"
+_IMAGE = "IMAGE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A training that is to be started."""
+
+    setup: Setup
+    """Its configuration, sizes and hosts."""
+    line: str
+    """What every host runs (`Target.start`)."""
+    name: str
+    """What the target's file is called."""
+    text: str
+    """What is in it."""
+
+    @property
+    def called(self) -> str:
+        """Its name, of lower-case letters, digits and hyphens."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.setup.model.lower()).strip("-")[:40].strip("-")
+        return words if words[:1].isalpha() else "-".join(filter(None, ("train", words)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A way to start a training on its hosts."""
+
+    name: str
+    """What `--launch` calls it."""
+    about: str
+    """What is written, in a few words."""
+    form: Form
+    """Of its file."""
+    body: Callable[[Job, str], str]
+    """`body(job, comment)`: the text."""
+    use: Callable[[Job, str], str]
+    """`use(job, file)`: what is done with a file of that name (quoted for a shell)."""
+    folder: str = ""
+    """Where the line finds the target's file: beside itself, or where the launch has put it."""
+    needs: str = ""
+    """What has to be there, and which version of it."""
+
+
+def _torchrun(job: Job, comment: str) -> str:
+    needed = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _each_hosts(job).items())
+    return f'#!/usr/bin/env bash\n{hashed(comment)}set -euo pipefail\n{needed}{job.line} "$@"\n'
+
+
+def _use_torchrun(job: Job, file: str) -> str:
+    given = "".join(f"{name}=... " for name in _each_hosts(job))
+    return f"{given}bash {file}" + (f", on each of {job.setup.hosts}" if job.setup.hosts.count > 1 else "")
+
+
+def _each_hosts(job: Job) -> dict[str, str]:
+    """Variables that a host has to be given."""
+    needed = {"MASTER_ADDR": "the name of the first host"} if job.setup.hosts.count > 1 else {}
+    return needed | ({"NODE_RANK": "the number of this host, from 0"} if "$NODE_RANK" in job.line else {})
+
+
+def _slurm(job: Job, comment: str) -> str:
+    hosts = job.setup.hosts
+    directives = [f"job-name={job.called}", f"nodes={hosts.count}", "ntasks-per-node=1"]
+    if job.setup.device_type == "cuda":
+        directives.append(f"gpus-per-node={hosts.each}")
+    # What was found was found with hosts to itself; a task alone would be given a single core.
+    directives.append("exclusive")
+    first = ""
+    if hosts.count > 1:
+        first = (
+            'read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
+            f'export MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-{PORT}}}"\n'
+        )
+    each = f'set -euo pipefail; export NODE_RANK="$SLURM_NODEID"; {job.line} "$@"'
+    return (
+        "#!/usr/bin/env bash\n"
+        + "".join(f"#SBATCH --{each}\n" for each in directives)
+        + hashed(comment)
+        + f"set -euo pipefail\n{first}"
+        + f'srun --cpu-bind=none bash -c {shlex.quote(each)} {job.called} "$@"\n'
+    )
+
+
+def _kubernetes(job: Job, comment: str) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as they are."""
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    documents = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": job.called},
+            "data": {job.name: job.text},
+        },
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": job.called},
+            "spec": {"nprocPerNode": str(job.setup.hosts.each), "pytorchReplicaSpecs": _replicas(job)},
+        },
+    ]
+    return hashed(comment) + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _replicas(job: Job) -> dict[str, Any]:
+    hosts = job.setup.hosts
+
+    def of(count: int) -> dict[str, Any]:
+        return {"replicas": count, "restartPolicy": "Never", "template": {"spec": _pod(job)}}
+
+    return {"Master": of(1)} | ({"Worker": of(hosts.count)} if hosts.count > 1 else {})
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    # The operator numbers the hosts in RANK, and finds its container by the name.
+    container: dict[str, Any] = {
+        "name": "pytorch",
+        "image": _IMAGE,
+        "command": ["bash", "-c", f'set -euo pipefail; export NODE_RANK="$RANK"; {job.line}'],
+        "volumeMounts": [{"name": "redline", "mountPath": _MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    if job.setup.device_type == "cuda":
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.setup.hosts.each}}
+    volumes = [
+        {"name": "redline", "configMap": {"name": job.called}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {"containers": [container], "volumes": volumes}
+
+
+LAUNCHES: Mapping[str, Launch] = {
+    each.name: each
+    for each in (
+        Launch(
+            name="torchrun",
+            about="a shell script that each host runs",
+            form="shell",
+            body=_torchrun,
+            use=_use_torchrun,
+        ),
+        Launch(
+            name="slurm",
+            about="a batch script, whose hosts run it by srun",
+            form="shell",
+            body=_slurm,
+            use=lambda job, file: f"sbatch {file}",
+            needs="Slurm 19.05 or later",
+        ),
+        Launch(
+            name="kubernetes",
+            about="a PyTorchJob of Kubeflow, with the target's file in a ConfigMap",
+            form="yaml",
+            body=_kubernetes,
+            use=lambda job, file: f"kubectl apply -f {file}, with {_IMAGE} replaced by an image that has the script "
+            "and what it needs",
+            folder=f"{_MOUNT}/",
+            needs="Kubeflow's training operator 1 (kubeflow.org/v1)",
+        ),
+    )
+}
+"""Every launch by its name."""

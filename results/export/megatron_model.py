@@ -1,0 +1,126 @@
+"""A model's own flags in Megatron-LM: its sizes, and what else its family is made of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .setup import Setup, words
+
+# The llama3 rule as Megatron has it: of what stretches rotary frequencies only the factor can be told.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA = ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
+FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama": (_LLAMA, ("silu",)),
+    "mistral": (_LLAMA, ("silu",)),
+    "mixtral": (_LLAMA, ("silu",)),
+    "qwen2": ((*_LLAMA, "--add-qkv-bias"), ("silu",)),
+    "qwen3": ((*_LLAMA, "--qk-layernorm"), ("silu",)),
+    "gpt2": (("--normalization LayerNorm", "--position-embedding-type learned_absolute"), ("gelu_new", "gelu")),
+    "gpt_neox": (("--normalization LayerNorm", "--position-embedding-type rope"), ("gelu", "gelu_new")),
+}
+"""Families that Megatron's GPT can be, as transformers names them: their flags, and the activations they go with."""
+
+
+def model_flags(setup: Setup) -> list[str]:
+    """The flags of the model itself; what is left to its user becomes a note."""
+    shape = setup.shape
+    if not shape:
+        setup.note(
+            "the model itself: --num-layers, --hidden-size, --num-attention-heads, --max-position-embeddings, the "
+            "tokenizer, the data and the learning rate are yours"
+        )
+        return []
+    setup.note(
+        "the tokenizer, the data and the learning rate are yours; --vocab-size is the model's, which Megatron pads to "
+        "a multiple of 128 x tp, and what a tokenizer has counts instead where one is given"
+    )
+    _note_uneven_stages(setup)
+    return _sizes(setup) + _family(setup) + _dropout(shape)
+
+
+def _note_uneven_stages(setup: Setup) -> None:
+    if setup.shape["layers"] % setup.pp:
+        setup.note(
+            f"pp={setup.pp}: {setup.shape['layers']} layers are no multiple of the stages, which Megatron refuses "
+            "unless --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make them one"
+        )
+
+
+def _sizes(setup: Setup) -> list[str]:
+    shape = setup.shape
+    heads, kv_heads = shape["heads"], shape.get("kv_heads") or shape["heads"]
+    out = [
+        f"--num-layers {shape['layers']}",
+        f"--hidden-size {shape['hidden']}",
+        f"--ffn-hidden-size {shape['intermediate']}",
+        f"--num-attention-heads {heads}",
+    ]
+    if kv_heads != heads:
+        out.append(f"--group-query-attention --num-query-groups {kv_heads}")
+    if shape.get("head_dim", shape["hidden"] // heads) * heads != shape["hidden"]:
+        out.append(f"--kv-channels {shape['head_dim']}")
+    out.append(f"--max-position-embeddings {max(shape.get('positions') or 0, setup.seq_len or 0)}")
+    out.append(f"--vocab-size {shape['vocabulary']}")
+    if not shape.get("tied", True):
+        out.append("--untie-embeddings-and-output-weights")
+    if shape.get("experts"):
+        if setup.tp > 1 and not setup.knob("sequence_parallel"):
+            setup.note(f"tp={setup.tp} with experts: Megatron trains that with --sequence-parallel only")
+        out += [f"--num-experts {shape['experts']}", f"--moe-router-topk {shape.get('experts_per_token', 2)}"]
+    return out
+
+
+def _family(setup: Setup) -> list[str]:
+    shape = setup.shape
+    family, activation = shape["family"], shape.get("activation")
+    if family not in FAMILIES:
+        setup.note(
+            f"of the family {family} only the sizes are known to this export: its norm, activation, biases and positions "
+            "are yours, where Megatron has them"
+        )
+        return []
+    flags, activations = FAMILIES[family]
+    if activation not in activations:
+        setup.note(f"the activation {activation} is yours: this export knows {family} with {' or '.join(activations)}")
+    elif activation == "silu":
+        flags += ("--swiglu",)
+    biased = [name for name in ("attention_bias", "mlp_bias") if shape.get(name)]
+    if biased and "--disable-bias-linear" in flags:
+        setup.note(f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there")
+        flags = tuple(flag for flag in flags if flag != "--disable-bias-linear")
+    if shape.get("parallel_residual"):
+        setup.note("attention and MLP of a block run one after the other: Megatron has no parallel residual")
+    out = [*flags]
+    if "norm_eps" in shape:
+        out.append(f"--norm-epsilon {shape['norm_eps']:g}")
+    return out + _positions(setup) + _window(setup)
+
+
+def _positions(setup: Setup) -> list[str]:
+    rope: Mapping[str, Any] = setup.shape.get("rope") or {}
+    out: list[str] = []
+    if "rope_theta" in rope:
+        out.append(f"--rotary-base {round(rope['rope_theta'])}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        out.append(f"--rotary-percent {rope['partial_rotary_factor']:g}")
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3_ROPE.items()):
+        out.append(f"--use-rope-scaling --rope-scaling-factor {rope['factor']:g}")
+    elif kind != "default":
+        setup.note(f"rotary positions of the type {kind} are yours: with these flags they are plain ones")
+    return out
+
+
+def _window(setup: Setup) -> list[str]:
+    window = setup.shape.get("window")
+    if not window or (setup.seq_len or 0) <= window:
+        return []
+    # Megatron counts the keys before a query, transformers the query's own too.
+    return [f"--window-size {words(window - 1)},0"]
+
+
+def _dropout(shape: Mapping[str, Any]) -> list[str]:
+    # Megatron's own default is 0.1; without a word in the configuration there is none.
+    return [
+        f"--hidden-dropout {shape.get('dropout', 0.0):g}",
+        f"--attention-dropout {shape.get('attention_dropout', 0.0):g}",
+    ]

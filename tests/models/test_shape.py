@@ -1,0 +1,51 @@
+"""The shape of a model, as run.yaml keeps it."""
+
+import json
+
+import pytest
+from torch import nn
+
+import redline as rl
+from redline.models.presets import PRESETS
+from redline.models.shape import shape_of
+
+LANGUAGE = [name for name, preset in PRESETS.items() if preset.task in ("causal", "masked")]
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_a_presets_shape_is_that_of_its_table(name):
+    found = shape_of(rl.workload(name).model)
+    assert found["family"] == PRESETS[name].model_type
+    assert {word: found[word] for word in ("layers", "hidden", "heads", "vocabulary")} == PRESETS[name].shape()
+    json.dumps(found)  # plain data
+
+
+def test_a_configuration_files_shape_is_what_it_says(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6,
+                "num_key_value_heads": 2, "intermediate_size": 200, "vocab_size": 500, "max_position_embeddings": 256,
+                "attention_bias": True, "tie_word_embeddings": True, "rope_theta": 20000.0,
+            }
+        )
+    )  # fmt: skip
+    found = shape_of(rl.workload(tmp_path).model)
+    assert found["family"] == "llama" and found["rope"]["rope_theta"] == 20000.0
+    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "positions")
+    assert [found[word] for word in sizes] == [3, 96, 6, 2, 16, 200, 500, 256]
+    assert found["attention_bias"] is True and found["tied"] is True
+
+
+def test_where_a_family_leaves_the_mlp_open_it_is_four_times_as_wide():
+    assert shape_of(rl.workload("gpt2").model)["intermediate"] == 3072
+    assert shape_of(rl.workload("opt-350m").model)["intermediate"] == 4096
+
+
+@pytest.mark.parametrize("name", ["t5-tiny", "vit-tiny", "wide-resnet-tiny"])
+def test_what_is_no_stack_of_blocks_over_tokens_has_none(name):
+    assert shape_of(rl.workload(name).model) is None
+
+
+def test_a_model_of_ones_own_has_none():
+    assert shape_of(lambda: nn.Linear(2, 2)) is None
