@@ -1,4 +1,4 @@
-"""The host's memory as this process may use it: what is free of the machine and of its control groups (Linux)."""
+"""The host's memory as a process may use it: what the machine and its control groups leave free (Linux)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class MemoryGroup:
 
     @property
     def free_mib(self) -> float | None:
-        """What its limit leaves, MiB; cached files that can be dropped count as free. None without a limit."""
+        """What its limit leaves, MiB; cached files that can be dropped are free. None without a limit."""
         limit = self.limit_mib
         if limit is None:
             return None
@@ -44,7 +44,8 @@ class MemoryGroup:
     @property
     def oom_kills(self) -> int | None:
         """Processes in it that the kernel has killed for want of memory; None where they are not counted."""
-        return _field(self.folder / ("memory.events" if self.version == 2 else "memory.oom_control"), "oom_kill")
+        name = "memory.events" if self.version == 2 else "memory.oom_control"
+        return _field(self.folder / name, "oom_kill")
 
 
 def memory_groups(proc: Path = Path("/proc/self")) -> tuple[MemoryGroup, ...]:

@@ -72,8 +72,8 @@ class World:
 
         Args:
             device: where.
-            timeout_s: how long a rank may wait for the others of its axis, s; None leaves torch's default. An axis
-                of all ranks is the group of all ranks, with that group's own time.
+            timeout_s: how long a rank may wait for the others of its axis, s; None leaves torch's default. An
+                axis of all ranks is the group of all ranks, with that group's own time.
         """
         names = tuple(name for name in AXES if getattr(self, name) > 1)
         if not names:
@@ -91,7 +91,7 @@ class World:
         groups = []
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()
-            # `init_device_mesh` makes groups that wait as long as torch does by default, whatever the whole group does.
+            # Groups that `init_device_mesh` makes wait as long as is torch's default, whatever the whole group does.
             mine, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout, group_desc=f"mesh_{name}")
             groups.append(mine)
         return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)

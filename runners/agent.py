@@ -1,9 +1,10 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent FD`, where FD is its end of a connection to the process that starts it.
-By that it gets its set-up and says when it is ready; standard output is for whatever the modules that it imports
-print there, and goes to its log. It listens on a Unix socket and forks a supervisor for every client. It ends, with
-everything it started, when the connection closes: when the process that started it ends, however that happens.
+Run as `python -m redline.runners.agent FD`, where FD is its end of a connection to the process that starts
+it. By that it gets its set-up and says when it is ready; standard output is for whatever the modules that it
+imports print there, and goes to its log. It listens on a Unix socket and forks a supervisor for every client.
+It ends, with everything it started, when the connection closes: when the process that started it ends, however
+that happens.
 """
 
 import gc
@@ -47,7 +48,7 @@ def main() -> None:
     except Exception as error:  # the starter is told, whatever it is
         starter.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         sys.exit(1)
-    sys.stdout.flush()  # or every trial would print again what the imports printed
+    sys.stdout.flush()  # or every supervisor would write again what the imports printed
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared
     starter.send({"ready": os.getpid()})

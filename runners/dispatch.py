@@ -34,7 +34,8 @@ class TrialTerms:
     memory_limit_mib: float | None = None
     """Memory a rank may take, MiB."""
     timeout_s: float = DEFAULT_TIMEOUT_S
-    """Deadline of a trial that brings none of its own, s. Compilation has as long again, five minutes at least."""
+    """Deadline of a trial that brings none of its own, s. Compilation has as long again, and five minutes at
+    least."""
     threads: int | None = None
     """CPU threads of a rank."""
     plan: TimingPlan = field(default_factory=TimingPlan)

@@ -1,8 +1,8 @@
 """What a failure means: exceptions and exit codes to statuses.
 
 Where torch raises a type of its own the type decides. The CPU allocator, cuBLAS and NCCL raise plain
-RuntimeErrors, so for these the text decides; every text redline relies on stands in this file. What may or may
-not come from memory (SIGKILL, a thread that does not start) is `oom` only where something else says so.
+RuntimeErrors, so for these the text decides; every text redline relies on stands in this file. What may or
+may not come from memory (SIGKILL, a thread that does not start) is `oom` only where something else says so.
 """
 
 import errno
@@ -14,11 +14,12 @@ from ..results import Status
 
 MIB = 1024 * 1024
 
-# The sentences with which an allocator itself reports, not mere words: a message may speak of memory in passing.
+# Sentences with which an allocator itself reports, not mere words: a message may speak of memory in passing.
 _OOM_SENTENCES = (
     # c10/core/impl/alloc_cpu.cpp, aten/src/ATen/MapAllocator.cpp
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory): you tried to allocate \d+ bytes",
-    r"unable to (mmap \d+ bytes from|allocate shared memory\(shm\) for) file <[^>]*>: Cannot allocate memory \(12\)",
+    r"unable to (mmap \d+ bytes from|allocate shared memory\(shm\) for) file <[^>]*>: "
+    r"Cannot allocate memory \(12\)",
     # c10/cuda/CUDACachingAllocator.cpp, c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h
     r"\b(CUDA|HIP|XPU) out of memory\. Tried to allocate [\d.]+ ",
     r"\b(CUDA|HIP)( driver)? error: out of memory(?=$|[\n.])",
@@ -37,7 +38,8 @@ _FATAL_OOM = re.compile(
 )
 # A thread that cannot start lacks room for its stack, or the process has as many threads as it may have.
 _NO_THREAD = re.compile(
-    r"can't start new thread|libgomp: Thread creation failed[^\n]*|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
+    r"can't start new thread|libgomp: Thread creation failed[^\n]*"
+    r"|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
 )
 _REQUESTED = re.compile(r"tried to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
@@ -60,7 +62,8 @@ def is_oom(error: BaseException) -> bool:
 def _says_oom(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
-    if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):  # torch's, without importing it here
+    # torch's, without importing it here.
+    if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
@@ -72,7 +75,7 @@ def is_thread_refused(error: BaseException) -> bool:
 
     That may be for want of memory or of a further thread's number; the exception does not tell.
     """
-    return any(isinstance(each, RuntimeError) and bool(_NO_THREAD.search(str(each))) for each in _chain(error))
+    return any(isinstance(each, RuntimeError) and _NO_THREAD.search(str(each)) for each in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:
@@ -108,8 +111,8 @@ def from_exit(returncode: int, last_words: str = "", shortage: str = "") -> tupl
         returncode: how it ended.
         last_words: the end of what it printed: an allocation that fails outside of Python aborts the process
             with nothing but a line on standard error.
-        shortage: what says that memory was short then, in words; empty where nothing does. Without it a SIGKILL,
-            which anybody may have sent, and a thread that could not start are a `crash`.
+        shortage: what says that memory was short then, in words; empty where nothing does. Without it a
+            SIGKILL, which anybody may have sent, and a thread that could not start are a `crash`.
     """
     how = ended(returncode) + (" before it reported" if returncode >= 0 else "")
     fatal = _FATAL_OOM.search(last_words)

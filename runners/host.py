@@ -106,7 +106,8 @@ class HostAgent:
                 if said is None and not self._closed:
                     how = failure.ended(self._reaped())
                     if starts == STARTS:
-                        raise RunnerError(self._why(f"the host agent died {STARTS} times before it was ready ({how})"))
+                        what = f"the host agent died {STARTS} times before it was ready ({how})"
+                        raise RunnerError(self._why(what))
                     starts += 1
                     self._restart()
                 elif said is not None and "error" in said:

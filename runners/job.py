@@ -60,7 +60,9 @@ class Job:
         Longer than any trial lasts, compilation on other ranks included, so that what hangs is found by the
         deadline, which leaves the stacks of all ranks, and not by the one that happens to wait.
         """
-        return None if self.timeout_s is None else self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
+        if self.timeout_s is None:
+            return None
+        return self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,7 +83,8 @@ class HostMemoryMeter(MemoryMeter):
 
     def refuses_threads(self) -> bool:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)  # what glibc takes for a thread (`man 3 pthread_create`)
+        # What glibc takes for a thread (`man 3 pthread_create`).
+        stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if limit == resource.RLIM_INFINITY:
             return False
         (mapped_kib,) = _status("VmData")

@@ -32,8 +32,12 @@ def adopt_orphans() -> None:
 
 
 def offer_to_oom_killer() -> None:
-    """The kernel takes this process first when memory runs out, not the user's own (`man 5 proc_pid_oom_score_adj`)."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # /proc may be read-only
+    """The kernel takes this process first when memory runs out, not the user's own.
+
+    Source: `man 5 proc_pid_oom_score_adj`.
+    """
+    # /proc may be read-only.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 

@@ -123,7 +123,7 @@ class Shortage:
         self._log.close()
 
     def _count(self) -> tuple[int, str] | None:
-        """Kills so far as the kernel counts them, and where: in the control group, else on the whole machine."""
+        """Kills so far as the kernel counts them, and where: in the control group, else on the machine."""
         for group in self._groups:
             if group.oom_kills is not None:
                 return group.oom_kills, "its control group"

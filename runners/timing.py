@@ -14,7 +14,7 @@ class TimingPlan:
     """How long to warm up and to measure."""
 
     compile_max_steps: int = 10
-    """Steps in which something compiles and that are left out; a candidate that goes on compiling is that slow."""
+    """Steps in which something compiles and that are left out; what goes on compiling is as slow as that."""
     warmup_min_steps: int = 2
     """Steps that never count; the first ones allocate."""
     warmup_max_steps: int = 10

@@ -119,7 +119,9 @@ class Confirmation:
                 if taken and not any(self.rounds[:-1]):
                     # Who was not measured beside the others cannot be compared with them.
                     taken.clear()
-                    self.listener.said("the time was up before all leaders were measured again: the first figures stand")
+                    self.listener.said(
+                        "the time was up before all leaders were measured again: the first figures stand"
+                    )
                 return
             again = self.measure(trial)
             self._done += 1

@@ -32,8 +32,8 @@ def compile(sch: Schedule, **options: Any) -> None:
 
 
 def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Has `began` called whenever torch.compile starts to compile in this process, a forward or a backward pass,
-    and `ended` when it is through, also by an error. What is compiled within another compilation is part of it.
+    """Has `began` called whenever torch.compile starts to compile in this process, be it a forward or a backward
+    pass, and `ended` when it is through, also by an error. A compilation within another is part of that one.
     """
     import torch._dynamo
 

@@ -1,4 +1,4 @@
-"""Compilation neither uses up a trial's time nor its warm-up, on whatever rank it happens; one that hangs is killed."""
+"""Compilation uses up neither a trial's time nor its warm-up, on whatever rank; one that hangs is killed."""
 
 import sys
 import time
@@ -89,7 +89,7 @@ def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench,
     outcome = bench.run(program, timeout_s=60, compile_timeout_s=1, log=str(log))
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "compilation took more than 1 s (during first steps)"
-    assert "compiler" in log.read_text()
+    assert "in program" in log.read_text()
 
 
 def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
@@ -132,7 +132,7 @@ def test_of_a_compilation_that_hangs_the_rank_is_named(bench):
     ("elsewhere", "expected"),
     [(False, ["first steps", True, False, "settled"]), (True, [True, "first steps", False, "settled"])],
 )
-def test_ranks_of_several_hosts_count_as_waiting_for_each_other_until_all_are_through(bench, elsewhere, expected):
+def test_ranks_of_several_hosts_count_as_waiting_for_each_other(bench, elsewhere, expected):
     def program(context):
         import torch
         from redline.runners.compiling import Compilation

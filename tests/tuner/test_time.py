@@ -1,4 +1,4 @@
-"""`--time` is from the beginning to the winner: all ends within it and at most one trial. Nothing here waits."""
+"""`--time` is from the beginning to the winner: all ends within it and at most one trial. Nothing waits."""
 
 import random
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Takes(Runner):
-    """Trials take as long as they are told to, by their number in order of start, and are all about as fast."""
+    """Trials take as long as they are told to, in the order of their start, and are all about as fast."""
 
     name = "takes"
 
@@ -36,7 +36,7 @@ class Takes(Runner):
         seconds = self._seconds(count)
         self._clock.now += seconds
         return Measurement(
-            status=Status.OK, throughput=100.0 + request.config["x"] / 1e4, seconds_total=seconds, unit="tokens/s",
+            status=Status.OK, throughput=100.0 + request.config["x"] / 1e4, seconds_total=seconds,
             foreign_cores=None if self._load is None else self._load(count),
         )  # fmt: skip
 
@@ -137,8 +137,9 @@ def test_a_refinement_is_tried_only_where_the_leaders_can_be_measured_after_it(t
 
 
 def test_a_canary_is_not_run_beyond_the_time(tmp_path):
-    made = Searched(tmp_path, 100.0, lambda count: 30.0, load=lambda count: float(count % 2))
-    assert made.last_begun < 100.0
+    made = Searched(tmp_path, 100.0, lambda count: [10.0, 200.0][min(count, 1)], load=lambda count: float(count))
+    assert made.tried == 2
+    assert made.taken == 210.0
 
 
 def test_without_a_limit_nothing_is_kept_back(tmp_path):

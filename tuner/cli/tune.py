@@ -31,7 +31,7 @@ Examples:
 @click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
 @workload_options
 @click.option("--trials", type=int, metavar="N", help="Trials in all.  [default: 16, or no limit with --time or --device-hours]")
-@click.option("--time", "duration", metavar="TIME", help="Wall time, such as 90s, 30m or 1h30m.")
+@click.option("--time", "duration", metavar="TIME", help="Wall time to the winner, such as 90s, 30m or 1h30m.")
 @click.option("--device-hours", type=float, metavar="H", help="Device time of all trials, hours.")
 @click.option(
     "--patience",
@@ -50,7 +50,13 @@ Examples:
 )
 @click.option("--hardware", metavar="NAME|FILE", help="What is simulated, or what this machine is for the estimate.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 8GiB.  [default: what it has]")
-@click.option("--trial-timeout", default="5m", show_default=True, metavar="TIME", help="Deadline of one trial.")
+@click.option(
+    "--trial-timeout",
+    default="5m",
+    show_default=True,
+    metavar="TIME",
+    help="Deadline of one trial, compilation apart.",
+)
 @click.option("--measure-time", default="3s", show_default=True, metavar="TIME", help="For measuring one candidate.")
 @click.option("--concurrency", type=int, metavar="N", help="Trials at once.  [default: what the devices allow]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights, data, proposals.")
