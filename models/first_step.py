@@ -23,7 +23,7 @@ class StepPart:
     computed: ComputedPart
     """Loss and gradients, on the samples of a step."""
     still: tuple[str, ...]
-    """Parameters that have a gradient, and that the step left as they were, as far as this rank holds them."""
+    """Parameters that have a gradient, and that the step left as they were; of what this rank holds."""
 
 
 def first_step(training: "Training") -> "tuple[torch.Tensor, StepPart | None]":
@@ -46,7 +46,7 @@ _Watched = list[tuple[str, Any, slice, Any, Any]]
 
 
 def _watched(training: "Training") -> _Watched:
-    """Of every parameter with a gradient: its name, itself, a stride, which elements of that, and their values."""
+    """Of every parameter with a gradient: name, parameter, a stride, which elements of that, their values."""
     from ..schedule.sharding import local
 
     out: _Watched = []
@@ -67,8 +67,8 @@ def _watched(training: "Training") -> _Watched:
 
 
 def _still(training: "Training", watched: _Watched) -> tuple[str, ...]:
-    """Names of parameters that did not move. Of weights in a narrow format, which move only where they are small,
-    those of a block are named if none of it moved."""
+    """Names of parameters that did not move. Of weights in a narrow format, which move only where they are
+    small, those of a block are named if none of it moved."""
     import torch
 
     from ..schedule.sharding import local

@@ -41,7 +41,7 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
 
 
 def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """This rank's part of the squared gradient norms, by block and of the rest: of all parameters, and of vectors.
+    """This rank's part of the squared gradient norms, by block and of the rest: of all, and of vectors.
 
     What several ranks hold alike counts for each of them by its share.
 

@@ -15,7 +15,7 @@ class Outline:
     blocks: tuple[str, ...]
     """Paths of the repeated blocks, in order."""
     names: Mapping[str, str]
-    """The name of every parameter by each of the names it has: pipeline stages hold tied ones under different ones."""
+    """The name of every parameter by each of its names: pipeline stages hold tied ones under several."""
     depth: int
     """Modules that hold a weight of at least two dimensions themselves."""
 
@@ -30,7 +30,7 @@ class Outline:
         return Outline(blocks=tuple(blocks), names=names, depth=max(1, len(deep)))
 
     def group(self, name: str) -> int:
-        """The number of the block that a parameter lies in; as many as there are blocks for one outside of them."""
+        """The number of the block that a parameter lies in; as many as there are blocks for one in none."""
         name = self.names.get(name, name)
         inside = (at for at, path in enumerate(self.blocks) if name.startswith(path + "."))
         return next(inside, len(self.blocks))

@@ -1,4 +1,4 @@
-"""The forward and backward passes of one optimizer step: micro-batch by micro-batch, or through a pipeline."""
+"""Forward and backward passes of one optimizer step: micro-batch by micro-batch, or through a pipeline."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,9 @@ class Accumulation:
         """The loss of one micro-batch."""
         self._model, self._precision, self._zero = model, precision, zero
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
+    def __call__(
+        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
+    ) -> "torch.Tensor":
         """The mean loss; gradients are in place.
 
         Args:
@@ -79,7 +81,9 @@ class Pipelined:
             mine = part(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
             return self.loss_of.loss(output, mine)
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
+    def __call__(
+        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
+    ) -> "torch.Tensor":
         """The mean loss, on every rank; gradients are in place.
 
         Args:

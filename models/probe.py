@@ -9,12 +9,12 @@ Notation:
 | T, V | positions of a sample and logits of a position |
 | R | random projections |
 
-First every replica trains on its k samples as it would in a step. If that drew random numbers (dropout), the pass is
-repeated with everything random off, and what is kept of the first is by how much its logits departed. A rank tells
-its part; sums over ranks are made where all parts have arrived (`runners.truth.together`).
+First every replica trains on its k samples as it would in a step. If that drew random numbers (dropout), the
+pass is repeated with everything random off, and what is kept of the first is by how much its logits departed.
+A rank tells its part; sums over ranks are made where all parts have arrived (`runners.truth.together`).
 
-The samples are few, so that a probe costs little, in smaller micro-batches than training's. What the whole size does is
-seen in the first step (`first_step`).
+The samples are few, so that a probe costs little, in smaller micro-batches than training's. What the whole
+size does is seen in the first step (`first_step`).
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class Cut:
 
 
 def take(training: "Training") -> ProbePart:
-    """Probes a candidate before its first step. Weights, buffers, random streams and gradients are as before after it.
+    """Probes a candidate before its first step, and leaves weights, buffers, random streams as they were.
 
     Every rank calls it alike.
 
@@ -223,8 +223,9 @@ class _Probed:
 
         over, positions = kept.logits.shape[:2]
         samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
-        by_sample, by_position = self._sign("samples", self.total)[samples], self._sign("positions", positions)
-        found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample.double(), by_position.double())
+        by_sample = self._sign("samples", self.total)[samples].double()
+        by_position = self._sign("positions", positions).double()
+        found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
         copies = over / self.mine
         # Over a number of terms the sum grows as its root. Ranks that share a layer have the same.
         scale = 1.0 / self.training.world.tp / copies / math.sqrt(self.total * positions * self.width)
@@ -285,7 +286,7 @@ def _undisturbed(training: "Training") -> Iterator[None]:
     import torch
 
     buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002: the stream that a model may use
+    python, numpy = random.getstate(), np.random.get_state()
     pipeline = training.model.__dict__.get("pipeline")
     usual = None if pipeline is None else pipeline.micro_batches
     devices = [training.device] if training.device.type == "cuda" else []
@@ -294,7 +295,7 @@ def _undisturbed(training: "Training") -> Iterator[None]:
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)
         if pipeline is not None:
             pipeline.micro_batches = usual
         with torch.no_grad():
@@ -306,7 +307,7 @@ def _undisturbed(training: "Training") -> Iterator[None]:
 def _quiet(training: "Training") -> Iterator[None]:
     """Nothing random, no statistics over the batch; what is compiled runs as it was written.
 
-    Compiled code is made for training's mode: another mode would be compiled anew, for as long as a trial takes.
+    Compiled code is made for training's mode: for another it would be compiled anew, which takes long.
     """
     import torch
 
@@ -352,7 +353,7 @@ def _named(output: Any, name: str) -> "torch.Tensor | None":
 
 
 def _logits_of(output: Any) -> "torch.Tensor | None":
-    """The logits among what a model returned: what is called so, or the first of its floating-point tensors."""
+    """The logits among what a model returned: what is called so, or its first floating-point tensor."""
     import torch
 
     if (named := _named(output, "logits")) is not None:

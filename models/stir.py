@@ -1,7 +1,7 @@
 """Parameters that begin as all zeros or all ones, moved away from that for a while.
 
-While a bias is zero it can be added twice, and while an adapter's outer half is, the inner one can be left out: nothing
-shows in what the model computes.
+While a bias is zero it can be added twice, and while an adapter's outer half is, the inner one can be left
+out: nothing shows in what the model computes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STIR = 2.0**-5
 
 @contextlib.contextmanager
 def stirred(training: "Training") -> Iterator[None]:
-    """Such parameters hold a pattern around their value, the same in every configuration; every rank enters alike."""
+    """Such parameters hold a pattern around their value, the same in every configuration; all ranks enter."""
     import torch
 
     from ..schedule.sharding import local
@@ -67,7 +67,7 @@ def _constants(training: "Training", held: "Mapping[str, torch.Tensor]") -> dict
 
 
 def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -> "torch.Tensor":
-    """This rank's piece of random signs of the shape of the whole parameter, the same in every configuration."""
+    """This rank's piece of random signs of the whole parameter's shape, the same in every configuration."""
     import torch
 
     from ..schedule.sharding import is_dtensor, owner, shards_of

@@ -17,20 +17,20 @@ class Computed:
     blocks: tuple[float, ...] = ()
     """Norm of the gradient of each repeated block, in the model's order."""
     vectors: tuple[float, ...] = ()
-    """Norm of the gradient of each block's biases and norms alone, then of those outside of blocks: ranks that forget
-    to add up their parts of these hardly change the norm of all."""
+    """Norm of the gradient of each block's biases and norms alone, then of those outside of blocks: ranks
+    that forget to add up their parts of these hardly change the norm of all."""
     samples: int
     """How many samples."""
 
     @property
     def finite(self) -> bool:
-        """Whether all are numbers."""
+        """Whether all are finite."""
         return all(map(math.isfinite, (self.loss, self.gradient, *self.blocks, *self.vectors)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What a configuration computed on one fixed batch with everything random off, and in its first training step.
+    """What a configuration computed on one fixed batch with everything random off, and in its first step.
 
     Samples, weights and projections follow from the run's seed, so that these numbers may differ between
     configurations by rounding alone, and in training by what dropout draws.
@@ -41,7 +41,7 @@ class Probe:
     step: Computed | None = None
     """In the first training step that was not skipped."""
     logits: tuple[float, ...] = ()
-    """Random projections of the logits on the fixed batch, each of the size of one logit; empty where none are seen."""
+    """Random projections of the logits on the fixed batch, each of a logit's size; empty without logits."""
     noise: float = 0.0
     """By how much the logits of training depart from these, relative to their size: what dropout does."""
     noise_numbers: int = 0
@@ -93,8 +93,6 @@ def _read(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, list | tuple):
             values[name] = tuple(value if name in _NAMES else map(float, value))
-        elif isinstance(value, str | float):
-            values[name] = float(value)
-        elif isinstance(value, int) and name not in _COUNTS:
+        elif isinstance(value, str | float | int) and name not in _COUNTS:
             values[name] = float(value)
     return values

@@ -9,8 +9,8 @@ from ..models.probe import ProbePart
 from ..results.probe import Computed, Probe
 from .runner import Reference
 
-# Multiples of u * sqrt(d), the unit roundoff of a format and the root of the depth, see `check`: some three times
-# the largest that was seen over families, combinations and formats, on CPUs and GPUs.
+# Multiples of u * sqrt(d), the unit roundoff of a format and the root of the depth, see `check`: some three
+# times the largest that was seen over families, combinations and formats, on CPUs and a GPU.
 LOGITS = 5.0
 GRADIENT = 2.0
 VECTORS = 6.0
@@ -68,30 +68,31 @@ def _computed(parts: Sequence[ComputedPart]) -> Computed:
 def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
     """Why a candidate computes something else than the reference, or an empty string.
 
-    Every operation rounds its result by up to the unit roundoff u of its format: 2**-24 for float32, 2**-11 for
-    float16, 2**-8 for bfloat16. The d layers on the way add errors of that size whose signs are as good as random,
-    so that they grow as sqrt(d): the logits depart by some u * sqrt(d) of their size, each element of a gradient by
-    some more, having come back as well. A gradient's norm departs by a part of it, since errors hardly point along
-    the gradient. Sums over many terms add what float32 itself leaves (`FLOOR`), and a loss that is a bfloat16 number
-    the rounding of that. Candidate and reference both depart from what exact arithmetic would give, each by its own
-    format: their tolerances add.
+    Every operation rounds its result by up to the unit roundoff u of its format: 2**-24 for float32, 2**-11
+    for float16, 2**-8 for bfloat16. The d layers on the way add errors of that size whose signs are as good
+    as random, so that they grow as sqrt(d): the logits depart by some u * sqrt(d) of their size, each element
+    of a gradient by some more, having come back as well. A gradient's norm departs by a part of it, since
+    errors hardly point along the gradient. Sums over many terms add what float32 itself leaves (`FLOOR`), and
+    a loss that is a bfloat16 number the rounding of that. Candidate and reference both depart from what exact
+    arithmetic would give, each by its own format: their tolerances add.
 
-    The noise of dropout is drawn anew in every configuration. Its logarithm, as the root mean square of n numbers,
-    has a standard deviation of about 1 / sqrt(n). In a training step it leaves the loss, a mean over samples, to
-    chance by a part of noise over the root of their number, and gradients by a part of the noise.
+    The noise of dropout is drawn anew in every configuration. Its logarithm, as the root mean square of n
+    numbers, has a standard deviation of about 1 / sqrt(n). In a training step it leaves the loss, a mean over
+    samples, to chance by a part of noise over the root of their number, and gradients by a part of the noise.
 
     Args:
         probe: what the candidate computed.
-        reference: what it must be; without one that it can be compared with (`why_not`), all must be numbers.
+        reference: what it must be; without one to be compared with (`why_not`), all must be finite.
         loss: of the first training step.
         last_loss: of the last.
 
-    Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), 2.8, on random signs of rounding errors.
+    Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), 2.8, on random signs of rounding.
     """
-    for what, value in (("the first step", loss), ("the last step", last_loss), ("the probe", probe.quiet.loss)):
+    losses = {"the first step": loss, "the last step": last_loss, "the probe": probe.quiet.loss}
+    for what, value in losses.items():
         if not math.isfinite(value):
             return f"loss is {value} at {what}"
-    if not math.isfinite(sum((probe.quiet.gradient, *probe.quiet.blocks, *probe.logits))):
+    if not (probe.quiet.finite and math.isfinite(sum(probe.logits))):
         return f"what it computes is not finite: the gradient's norm is {probe.quiet.gradient}"
     if reference is None or why_not(probe, reference):
         return ""
@@ -107,9 +108,10 @@ def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: 
 
 def why_not(probe: Probe, reference: Reference) -> str:
     """Why a candidate cannot be compared with the reference, or an empty string."""
-    expected, samples = reference.probe, probe.quiet.samples
-    if expected.quiet.samples != samples:
-        return f"not compared with the reference, which was probed with {expected.quiet.samples} samples, not {samples}"
+    expected = reference.probe
+    mine, others = probe.quiet.samples, expected.quiet.samples
+    if mine != others:
+        return f"not compared with the reference, which was probed with {others} samples, not {mine}"
     if other := sorted(set(probe.brought) ^ set(expected.brought)):
         return f"not compared with the reference, which has other weights: {_names(other)}"
     return ""
@@ -124,9 +126,10 @@ def _logits(found: Probe, expected: Probe) -> str:
         return f"it returns {'other' if found.logits else 'no'} logits than the reference"
     allowed = LOGITS * _rounding(found, expected) + 2 * FLOOR
     departure = max((abs(a - b) for a, b in zip(found.logits, expected.logits)), default=0.0)
-    if departure <= allowed * expected.logits_size:
+    size = expected.logits_size
+    if departure <= allowed * size:
         return ""
-    return f"the logits depart by {departure / expected.logits_size:.2g} of their size (tolerance {allowed:.2g})"
+    return f"the logits depart by {departure / (size or 1.0):.2g} of their size (tolerance {allowed:.2g})"
 
 
 def _departure(
@@ -147,7 +150,10 @@ def _departure(
     own += NOISY_LOSS * noise / math.sqrt(wanted.samples)
     allowed = own * abs(wanted.loss) + LOSS * rounding * (expected.logits_size or abs(wanted.loss))
     if abs(mine.loss - wanted.loss) > allowed:
-        return f"the loss {where} is {mine.loss:.6g}, the reference's {wanted.loss:.6g} (tolerance {allowed:.2g})"
+        return (
+            f"the loss {where} is {mine.loss:.6g}, the reference's {wanted.loss:.6g} "
+            f"(tolerance {allowed:.2g})"
+        )
     ratio = math.exp(NOISY_GRADIENT * noise)
     for name, factor, norm, norm_wanted in _norms(mine, wanted):
         allowed = factor * rounding + 2 * FLOOR
@@ -178,7 +184,8 @@ def _noise(found: Probe, expected: Probe) -> str:
     ratio = math.exp(NOISE[0] + NOISE[1] / math.sqrt(least))
     slack = LOGITS * _rounding(found, expected) + 2 * FLOOR
     # Rounding is independent of the masks: squares add.
-    if found.noise <= math.hypot(expected.noise * ratio, slack) and expected.noise / ratio <= math.hypot(found.noise, slack):
+    low, high = math.hypot(found.noise, slack), math.hypot(expected.noise * ratio, slack)
+    if found.noise <= high and expected.noise / ratio <= low:
         return ""
     return (
         f"in training the logits depart by {found.noise:.2g} of their size from those without dropout, the "

@@ -1,14 +1,13 @@
-"""Compilation uses up neither a trial's time nor its warm-up, on whatever rank; one that hangs is killed."""
+"""Compilation neither uses up a trial's time nor its warm-up, on whatever rank it happens; one that hangs is killed."""
 
 import sys
 import time
 
 import cloudpickle
 import pytest
+from probes import part
 from redline.models import Workload
 from redline.models.device import Device
-from redline.models.gradients import ComputedPart
-from redline.models.probe import ProbePart
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
@@ -16,11 +15,6 @@ from redline.runners.dry_run import DryRun, DryRunReport
 from redline.runners.job import COLLECTIVE_MARGIN_S, Outcome, RankOutcome
 from redline.runners.timing import TimingPlan
 from redline.space import Config
-
-PROBE = ProbePart(
-    quiet=ComputedPart(loss=1.0, squares=(1.0,), vectors=(0.0,), samples=4), logits=(), changed=0.0, size=0.0,
-    noise_numbers=0, brought=(), depth=1, roundoff=2.0**-24, loss_roundoff=2.0**-24,
-)  # fmt: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -89,7 +83,7 @@ def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench,
     outcome = bench.run(program, timeout_s=60, compile_timeout_s=1, log=str(log))
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "compilation took more than 1 s (during first steps)"
-    assert "in program" in log.read_text()
+    assert "compiler" in log.read_text()
 
 
 def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
@@ -132,7 +126,7 @@ def test_of_a_compilation_that_hangs_the_rank_is_named(bench):
     ("elsewhere", "expected"),
     [(False, ["first steps", True, False, "settled"]), (True, [True, "first steps", False, "settled"])],
 )
-def test_ranks_of_several_hosts_count_as_waiting_for_each_other(bench, elsewhere, expected):
+def test_ranks_of_several_hosts_count_as_waiting_for_each_other_until_all_are_through(bench, elsewhere, expected):
     def program(context):
         import torch
         from redline.runners.compiling import Compilation
@@ -209,7 +203,7 @@ def test_compilation_has_as_long_again_as_the_trial_and_five_minutes_at_least(as
             jobs.append(job)
             report = DryRunReport(
                 step_ms=10.0, spread_ms=1.0, steps=5, samples_per_step=8, tokens_per_step=None, flops_per_step=None,
-                loss=1.0, last_loss=1.0, probe=PROBE, first=None, seconds_build=2.0, seconds_compile=30.0,
+                loss=1.0, last_loss=1.0, probe=part(), first=None, seconds_build=2.0, seconds_compile=30.0,
                 seconds_warmup=1.0, seconds_measure=3.0, peak_memory_mib=1.0, peak_allocated_mib=None,
                 allocation_retries=0,
             )  # fmt: skip

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from probes import part
 from redline.models import Workload
 from redline.models.device import Device
-from redline.models.gradients import ComputedPart
-from redline.models.probe import ProbePart
 from redline.results import Status
 from redline.runners import Reference, TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
@@ -16,12 +15,6 @@ from redline.runners.job import Outcome, RankOutcome
 from redline.space import Config
 
 MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: output, seq_len=1024)
-
-PROBE = ProbePart(
-    quiet=ComputedPart(loss=10.0, squares=(1.0, 3.5), vectors=(0.0, 0.0), samples=4), logits=(), changed=0.0, size=0.0,
-    noise_numbers=0, brought=(), depth=1, roundoff=2.0**-24, loss_roundoff=2.0**-24,
-)  # fmt: skip
-
 
 class Answers(DryRunner):
     """Ranks that report what they are given."""
@@ -39,7 +32,7 @@ class Answers(DryRunner):
 def report(step_ms, memory):
     return DryRunReport(
         step_ms=step_ms, spread_ms=1.0, steps=5, samples_per_step=8, tokens_per_step=8192, flops_per_step=1e14,
-        loss=10.0, last_loss=9.0, probe=PROBE, first=None, seconds_build=1.0, seconds_warmup=1.0, seconds_measure=1.0,
+        loss=10.0, last_loss=9.0, probe=part(), first=None, seconds_build=1.0, seconds_warmup=1.0, seconds_measure=1.0,
         peak_memory_mib=memory, peak_allocated_mib=memory, allocation_retries=0,
     )  # fmt: skip
 

@@ -166,9 +166,12 @@ def dropout_is_twice_as_strong(training):
 def a_dropout_is_added(training):
     """To a model that has none."""
     block = training.model.get_submodule(training.outline.blocks[0])
-    return hooks(
-        block.register_forward_hook(lambda m, a, out: first(out, lambda t: nn.functional.dropout(t, 0.1, m.training)))
-    )
+
+
+    def drop(module, args, output):
+        return first(output, lambda tensor: nn.functional.dropout(tensor, 0.1, module.training))
+
+    return hooks(block.register_forward_hook(drop))
 
 
 @contextmanager
@@ -232,7 +235,8 @@ def replaced_item(mapping, key, value):
 
 def gradients_are_not_reduced(training):
     """Over replicas that are kept whole."""
-    return replaced(training._passes, "_announce", lambda last: training.model.set_requires_gradient_sync(False))
+    never = lambda last: training.model.set_requires_gradient_sync(False)  # noqa: E731
+    return replaced(training._passes, "_announce", never)
 
 
 @contextmanager
@@ -241,7 +245,7 @@ def one_gradient_is_not_reduced(training):
     own = {}
     block = training.model.get_submodule(training.outline.blocks[0])
     param = max(block.parameters(), key=lambda each: each.numel())
-    update, passes = None, training._passes
+    passes = training._passes
 
     def note(grad):
         own["grad"] = own.get("grad", 0) + grad
@@ -253,7 +257,6 @@ def one_gradient_is_not_reduced(training):
             param.grad = own["grad"]
             return loss
 
-    del update
     with hooks(param.register_hook(note)), replaced(training, "_passes", Unreduced()):
         yield
 
@@ -292,4 +295,5 @@ def ranks_disagree(training):
     """One rank of a layer has other norms' gradients: their sum over the sequence's pieces was forgotten."""
     block = training.model.get_submodule(training.outline.blocks[0])
     scale = 0.5 if dist.get_rank() else 1.0
-    return hooks(*(each.register_hook(lambda grad: grad * scale) for each in block.parameters() if each.dim() == 1))
+    vectors = [each for each in block.parameters() if each.dim() == 1]
+    return hooks(*(each.register_hook(lambda grad: grad * scale) for each in vectors))

@@ -1,0 +1,24 @@
+"""What candidates are supposed to have computed, for tests of what is made of it."""
+
+from redline.models.gradients import ComputedPart
+from redline.models.probe import ProbePart
+from redline.results.probe import Computed, Probe
+
+FP32, BF16 = 2.0**-24, 2.0**-8
+
+
+def part(squares=(1.0, 3.5), logits=(), **values):
+    """A rank's part of a probe."""
+    computed = ComputedPart(loss=9.0, squares=squares, vectors=(0.0, 0.25), samples=2)
+    given = {"changed": 0.0, "size": 0.0, "noise_numbers": 0, "brought": (), "depth": 3}
+    return ProbePart(
+        quiet=computed, logits=logits, **{**given, "roundoff": FP32, "loss_roundoff": FP32, **values}
+    )
+
+
+def probe(roundoff=FP32, **values):
+    """A probe that is complete."""
+    quiet = Computed(loss=9.0, gradient=2.0, blocks=(1.0, 1.2), vectors=(0.1, 0.1, 0.2), samples=2)
+    step = Computed(loss=9.1, gradient=1.0, blocks=(0.5, 0.6), vectors=(0.05, 0.05, 0.1), samples=32)
+    given = {"quiet": quiet, "step": step, "logits": (0.5, -0.5, 0.5, -0.5), "depth": 25}
+    return Probe(**{**given, "roundoff": roundoff, "loss_roundoff": roundoff, **values})
