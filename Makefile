@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: tune test test-slow bench docs setup clean
+.PHONY: tune test test-slow test-portable bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
@@ -20,6 +20,10 @@ test: $(TEST_STAMP)
 
 test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The numeric tests as other machines would compute them, 30 seeds each: hours on two cores.
+test-portable: $(TEST_STAMP)
+	$(BIN)/python bench/portability.py $(ARGS)
 
 # The site in build/site; a broken link ends it.
 docs: $(TEST_STAMP)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..errors import ScheduleError
 from .collectives import Axis, all_gather
 from .forward import layers_of
+from .rounding import departure, largest
 from .schedule import find_module
 from .sharding import owner, whole
 from .vocabulary import SplitLogits, whole_logits
@@ -28,7 +29,8 @@ class Run:
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Floating-point tensors of the output, in order."""
     loss: torch.Tensor | None = None
-    """The loss; None where another rank computes it."""
+    """The loss; None where another rank computes it, and where it is a mere weighting of the outputs, which nearly
+    cancels."""
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """By the parameter's name; None where there is none."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,12 +39,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that departs."""
+    """By how much a tensor departs."""
 
     what: str
     """Which."""
     departure: float
-    """Largest difference over the largest magnitude; infinite where shapes or presence differ."""
+    """As `rounding.departure` has it; infinite where shapes or presence differ."""
     detail: str = ""
     """What differs, where it is not a number."""
 
@@ -82,7 +84,9 @@ def run(
             value.backward()
             found = floats(output)
     out.outputs = [_joined(each, axis) for each in found]
-    out.loss = _mean(value.detach(), axis)
+    # A weighting of the outputs says nothing that they do not say themselves.
+    if pipeline is not None or loss is not None or _has_loss(output):
+        out.loss = _mean(value.detach(), axis)
     for name, param in named(model):
         grad = None if param.grad is None else whole(*owner(model, name), param.grad)
         out.gradients[name] = grad
@@ -96,11 +100,11 @@ def run(
     return out
 
 
-def compare(expected: Run, found: Run, limit: float) -> Mismatch | None:
-    """The gravest departure of outputs, else of the loss, else of gradients, else of stepped parameters."""
+def compare(expected: Run, found: Run) -> list[Mismatch]:
+    """The gravest departures of outputs, of the loss, of gradients and of stepped parameters, in this order."""
     if found.outputs and len(expected.outputs) != len(found.outputs):
         detail = f"number {len(found.outputs)}, not {len(expected.outputs)}"
-        return Mismatch("outputs", float("inf"), detail)
+        return [Mismatch("outputs", float("inf"), detail)]
     outputs = {f"output {i}": pair for i, pair in enumerate(zip(expected.outputs, found.outputs))}
     losses = {} if expected.loss is None or found.loss is None else {"the loss": (expected.loss, found.loss)}
     names = [name for name in expected.gradients if name in found.gradients]
@@ -112,17 +116,12 @@ def compare(expected: Run, found: Run, limit: float) -> Mismatch | None:
         for name in expected.parameters
         if name in found.parameters
     }
+    out = []
     for group in (outputs, losses, gradients, stepped):
-        largest = max(
-            (float(a.abs().max()) for a, _ in group.values() if a is not None and a.numel()), default=0.0
-        )
-        found_here = [_departs(what, a, b, largest, limit) for what, (a, b) in group.items()]
-        worst = max(
-            (each for each in found_here if each is not None), key=lambda m: m.departure, default=None
-        )
-        if worst is not None:
-            return worst
-    return None
+        over = largest({what: expected for what, (expected, _) in group.items()})
+        if group:
+            out.append(max((_mismatch(what, a, b, over) for what, (a, b) in group.items()), key=_gravity))
+    return out
 
 
 def localise(
@@ -155,8 +154,8 @@ def localise(
         if mine.shape != value.shape:
             # Cut over ranks on purpose: what it is joined to is compared further on.
             continue
-        wrong = _departs(path, value, mine, float(value.abs().max()), limit)
-        if wrong is not None:
+        wrong = _mismatch(path, value, mine)
+        if wrong.departure > limit:
             kind = type(find_module(models[1], path)).__name__
             return f"'{path}' ({kind}), which departs by {wrong.departure:.2g}"
     return ""
@@ -191,7 +190,7 @@ def scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None, batch
         args, kwargs = inputs
         given = kwargs if kwargs else args if len(args) != 1 else args[0]
         return loss(output, given) if len(required) > 1 else loss(output)
-    if isinstance(getattr(output, "loss", None), torch.Tensor):
+    if _has_loss(output):
         return output.loss
     total = torch.zeros(())
     leaves = [each for each in tree_flatten(_plain(output))[0] if isinstance(each, torch.Tensor)]
@@ -210,6 +209,10 @@ def scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None, batch
     return total
 
 
+def _has_loss(output: Any) -> bool:
+    return isinstance(getattr(output, "loss", None), torch.Tensor)
+
+
 def _plain(output: Any) -> Any:
     """An output without caches, as containers that are flattened in order."""
     if isinstance(output, dict):
@@ -217,27 +220,23 @@ def _plain(output: Any) -> Any:
     return output
 
 
-def _departs(
-    what: str, expected: torch.Tensor | None, found: torch.Tensor | None, largest: float, limit: float
-) -> Mismatch | None:
+def _mismatch(
+    what: str, expected: torch.Tensor | None, found: torch.Tensor | None, over: float = 0.0
+) -> Mismatch:
     if expected is None or found is None:
-        if expected is None and found is None:
-            return None
         # A parameter that takes no part may have a gradient of zeros instead of none.
         present = expected if expected is not None else found
-        if present is not None and not present.any():
-            return None
+        if present is None or not present.any():
+            return Mismatch(what, 0.0)
         return Mismatch(what, float("inf"), "is missing" if found is None else "was not there before")
     if expected.shape != found.shape:
         detail = f"has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
         return Mismatch(what, float("inf"), detail)
-    if not expected.numel():
-        return None
-    expected, found = expected.double(), found.double()
-    # Some gradients are zero but for rounding (that of a key's bias): they are held to the scale of the rest.
-    scale = max(float(expected.abs().max()), 0.01 * largest, 1e-30)
-    departure = float((expected - found).abs().max()) / scale
-    return None if departure <= limit else Mismatch(what, departure)
+    return Mismatch(what, departure(expected, found, over))
+
+
+def _gravity(mismatch: Mismatch) -> float:
+    return mismatch.departure
 
 
 def _share(value: Any, axis: Axis) -> Any:

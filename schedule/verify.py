@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ScheduleError
 from .build import Context, complete, home, prepare
 from .collectives import axis_of
 from .compare import Mismatch, compare, localise, run
+from .rounding import allowance
 from .schedule import Schedule
 from .sharding import owner, shards_of
 
@@ -25,6 +27,7 @@ def verify(
     loss: Loss | None = None,
     tolerance: float | None = None,
     device: torch.device | str | None = None,
+    seed: int = 0,
 ) -> Iterator[Schedule]:
     """Checks what the body of the `with` schedules: the same outputs, loss, gradients and optimizer step.
 
@@ -39,10 +42,11 @@ def verify(
         example_inputs: a tensor, a tuple of positional or a mapping of keyword arguments.
         loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum
             of the outputs weighted by fixed random numbers.
-        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default
-            2e-5 in float32: sums in another order, each within a few units of 2**-24, through a few dozen
-            layers. 1e-9 in float64, 0.06 where something is cast to bfloat16, 0.01 for float16.
+        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default what
+            rounding alone may do, by the model's depth and widths and its number formats
+            (`schedule/rounding.py`): 3e-5 for two blocks of a tiny GPT-2 in float32.
         device: where to run; by default where the weights are, or the CPU.
+        seed: of the weights that are on the meta device.
 
     Raises:
         ScheduleError: something departs; names the first module whose output does, and by how much.
@@ -54,7 +58,7 @@ def verify(
     target = torch.device(device) if device is not None else home(before.module)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _check(before, sch.copy(), example_inputs, loss, tolerance, target)
+        _check(before, sch.copy(), example_inputs, loss, tolerance, target, seed)
 
 
 def _check(
@@ -64,13 +68,14 @@ def _check(
     loss: Loss | None,
     tolerance: float | None,
     device: torch.device,
+    seed: int,
 ) -> None:
-    limit = tolerance if tolerance is not None else _default_tolerance(after)
+    limit = tolerance if tolerance is not None else _rounding(before, after, inputs)
     pair = []
     for sch in (before, after):
         whole_loss = None if loss is None else lambda output, target: loss(output)
         context = Context(device=device, optimizer=_sgd, loss=whole_loss)
-        prepare(sch, context, seed=0, init=None)
+        prepare(sch, context, seed=seed, init=None)
         pair.append((sch, context))
     _same_weights(before.module, after.module)
     models = [complete(sch, context) for sch, context in pair]
@@ -80,7 +85,7 @@ def _check(
             run(model, optimizer, inputs, loss, training, device, axis if scheduled else None)
             for scheduled, (model, optimizer) in enumerate(models)
         )
-        mismatch = compare(expected, found, limit)
+        mismatch = next((each for each in compare(expected, found) if each.departure > limit), None)
         if _anywhere(mismatch is not None, after.mesh, device):
             _report(mismatch, [m for m, _ in models], inputs, loss, training, device, axis, limit)
 
@@ -126,15 +131,12 @@ def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
                 tensor.copy_(source)
 
 
-def _default_tolerance(sch: Schedule) -> float:
-    dtypes = {t.dtype for t in sch.module.parameters()} | {
-        each.arguments["dtype"] for each in sch.tree.deferred if "dtype" in each.arguments
-    }
-    if torch.bfloat16 in dtypes:
-        return 0.06
-    if torch.float16 in dtypes:
-        return 0.01
-    return 2e-5 if torch.float32 in dtypes or not dtypes else 1e-9
+def _rounding(before: Schedule, after: Schedule, inputs: Any) -> float:
+    """What rounding may do to either model."""
+    rows = max((each.numel() for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), default=1)
+    formats = {each.path: each.arguments["dtype"] for each in after.tree.deferred if "dtype" in each.arguments}
+    # The model before has its whole widths, the model after its formats and whatever it was given instead.
+    return max(allowance(before.module, rows, formats), allowance(after.module, rows, formats))
 
 
 def _anywhere(flag: bool, mesh: Any, device: torch.device) -> bool:

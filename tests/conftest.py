@@ -1,12 +1,15 @@
-"""Ranks for the tests that need several, and interrupts for those that send them."""
+"""Ranks for the tests that need several, seeds for those that compute, and interrupts for those that send them."""
 
+import json
 import multiprocessing
 import multiprocessing.connection
+import re
 import signal
 import tempfile
 import traceback
 
 import cloudpickle
+import numeric
 import pytest
 import torch
 
@@ -16,18 +19,93 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("numeric tests")
+    group.addoption("--seeds", default="1", help="how many seeds each numeric test runs with, or which, as 15:30")
+    group.addoption("--threads", type=int, default=1, help="threads that numeric tests compute with")
+    group.addoption("--margins", help="a JSON file for the share of its tolerance that each numeric test used")
+
+
+def pytest_generate_tests(metafunc):
+    first, _, last = metafunc.config.getoption("seeds").rpartition(":")
+    seeds = range(int(first or 0), int(last))
+    if "seed" in metafunc.fixturenames and list(seeds) != [0]:
+        metafunc.parametrize("seed", seeds, ids=[f"seed{number}" for number in seeds])
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "seed" in item.fixturenames:
+            item.add_marker("numeric")
+
+
+@pytest.fixture
+def seed():
+    """Of a numeric test's weights and data."""
+    return 0
+
+
+@pytest.fixture(scope="session")
+def threads(pytestconfig):
+    """Threads that tests of tiny models compute with: more only get in the way, most of all beside other work."""
+    return pytestconfig.getoption("threads")
+
+
+_MARGINS = pytest.StashKey[dict]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _margins_file(pytestconfig):
+    path = pytestconfig.getoption("margins")
+    pytestconfig.stash[_MARGINS] = {}
+    if path:
+        numeric.record_verify()
+    yield
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(pytestconfig.stash[_MARGINS], file, indent=1)
+
+
+@pytest.fixture(autouse=True)
+def _margins(request, _margins_file):
+    """Keeps for each numeric test its worst share of a tolerance and its least planted fault, over all seeds."""
+    numeric.checks.clear()
+    yield
+    if "seed" in request.fixturenames:
+        name = re.sub(r"-seed\d+|seed\d+-|\[seed\d+\]", "", request.node.nodeid)
+        kept = request.config.stash[_MARGINS].setdefault(name, {"seeds": 0, "share": 0.0, "what": "", "fault": None})
+        kept["seeds"] += 1
+        for each in numeric.checks:
+            share = each.departure / each.allowed
+            if each.fault:
+                kept["fault"] = min(share, kept["fault"] or share)
+            elif not share <= kept["share"]:
+                kept.update(share=share, what=each.what)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_before_threads(request, threads):
+    # A process that has computed on several threads cannot be forked into one that does.
+    if threads > 1:
+        for name in {"two", "four"} & {each for item in request.session.items for each in item.fixturenames}:
+            request.getfixturevalue(name).start()
+
+
 class Ranks:
     """Processes with one process group over all of them, for many checks in a row.
 
     `run(function, *args)` calls `function(*args)` on every rank and returns their results in order. Gloo on
-    CPUs; NCCL where there is a GPU for every rank.
+    CPUs; NCCL where there is a GPU for every rank. Its timeout ends what hangs, however busy the machine.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, threads: int = 1) -> None:
         self.size = size
+        self.threads = threads
         self.workers = []
 
     def start(self) -> None:
+        if self.workers:
+            return
         # Forked, they have torch and transformers imported. CUDA would not survive a fork, but the tests'
         # own process only counts devices.
         gpus = torch.cuda.device_count() >= self.size
@@ -35,15 +113,14 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, self.size, theirs, f"{self.folder.name}/store", gpus)
+            args = (rank, self.size, theirs, f"{self.folder.name}/store", gpus, self.threads)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
 
-    def run(self, function, *args, timeout=60):
-        if not self.workers:
-            self.start()
+    def run(self, function, *args, timeout=300):
+        self.start()
         job = cloudpickle.dumps((function, args))
         for _, pipe in self.workers:
             pipe.send_bytes(job)
@@ -55,7 +132,8 @@ class Ranks:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                done, value = cloudpickle.loads(pipe.recv_bytes())
+                done, value, checks = cloudpickle.loads(pipe.recv_bytes())
+                numeric.checks += checks
                 if not done:
                     # The others may wait for it in a collective: none of them is of use any more.
                     self.stop()
@@ -73,10 +151,10 @@ class Ranks:
         self.workers = []
 
 
-def _serve(rank, size, pipe, store, gpus):
+def _serve(rank, size, pipe, store, gpus, threads):
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if gpus:
         torch.cuda.init()
         torch.cuda.set_device(rank)
@@ -88,30 +166,31 @@ def _serve(rank, size, pipe, store, gpus):
         except EOFError:
             return
         function, args = cloudpickle.loads(job)
+        numeric.checks.clear()
         try:
-            answer = (True, function(*args))
+            answer = (True, function(*args), numeric.checks)
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = (False, traceback.format_exc(), numeric.checks)
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
-def _ranks(size):
+def _ranks(size, threads):
     import transformers.models.bert.modeling_bert
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    pool = Ranks(size)
+    pool = Ranks(size, threads)
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="session")
-def two():
+def two(threads):
     """Two ranks."""
-    yield from _ranks(2)
+    yield from _ranks(2, threads)
 
 
 @pytest.fixture(scope="session")
-def four():
+def four(threads):
     """Four ranks."""
-    yield from _ranks(4)
+    yield from _ranks(4, threads)

@@ -34,7 +34,7 @@ def context(tmp_path_factory):
             str(tmp_path_factory.mktemp("profile")), executable_path=CHROMIUM, headless=True, args=FLAGS,
             viewport=DESKTOP, accept_downloads=True,
         )  # fmt: skip
-        made.set_default_timeout(15_000)
+        made.set_default_timeout(60_000)
         made.grant_permissions(["clipboard-read", "clipboard-write"])
         yield made
         made.close()

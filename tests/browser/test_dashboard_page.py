@@ -201,7 +201,23 @@ def test_two_runs_are_overlaid_and_their_winners_set_side_by_side(tab, address, 
     assert {"micro_batch", "attention", "Throughput"} <= set(tab.locator("#overlay-winners tbody th").all_inner_texts())
 
 
-def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab, tmp_path, serving, expect, disk):
+# When a row of a trial was first there, by the clock of the machine, which page and server share.
+WATCH_ROWS = """() => {
+  window.drawn = {};
+  new MutationObserver(() => {
+    for (const row of document.querySelectorAll("tr[data-trial]"))
+      window.drawn[row.dataset.trial] ??= (performance.timeOrigin + performance.now()) / 1000;
+  }).observe(document.body, {childList: true, subtree: true});
+}"""
+# How often the server was asked between a trial's end and its row.
+ASKED_MEANWHILE = """([number, ended]) => performance.getEntriesByType("resource").filter((each) => {
+  const asked = (performance.timeOrigin + each.startTime) / 1000;
+  return each.initiatorType === "fetch" && ended < asked && asked < window.drawn[number];
+}).length"""
+
+
+def test_a_run_is_followed_live_without_losing_ones_place(tab, tmp_path, serving, expect, disk):
+    """What ended is there with the first answer that was asked for since; the page asks once a second."""
     stop, ended = threading.Event(), {}
 
     def search():
@@ -210,7 +226,7 @@ def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab
             while not stop.is_set() and number < 60:
                 run.start(disk.Point(micro_batch=2 ** (number % 4), at=number), sampler="random")
                 run.finish(number, Measurement(status=Status.OK, throughput=100.0 + number, unit="tokens/s", peak_memory_mib=50.0 + number, seconds_total=0.4))
-                ended[number] = time.monotonic()
+                ended[number] = time.time()
                 number += 1
                 stop.wait(0.4)
 
@@ -223,19 +239,17 @@ def test_a_run_is_followed_live_within_two_seconds_without_losing_ones_place(tab
         expect(tab.locator(".state")).to_have_text("running")
         tab.locator("#trials input[type=search]").fill("throughput>=100")
         tab.locator("#parallel text.choice[data-knob=micro_batch]").first.click()
-        delays = []
+        tab.evaluate(WATCH_ROWS)
         for _ in range(4):
             number = max(ended) + 1
             tab.locator(f"tr[data-trial='{number}']").wait_for()
-            delays.append(time.monotonic() - ended[number])
-        # On a machine that is busy with something else one of them may take longer.
-        assert sorted(delays)[2] < 2.0 and max(delays) < 5.0, delays
+            assert tab.evaluate(ASKED_MEANWHILE, [number, ended[number]]) <= 1
         assert tab.locator("#trials input[type=search]").input_value() == "throughput>=100"
         assert tab.locator("#parallel text.choice[aria-pressed=true]").count() == 1
     finally:
         stop.set()
         thread.join()
-    expect(tab.locator(".state")).to_have_text("stopped", timeout=4000)
+    expect(tab.locator(".state")).to_have_text("stopped")
     last = max(ended)
     expect(tab.locator("#trials [role=status]")).to_have_text(f"{last + 1} trials")
 
@@ -246,8 +260,8 @@ def test_new_runs_appear_in_the_list_and_a_server_that_is_gone_is_said(tab, tmp_
         tab.goto(start(tmp_path))
         expect(tab.locator(".run-line")).to_have_count(1)
         disk.write_run(tmp_path / "b", 3)
-        expect(tab.locator(".run-line")).to_have_count(2, timeout=3000)
-    expect(tab.locator("#connection")).to_contain_text("does not answer", timeout=5000)
+        expect(tab.locator(".run-line")).to_have_count(2)
+    expect(tab.locator("#connection")).to_contain_text("does not answer")
     expect(tab.locator(".run-line")).to_have_count(2)
     tab.errors.clear()  # the browser's own of connections refused
 

@@ -18,12 +18,11 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Models this small are slower on several threads, most of all beside other work."""
+def few_threads(threads):
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     yield
     torch.set_num_threads(before)
 

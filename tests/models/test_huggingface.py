@@ -144,16 +144,18 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_without_a_network_a_hub_id_fails_at_once_and_says_so(hub, monkeypatch):
+    def waits(seconds):
+        raise AssertionError(f"tries again after {seconds} s")
+
+    monkeypatch.setattr(time, "sleep", waits)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{port}")
-    begin = time.perf_counter()
     with pytest.raises(
         WorkloadError, match=r"'owner/no-such-model' .*127\.0\.0\.1 cannot be reached.*give a folder"
     ):
         workload("owner/no-such-model")
-    assert time.perf_counter() - begin < 5
 
 
 def test_when_offline_is_asked_for_no_connection_is_tried(hub, monkeypatch):

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numeric
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,22 +38,19 @@ def imported():
     import transformers.models.vit.modeling_vit  # noqa: F401
 
 
-def hold(pool, family, combination):
-    for found in pool.run(numerics.check, family, combination, timeout=300):
-        assert found.loss <= numerics.LOSS_TOLERANCE
-        assert found.gradient <= numerics.GRADIENT_TOLERANCE, found.where
-        assert found.weight <= numerics.WEIGHT_TOLERANCE
-        assert found.parameters
+def hold(pool, family, combination, seed):
+    for found in pool.run(numeric.departure, numerics.tiny(family), numerics.COMBINATIONS[combination], seed):
+        numeric.hold(found)
 
 
 @pytest.mark.parametrize(("family", "combination"), QUICK)
-def test_a_family_computes_what_one_process_computes(two, family, combination):
-    hold(two, family, combination)
+def test_a_family_computes_what_one_process_computes(two, seed, family, combination):
+    hold(two, family, combination, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "combination"), [cell for cell in CELLS if cell not in QUICK])
-def test_every_family_in_every_combination(two, four, family, combination):
+def test_every_family_in_every_combination(two, four, seed, family, combination):
     reason = numerics.obstacle(family, combination)
     if reason:
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
@@ -61,30 +59,91 @@ def test_every_family_in_every_combination(two, four, family, combination):
         }  # fmt: skip
         assert combination != "tp2", reason
         return
-    hold({2: two, 4: four}[numerics.ranks(combination)], family, combination)
+    hold({2: two, 4: four}[numerics.ranks(combination)], family, combination, seed)
 
 
-def check_t5_tiny():
+def check_t5_tiny(seed):
     from redline import workload
     from transformers import T5Config
 
     preset = T5Config.from_dict(dict(workload("t5-tiny").model.arguments))
     preset.dropout_rate, preset.num_layers, preset.num_decoder_layers = 0.0, 2, 2
-    return numerics.departure(hugging_face(preset, seq_len=16, global_batch=4), {"tp": 2, "micro_batch": 4})
+    made = hugging_face(preset, seq_len=16, global_batch=4)
+    return numeric.departure(made, {"tp": 2, "micro_batch": 4}, seed)
 
 
-def test_a_bias_of_as_many_heads_as_a_head_has_features_is_cut_right(two):
-    for found in two.run(check_t5_tiny, timeout=300):
-        assert found.loss <= numerics.LOSS_TOLERANCE
-        assert found.gradient <= numerics.GRADIENT_TOLERANCE, found.where
-        assert found.weight <= numerics.WEIGHT_TOLERANCE
+def test_a_bias_of_as_many_heads_as_a_head_has_features_is_cut_right(two, seed):
+    for found in two.run(check_t5_tiny, seed):
+        numeric.hold(found)
 
 
-def check_notices(change):
-    """The comparison itself: a schedule that leaves out an exchange."""
-    made = numerics.tiny("gpt2")
-    broken = numerics.replace(made, schedule=change)
-    return numerics.departure(broken, {"tp": 2})
+# Faults, planted one at a time behind the passes of what is spread, and seen
+
+
+def one_weight(training, name="transformer.h.0.mlp.c_fc.weight"):
+    return training.model.get_parameter(name)
+
+
+def a_gradient_scaled_by_a_thousandth(training, step):
+    one_weight(training).grad.mul_(1.001)
+
+
+def one_element_summed_instead_of_averaged(training, step):
+    grad = one_weight(training).grad.view(-1)
+    grad[grad.abs().argsort()[len(grad) // 2]] *= 2
+
+
+def a_learning_rate_too_large_by_a_hundredth(training, step):
+    for group in training.optimizer.param_groups:
+        group["lr"] = numerics.LEARNING_RATE * 1.01
+
+
+def a_momentum_that_is_lost(training, step):
+    if step == 1:
+        training.optimizer.state[one_weight(training)]["exp_avg"].zero_()
+
+
+def a_weight_that_is_not_stepped(training, step):
+    if step == 2:
+        one_weight(training).grad = None
+
+
+def gradients_summed_instead_of_averaged(training, step):
+    for each in training.model.parameters():
+        each.grad.mul_(2)
+
+
+def with_fault(fault, config, seed):
+    class Faulty(Training):
+        def passes(self):
+            loss = super().passes()
+            if self.world.dp > 1:
+                fault(self, self._step - 1)
+            return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.models.training.Training", Faulty)
+        return numeric.departure(numerics.tiny("gpt2"), {"dp": 2, "micro_batch": 2, **config}, seed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "config"),
+    [
+        (a_gradient_scaled_by_a_thousandth, {}),
+        (one_element_summed_instead_of_averaged, {}),
+        (a_learning_rate_too_large_by_a_hundredth, {}),
+        (a_momentum_that_is_lost, {}),
+        (a_weight_that_is_not_stepped, {}),
+        (gradients_summed_instead_of_averaged, {"precision": "bf16"}),
+        (gradients_summed_instead_of_averaged, {"precision": "bf16_pure"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", "-".join(map(str, getattr(value, "values", list)()))),
+)
+def test_a_small_fault_is_noticed(two, seed, fault, config):
+    for found in two.run(with_fault, fault, config, seed):
+        gradient = found.gradient / found.gradient_allowed
+        assert not found.holds and found.loss <= found.loss_allowed
+        numeric.caught(max(gradient, found.weight), 1.0, fault.__name__)
 
 
 def without_sum(sch, config):
@@ -94,10 +153,15 @@ def without_sum(sch, config):
         sch["transformer.h.0.attn"].module._forward_pre_hooks.clear()
 
 
-def test_an_exchange_that_is_missing_is_noticed(two):
-    for found in two.run(check_notices, without_sum):
-        assert not found.holds and found.loss <= numerics.LOSS_TOLERANCE
-        assert found.gradient > 100 * numerics.GRADIENT_TOLERANCE
+def check_notices(change, seed):
+    broken = numerics.replace(numerics.tiny("gpt2"), schedule=change)
+    return numeric.departure(broken, {"tp": 2}, seed)
+
+
+def test_an_exchange_that_is_missing_is_noticed(two, seed):
+    for found in two.run(check_notices, without_sum, seed):
+        assert not found.holds and found.loss <= found.loss_allowed
+        numeric.caught(found.gradient, found.gradient_allowed, "a missing sum")
 
 
 def check_dropout(sequence_parallel):
@@ -133,8 +197,9 @@ def check_dropout(sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_not(two, sequence_parallel):
-    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places; half of the inner values are zero
-    # behind the activation, where nothing can be told.
+    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places, of which there are 8,192 or more: five
+    # standard errors are 0.03, of a mask's own rate 0.02. Half of the inner values are zero behind the
+    # activation, where nothing can be told.
     independent = 0.25**2 + 0.75**2
     first, second = two.run(check_dropout, sequence_parallel)
     for found in (first, second):
@@ -143,7 +208,7 @@ def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_not(two, seq
         assert found["behind"][1] == pytest.approx(0.25, abs=0.02)
         assert found["inner"][0] < 0.95
         if sequence_parallel:
-            assert found["behind"][0] == pytest.approx(independent, abs=0.02)
+            assert found["behind"][0] == pytest.approx(independent, abs=0.03)
         else:
             assert found["behind"][0] == 1.0
 
@@ -226,7 +291,7 @@ def test_the_guide_adds_a_model_in_under_forty_lines(two, tmp_path):
 
     file, support, numbers = BLOCKS
     assert len(file.splitlines()) < 40
-    assert two.run(execute, [file, numbers], timeout=120) == [True, True]
+    assert two.run(execute, [file, numbers]) == [True, True]
     assert execute([file, support])
     (tmp_path / "distilbert.py").write_text(file)
     made = workload(f"{tmp_path}/distilbert.py:workload", global_batch=16)

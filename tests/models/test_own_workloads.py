@@ -7,10 +7,12 @@ import textwrap
 from dataclasses import replace
 
 import cloudpickle
+import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, Workload, reduction, workload
+from redline.models import Training, Workload, numerics, reduction, workload
+from redline.schedule.rounding import allowance, loss_allowance
 from redline.space import Space
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -119,7 +121,7 @@ def first_loss(made, **knobs):
 # -- objects -------------------------------------------------------------------------------------------------
 
 
-def test_model_batch_and_loss_are_enough(cpu):
+def test_model_batch_and_loss_are_enough(cpu, seed):
     made = workload(own())
     space = made.make_space(cpu)
     assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {
@@ -127,10 +129,9 @@ def test_model_batch_and_loss_are_enough(cpu):
     }
     assert "attention" not in {k.name for k in space.knobs}
     assert (made.unit, made.name) == ("samples/s", "Net")
-    expected = first_loss(made)
     for config in space.sample(6, seed=1):
         if not config.get("fusion"):
-            assert float(Training(made, config, CPU).step()) == pytest.approx(expected, rel=1e-5)
+            numeric.hold(numeric.departure(made, config, seed))
 
 
 def test_a_dict_gives_the_model_what_its_forward_takes():
@@ -138,7 +139,7 @@ def test_a_dict_gives_the_model_what_its_forward_takes():
         x, y = pairs(size, seed)
         return {"x": x, "y": y}
 
-    assert first_loss(own(batch=named)) == pytest.approx(first_loss(own()))
+    assert first_loss(own(batch=named)) == first_loss(own())
 
 
 def test_a_model_may_return_its_own_loss():
@@ -146,7 +147,7 @@ def test_a_model_may_return_its_own_loss():
         def forward(self, x, y):
             return {"loss": F.mse_loss(super().forward(x), y)}
 
-    assert first_loss(own(model=WithLoss, loss=None)) == pytest.approx(first_loss(own()))
+    assert first_loss(own(model=WithLoss, loss=None)) == first_loss(own())
 
 
 def test_a_builder_may_look_at_the_configuration():
@@ -453,7 +454,9 @@ def test_a_file_s_workload_reaches_another_process_without_the_file(file, tmp_pa
     )
     name, identity, global_batch, loss = done.stdout.split()
     assert (name, identity, int(global_batch)) == ("net", made.id, 16)
-    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    # It may compute on more threads than this one.
+    allowed = loss_allowance(allowance(made.build_model(), 16 * 8), 16)
+    numeric.within(abs(float(loss) - expected) / expected, allowed, "the loss")
 
 
 def test_a_file_may_import_what_stands_beside_it(file):

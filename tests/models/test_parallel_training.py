@@ -1,25 +1,28 @@
-"""A trial on several ranks trains what one process trains: losses of three steps, whatever is spread how.
+"""A trial on several ranks trains what one process trains: loss, gradients and weights, whatever is spread how."""
 
-Tolerances as in test_training.py.
-"""
-
+import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training
+from redline.models import Training, numerics
 
 CPU = torch.device("cpu")
-FIRST, LATER = 1e-6, 1e-4
 
 
-def train(workload, config, steps=3):
-    """On each of the ranks of a process group."""
+def check(pool, workload, config, seed):
+    """On each of the ranks of a process group, which all report the same loss."""
+    found = pool.run(numeric.departure, workload, config, seed)
+    for each in found:
+        assert each.loss == found[0].loss
+        numeric.hold(each)
+
+
+def held(workload, config):
+    """On each rank: how many values of optimizer state and of weights it holds after a step, and the samples."""
     import torch.distributed as dist
 
-    training = Training(
-        workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
-    losses = [float(training.step()) for _ in range(steps)]
+    training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    training.step()
     # ZeRO stage 1 wraps the optimizer, which then steps this rank's share of the weights.
     optimizer = getattr(training.optimizer, "optim", training.optimizer)
     state = sum(
@@ -31,46 +34,30 @@ def train(workload, config, steps=3):
     weights = sum(
         getattr(each, "to_local", lambda each=each: each)().numel() for each in training.model.parameters()
     )
-    return {"losses": losses, "state": state, "weights": weights, "samples": training.samples_per_step}
-
-
-def alone(workload, **config):
-    training = Training(workload, {"micro_batch": 8, **config}, CPU)
-    return [float(training.step()) for _ in range(3)]
-
-
-def check(found, expected):
-    for each in found:
-        assert each["losses"] == found[0]["losses"]
-        assert each["losses"][0] == pytest.approx(expected[0], rel=FIRST)
-        assert each["losses"][1:] == pytest.approx(expected[1:], rel=LATER)
-        assert each["samples"] == 8
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_replicas_train_as_one_at_every_stage_of_zero(two, small, family):
-    """GPT-2 has tied weights. Each stage cuts what it is said to cut."""
-    workload = small(family)
-    expected = alone(workload)
-    found = {
-        zero: two.run(train, workload, {"zero": zero, "micro_batch": 2, "grad_accum": 2}) for zero in range(4)
-    }
-    for each in found.values():
-        check(each, expected)
-    weights = found[0][0]["weights"]
-    state = [sum(each["state"] for each in found[zero]) for zero in range(4)]
-    assert state == [4 * weights, 2 * weights, 2 * weights, 2 * weights]  # AdamW keeps two values a weight
-    held = [sum(each["weights"] for each in found[zero]) for zero in range(4)]
-    assert held == [2 * weights, 2 * weights, weights, weights]
+    return state, weights, training.samples_per_step
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_offloading_goes_with_every_stage_of_zero(two, small, zero):
-    workload = small("llama")
-    check(
-        two.run(train, workload, {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}),
-        alone(workload),
-    )
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, zero):
+    """GPT-2 has tied weights."""
+    check(two, small(family), {"zero": zero, "micro_batch": 2, "grad_accum": 2}, seed)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
+    found = [two.run(held, small(family), {"zero": zero, "micro_batch": 2, "grad_accum": 2}) for zero in range(4)]
+    assert {samples for each in found for _, _, samples in each} == {8}
+    whole = found[0][0][1]
+    state = [sum(state for state, _, _ in each) for each in found]
+    assert state == [4 * whole, 2 * whole, 2 * whole, 2 * whole]  # AdamW keeps two values a weight
+    weights = [sum(weights for _, weights, _ in each) for each in found]
+    assert weights == [2 * whole, 2 * whole, whole, whole]
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
+    check(two, small("llama"), {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}, seed)
 
 
 def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
@@ -110,9 +97,8 @@ def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs
     ids=str,
 )
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_pieces_and_stages_train_as_one(two, small, family, config):
-    workload = small(family)
-    check(two.run(train, workload, {"micro_batch": 2, "grad_accum": 4, **config}), alone(workload))
+def test_pieces_and_stages_train_as_one(two, small, seed, family, config):
+    check(two, small(family), {"micro_batch": 2, "grad_accum": 4, **config}, seed)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +110,19 @@ def test_pieces_and_stages_train_as_one(two, small, family, config):
     ],
     ids=str,
 )
-def test_two_axes_at_once_train_as_one(four, small, config):
-    workload = small("llama")
-    check(four.run(train, workload, {"micro_batch": 2, **config}), alone(workload))
+def test_two_axes_at_once_train_as_one(four, small, seed, config):
+    check(four, small("llama"), {"micro_batch": 2, **config}, seed)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 @pytest.mark.parametrize("config", [{"tp": 2}, {"pp": 2}, {"zero": 0}, {"zero": 1}, {"zero": 3}], ids=str)
-def test_lower_precisions_go_with_every_way_of_spreading(two, small, config, precision):
-    workload = small("llama")
-    expected = alone(workload, precision=precision)
-    for each in two.run(train, workload, {"micro_batch": 2, "precision": precision, **config}):
-        # Sums of bfloat16 products in another order: 0.4 % an operation.
-        assert each["losses"] == pytest.approx(expected, rel=1e-2)
+def test_lower_precisions_go_with_every_way_of_spreading(two, small, seed, config, precision):
+    check(two, small("llama"), {"micro_batch": 2, "precision": precision, **config}, seed)
 
 
-def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two):
+def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two, seed):
     def run(own_schedule):
         import redline as rl
-        import torch.distributed as dist
         from torch import nn
 
         def batch(size, seed):
@@ -160,14 +140,10 @@ def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two):
             global_batch=8,
             schedule=schedule if own_schedule else None,
         )
-        staged = Training(
-            made, {"pp": 2, "micro_batch": 2}, CPU, rank=dist.get_rank(), world_size=dist.get_world_size()
-        )
-        plain = Training(made, {"micro_batch": 8}, CPU)
-        return [[float(each.step()) for _ in range(3)] for each in (staged, plain)]
+        return numeric.departure(made, {"pp": 2, "micro_batch": 2}, seed)
 
-    for staged, plain in two.run(run, True):
-        assert staged == pytest.approx(plain, rel=LATER) and staged[0] == pytest.approx(plain[0], rel=FIRST)
+    for each in two.run(run, True):
+        numeric.hold(each)
     with pytest.raises(AssertionError, match="pp: neither transformers nor redline has a pipeline plan"):
         two.run(run, False)
 

@@ -117,15 +117,16 @@ def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_pa
     assert [each.name for each in (tmp_path / "bad").iterdir()] == ["study.log"]
 
 
-def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point):
+def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point, monkeypatch):
     path = tmp_path / "study.log"
     Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config).close()
     os.symlink(str(path), f"{path}.lock")
     os.symlink(str(path), f"{path}.lock1234.rename")
-    begin = time.perf_counter()
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     ledger = Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
     ledger.start(point(9), sampler="tpe")
-    assert time.perf_counter() - begin < 5
+    assert sum(waited) < 1  # Optuna itself would wait 30 s
     ledger.close()
     assert [each.name for each in tmp_path.iterdir()] == ["study.log"]
 

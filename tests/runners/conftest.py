@@ -1,5 +1,7 @@
 """One host agent for all tests of a session: starting one costs seconds, a trial a tenth of one."""
 
+from pathlib import Path
+
 import cloudpickle
 import psutil
 import pytest
@@ -15,7 +17,7 @@ class Bench:
         self.agent = HostAgent()
 
     def run(self, program, *, ranks: int = 1, **job) -> Outcome:
-        job.setdefault("timeout_s", 60)
+        job.setdefault("timeout_s", 300)
         return self.agent.run(
             Job(
                 program=cloudpickle.dumps(program),
@@ -26,10 +28,20 @@ class Bench:
             )
         )
 
+    def hang(self, program, shows, **job) -> tuple[Outcome, float, str]:
+        """A program that is to outlive its deadline, with longer ones until `shows(log)`: only then had it come as
+        far as it should. Returns the outcome, the deadline, and the log."""
+        for deadline in (2, 8, 32, 128):
+            outcome = self.run(program, timeout_s=deadline, **job)
+            log = Path(job["log"]).read_text()
+            if shows(log):
+                break
+        return outcome, deadline, log
+
     def left_behind(self) -> list[psutil.Process]:
         """Processes below the agent, which must be none between trials (but for a moment's reaping)."""
         agent = psutil.Process(self.agent.pid)
-        _, alive = psutil.wait_procs(agent.children(recursive=True), timeout=2)
+        _, alive = psutil.wait_procs(agent.children(recursive=True), timeout=60)
         return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -179,15 +179,13 @@ def test_two_ranks_meet_and_both_report(bench):
     assert [each.report for each in outcome.ranks] == [2.0, 2.0]
 
 
-def test_exception_in_one_rank_while_the_other_waits_ends_both_within_two_seconds(bench, tmp_path):
-    failed = tmp_path / "failed"
+def test_exception_in_one_rank_while_the_other_waits_ends_both(bench, tmp_path):
+    def program(context):
+        if context.rank == 1:
+            raise ValueError("rank one fails")
+        time.sleep(600)  # not even a collective that would notice
 
-    def fail():
-        failed.write_text(str(time.monotonic()))
-        raise ValueError("rank one fails")
-
-    outcome = bench.run(lambda context: _collective(context, fail), ranks=2, log=str(tmp_path / "0.log"))
-    assert time.monotonic() - float(failed.read_text()) < 2
+    outcome = bench.run(program, ranks=2, log=str(tmp_path / "0.log"))
     assert bench.left_behind() == []
     assert outcome.status is Status.CRASH
     assert outcome.reason.startswith("rank 1: ValueError: rank one fails")
@@ -217,12 +215,12 @@ def test_a_hang_is_a_timeout_with_the_stack_in_the_log(bench, tmp_path):
         context.phase("waiting")
         time.sleep(600)
 
-    begin = time.monotonic()
-    outcome = bench.run(waits_for_godot, timeout_s=1, log=str(tmp_path / "0.log"))
+    outcome, deadline, log = bench.hang(
+        waits_for_godot, lambda log: "waits_for_godot" in log, log=str(tmp_path / "0.log")
+    )
     assert outcome.status is Status.TIMEOUT
-    assert outcome.reason == "no result within 1 s (during waiting)"
-    assert time.monotonic() - begin < 5
-    assert "waits_for_godot" in (tmp_path / "0.log").read_text()
+    assert outcome.reason == f"no result within {deadline} s (during waiting)"
+    assert "waits_for_godot" in log
 
 
 def test_a_hang_in_a_collective_is_a_timeout_with_the_stack_of_every_rank(bench, tmp_path):
@@ -232,14 +230,16 @@ def test_a_hang_in_a_collective_is_a_timeout_with_the_stack_of_every_rank(bench,
 
         never_joins()
 
-    outcome = bench.run(
-        lambda context: _collective(context, fail), ranks=2, timeout_s=4, log=str(tmp_path / "0.log")
+    def both_are_there(log):
+        waits = any("[rank 0]" in line and "barrier" in line for line in log.splitlines())
+        return waits and "[rank 1]" in log and "never_joins" in log
+
+    outcome, deadline, log = bench.hang(
+        lambda context: _collective(context, fail), both_are_there, ranks=2, log=str(tmp_path / "0.log")
     )
     assert outcome.status is Status.TIMEOUT
-    assert outcome.reason == "no result within 4 s (during start on rank 0, 1)"
-    log = (tmp_path / "0.log").read_text()
-    assert "[rank 1]" in log and "never_joins" in log
-    assert any("[rank 0]" in line and "barrier" in line for line in log.splitlines())
+    assert outcome.reason == f"no result within {deadline} s (during start on rank 0, 1)"
+    assert both_are_there(log)
 
 
 def test_a_hang_that_ignores_every_signal_it_can_is_a_timeout(bench):
@@ -272,10 +272,11 @@ def test_a_hundred_megabytes_of_output_neither_block_nor_fill_the_disk(bench, tm
 
 def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
     pids = tmp_path / "pids"
+    sleep = ["sleep", str(600 + os.getpid())]  # nobody else's
 
     def program(context):
         for _ in range(2):
-            subprocess.Popen(["sleep", "600"], start_new_session=True)
+            subprocess.Popen(sleep, start_new_session=True)
         # A daemon by the double fork: orphaned, in a session of its own.
         if os.fork() == 0:
             os.setsid()
@@ -290,8 +291,7 @@ def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
     outcome = bench.run(program)
     assert outcome.status is Status.OK
     assert not psutil.pid_exists(int(pids.read_text()))
-    sleeping = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
-    assert sleeping == []
+    assert [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep] == []
 
 
 def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
@@ -309,7 +309,7 @@ def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
             "HostAgent().run(Job(program=cloudpickle.dumps(program)))\n",
         ]
     )
-    end = time.monotonic() + 250  # a busy machine takes its time
+    end = time.monotonic() + 300
     while not (pidfile.exists() and pidfile.read_text()):
         assert time.monotonic() < end, "the trial did not start"
         time.sleep(0.05)
@@ -317,7 +317,7 @@ def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
     family = [rank, *rank.parents()[:2]]  # the rank, its supervisor, the agent
     driver.kill()
     driver.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert alive == []
 
 

@@ -139,10 +139,11 @@ def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():
     load = measuring._Load()
     spin(0.4)
     alone = load.others()
-    other = [sys.executable, "-c", "while True: pass"]
-    started = [subprocess.Popen(other) for _ in load._cores()]
+    other = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    started = [subprocess.Popen(other, stdout=subprocess.PIPE) for _ in load._cores()]
     try:
-        time.sleep(0.3)
+        for each in started:
+            each.stdout.readline()
         load = measuring._Load()
         spin(0.6)
         beside = load.others()

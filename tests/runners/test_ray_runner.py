@@ -33,7 +33,7 @@ workload = rl.Workload(
 """
 
 
-def run(code, timeout=110):
+def run(code, timeout=570):
     script = SCRIPT + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout)
 

@@ -6,10 +6,9 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    # Tiny tensors: a pool of threads only gets in the way.
+def few_threads(threads):
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     yield
     torch.set_num_threads(before)
 
@@ -81,8 +80,9 @@ def transformer(name: str, device: str = "meta", dropout: float = 0.0, layers: i
 
 
 @pytest.fixture
-def mlp():
-    torch.manual_seed(0)
+def mlp(request):
+    # Numeric tests make it from their seed.
+    torch.manual_seed(request.getfixturevalue("seed") if "seed" in request.fixturenames else 0)
     return MLP()
 
 
@@ -92,5 +92,6 @@ def make_transformer():
 
 
 @pytest.fixture
-def tokens():
-    return torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+def tokens(request):
+    number = request.getfixturevalue("seed") if "seed" in request.fixturenames else 0
+    return torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1 + number))

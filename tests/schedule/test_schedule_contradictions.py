@@ -1,9 +1,11 @@
 """What contradicts itself on real ranks is refused; linear layers come apart beside sharding; the split loss."""
 
+import numeric
 import pytest
 import torch
 from redline.errors import ScheduleError
 from redline.schedule import build, create_schedule, verify
+from redline.schedule.rounding import unit_roundoff
 from torch import nn
 
 
@@ -131,10 +133,10 @@ def test_counts_that_a_graph_has_taken_in_are_not_changed_behind_it(two):
     two.run(check_traced_counts)
 
 
-def check_decompose(make, first):
-    torch.manual_seed(0)
+def check_decompose(make, first, seed):
+    torch.manual_seed(seed)
     sch = create_schedule(make(), mesh(tp=2))
-    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(0))):
+    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))):
         if first:
             sch.trace().decompose()
         cut_mlp(sch)
@@ -150,8 +152,8 @@ def check_decompose(make, first):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_linear_layers_come_apart_before_and_after_sharding(two, mlp, first):
-    two.run(check_decompose, type(mlp), first)
+def test_linear_layers_come_apart_before_and_after_sharding(two, mlp, seed, first):
+    two.run(check_decompose, type(mlp), first, seed)
 
 
 class Tied(nn.Module):
@@ -192,12 +194,14 @@ def test_heads_are_not_cut_apart(four, make_transformer):
 # The loss
 
 
-def check_loss():
+def check_loss(seed):
     from redline.schedule.collectives import axis_of
     from redline.schedule.vocabulary import SplitLogits
 
     axis = axis_of(mesh(tp=2), "tp")
-    logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 30
+    logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 30
+    # Rounded once to float32. A loss follows its logits by at most 2 to 1, a gradient of it by 1 to 1.
+    rounded = unit_roundoff(torch.float32) * float(logits.abs().max())
     target = torch.tensor([0, 4, 5, 9, -100, 3])
     for smoothing in (0.0, 0.1):
         for reduction in ("mean", "sum", "none"):
@@ -208,14 +212,16 @@ def check_loss():
             split = SplitLogits.of(piece * 1, axis).float().double().view(-1, 10)
             found = nn.CrossEntropyLoss(**options)(split, target)
             assert type(found) is torch.Tensor
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            rows = 6 if reduction == "sum" else 1
+            numeric.within((found - expected).abs().max(), 2 * rows * rounded, f"the loss, {reduction}")
             weight = torch.arange(1.0, 7) if reduction == "none" else 1.0
             (expected * weight).sum().backward()
             (found * weight).sum().backward()
-            torch.testing.assert_close(piece.grad, full.grad.chunk(2, -1)[axis.rank], rtol=1e-5, atol=1e-7)
+            departs = (piece.grad - full.grad.chunk(2, -1)[axis.rank]).abs().max()
+            numeric.within(departs, 6 * rounded if reduction == "none" else rounded, f"its gradient, {reduction}")
     with pytest.raises(ScheduleError, match="no weights"):
         nn.functional.cross_entropy(split, target, weight=torch.ones(10))
 
 
-def test_the_loss_of_split_logits_is_that_of_the_whole(two):
-    two.run(check_loss)
+def test_the_loss_of_split_logits_is_that_of_the_whole(two, seed):
+    two.run(check_loss, seed)

@@ -23,37 +23,37 @@ def example(name):
     return module
 
 
-def test_kernel_injection_replaces_every_norm(make_transformer, tokens):
+def test_kernel_injection_replaces_every_norm(make_transformer, tokens, seed):
     injection = example("kernel_injection")
     sch = create_schedule(make_transformer("bert"))
-    with verify(sch, {"input_ids": tokens, "labels": tokens}):
+    with verify(sch, {"input_ids": tokens, "labels": tokens}, seed=seed):
         sch.replace_all(nn.LayerNorm, injection.flat)
     norms = [each for each in sch.module.modules() if isinstance(each, nn.LayerNorm)]
     assert len(norms) == 6 and all(type(each) is injection.FlatLayerNorm for each in norms)
 
 
-def test_block_fusion_finds_its_pattern_in_every_block():
+def test_block_fusion_finds_its_pattern_in_every_block(seed):
     fusion = example("block_fusion")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sch = create_schedule(fusion.Net(width=8, depth=3))
     with verify(sch, torch.randn(4, 8)):
         fusion.schedule(sch, compiler="none")
     assert len(sch.find("fused_linear_norm_act")) == 3
 
 
-def check_sharding():
+def check_sharding(seed):
     from torch.distributed.device_mesh import init_device_mesh
 
     sharding = example("parameter_sharding")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sch = create_schedule(sharding.MLP(8, 16), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     with verify(sch, torch.randn(4, 8)):
         sharding.schedule(sch)
     return sch["fc1"].module.weight.shape, sch["fc2"].module.weight.shape
 
 
-def test_parameter_sharding_has_the_gradients_of_one_rank(two):
-    shapes = two.run(check_sharding)
+def test_parameter_sharding_has_the_gradients_of_one_rank(two, seed):
+    shapes = two.run(check_sharding, seed)
     assert shapes == [((8, 8), (8, 8))] * 2
 
 
@@ -61,7 +61,7 @@ def ran(*arguments):
     """What a command printed, on one thread."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=110, check=False,
+        text=True, timeout=570, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

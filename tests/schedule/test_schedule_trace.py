@@ -42,15 +42,19 @@ class Net(nn.Module):
         return x
 
 
+def seed_of(request):
+    return request.getfixturevalue("seed") if "seed" in request.fixturenames else 0
+
+
 @pytest.fixture
-def net():
-    torch.manual_seed(0)
+def net(request):
+    torch.manual_seed(seed_of(request))
     return Net()
 
 
 @pytest.fixture
-def x():
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+def x(request):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed_of(request)))
 
 
 def linear_gelu(x, w, b):
@@ -64,7 +68,7 @@ def residual(y, x):
 # trace
 
 
-def test_a_traced_module_stays_what_it_is_and_computes_the_same(net, x):
+def test_a_traced_module_stays_what_it_is_and_computes_the_same(net, x, seed):
     names, types = list(net.state_dict()), [type(m) for m in net.modules()]
     sch = create_schedule(net)
     with verify(sch, x):
@@ -74,7 +78,7 @@ def test_a_traced_module_stays_what_it_is_and_computes_the_same(net, x):
     assert [n.op for n in layers_of(net.blocks[0], Traced)[0].graph.nodes].count("call_module") == 4
 
 
-def test_flattening_goes_through_children_but_not_through_leaves(net, x):
+def test_flattening_goes_through_children_but_not_through_leaves(net, x, seed):
     def modules(**kwargs):
         sch = create_schedule(copy.deepcopy(net))
         with verify(sch, x):
@@ -145,9 +149,9 @@ def test_what_cannot_be_traced_names_the_line_and_leaves_the_schedule_alone():
         create_schedule(Block()).trace().trace()
 
 
-def test_transformers_modules_trace_or_say_why(make_transformer, tokens):
+def test_transformers_modules_trace_or_say_why(make_transformer, tokens, seed):
     sch = create_schedule(make_transformer("llama"))
-    with verify(sch, {"input_ids": tokens, "labels": tokens, "use_cache": False}):
+    with verify(sch, {"input_ids": tokens, "labels": tokens, "use_cache": False}, seed=seed):
         sch["model.layers.0.mlp"].trace()
         silu = sch["model.layers.0.mlp"].find(lambda a, b: F.silu(a) * b)
         assert len(silu) == 1 and silu[0].names == ["act_fn", "mul"]
@@ -236,7 +240,7 @@ def test_find_needs_a_trace_and_a_pattern(net):
 # fuse
 
 
-def test_fused_subgraphs_compute_the_same_and_move_no_parameter(net, x):
+def test_fused_subgraphs_compute_the_same_and_move_no_parameter(net, x, seed):
     seen = []
 
     def compiler(function):
@@ -258,7 +262,7 @@ def test_fused_subgraphs_compute_the_same_and_move_no_parameter(net, x):
     assert [s.names[0] for s in sch.find("fused.*")] == ["fused_fc_act", "fused_dropout_add"] * 2
 
 
-def test_fusing_with_inductor_is_exact_within_rounding(net, x):
+def test_fusing_with_inductor_is_exact_within_rounding(net, x, seed):
     sch = create_schedule(net.blocks[0])
     with verify(sch, x):
         sch.trace()
@@ -333,7 +337,7 @@ def add_norm(y, x, p=0.1, extra=None):
     return y + x
 
 
-def test_one_or_all_matches_are_replaced_by_a_function_with_defaults(net, x):
+def test_one_or_all_matches_are_replaced_by_a_function_with_defaults(net, x, seed):
     def plain(y, x):
         return y + x
 
@@ -348,7 +352,7 @@ def test_one_or_all_matches_are_replaced_by_a_function_with_defaults(net, x):
     assert len(sch.find("add_norm")) == 2
 
 
-def test_a_replacement_gets_the_weights_that_the_pattern_names(net, x):
+def test_a_replacement_gets_the_weights_that_the_pattern_names(net, x, seed):
     def fused(x, w, b):
         return F.gelu(F.linear(x, w) + b)
 
@@ -360,7 +364,7 @@ def test_a_replacement_gets_the_weights_that_the_pattern_names(net, x):
     assert not sch.find("fc1")
 
 
-def test_a_module_may_stand_for_a_subgraph(net, x):
+def test_a_module_may_stand_for_a_subgraph(net, x, seed):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -391,7 +395,7 @@ def test_a_replacement_with_other_arguments_is_refused(net):
 # checkpoint
 
 
-def test_a_subgraph_is_recomputed(net, x):
+def test_a_subgraph_is_recomputed(net, x, seed):
     calls = []
     net.blocks[0].act.register_forward_hook(lambda *a: calls.append(1))
     sch = create_schedule(net)
@@ -407,7 +411,7 @@ def test_a_subgraph_is_recomputed(net, x):
 # decompose
 
 
-def test_linear_layers_and_norms_come_apart(net, x):
+def test_linear_layers_and_norms_come_apart(net, x, seed):
     sch = create_schedule(net)
     with verify(sch, x):
         sch["blocks.0"].trace().decompose()
@@ -444,8 +448,8 @@ class Attention(nn.Module):
 @pytest.mark.parametrize(
     ("causal", "groups", "mask"), [(False, 1, False), (True, 1, False), (False, 2, True)]
 )
-def test_attention_comes_apart(causal, groups, mask):
-    torch.manual_seed(0)
+def test_attention_comes_apart(seed, causal, groups, mask):
+    torch.manual_seed(seed)
     sch = create_schedule(Attention(causal, groups))
     x = torch.randn(2, 5, 8)
     hidden = torch.ones(5, 5, dtype=torch.bool).tril()

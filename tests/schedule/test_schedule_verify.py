@@ -1,7 +1,9 @@
 """verify and recipes."""
 
 import copy
+import re
 
+import numeric
 import pytest
 import torch
 import yaml
@@ -34,10 +36,10 @@ def exact_norm(old):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
-def test_a_right_schedule_passes(make_transformer, tokens, name):
+def test_a_right_schedule_passes(make_transformer, tokens, seed, name):
     sch = create_schedule(make_transformer(name, dropout=0.1))
     path = {"gpt2": "transformer.h", "bert": "bert.encoder.layer", "llama": "model.layers"}[name]
-    with verify(sch, {"input_ids": tokens, "labels": tokens}) as same:
+    with verify(sch, {"input_ids": tokens, "labels": tokens}, seed=seed) as same:
         assert same is sch
         sch[f"{path}.0"].checkpoint()
         sch[f"{path}.1"].fuse(compiler="none")
@@ -78,6 +80,34 @@ def test_a_scaled_gradient_is_found(mlp):
         sch["fc2"].hook("bwd_post", lambda m, gin, gout: (gin[0] / 2,))
 
 
+def a_little(tensor, share=1e-3):
+    """Tensor with its largest element too large by a thousandth of it."""
+    wrong = torch.zeros_like(tensor).flatten()
+    wrong[tensor.abs().argmax()] = share * tensor.abs().max()
+    return tensor + wrong.view_as(tensor)
+
+
+def scaled_gradient(sch):
+    sch["fc2"].hook("bwd_post", lambda m, gin, gout: (gin[0] * 1.001,))
+
+
+def one_element_of_an_output(sch):
+    sch["fc2"].hook("fwd_post", lambda m, args, out: a_little(out))
+
+
+def one_element_of_a_gradient(sch):
+    sch["fc2"].hook("bwd_pre", lambda m, gout: (a_little(gout[0]),))
+
+
+@pytest.mark.parametrize("fault", [scaled_gradient, one_element_of_an_output, one_element_of_a_gradient])
+def test_a_fault_of_a_thousandth_is_found(mlp, seed, fault):
+    sch = create_schedule(mlp)
+    with pytest.raises(ScheduleError) as raised, verify(sch, torch.randn(3, 8)):
+        fault(sch)
+    departs, allowed = re.search(r"departs by (\S+) \(allowed: (\S+) of", str(raised.value)).groups()
+    numeric.caught(float(departs), float(allowed), fault.__name__)
+
+
 def test_a_model_that_is_wrong_in_evaluation_only_is_found(mlp):
     class Lazy(nn.Linear):
         def forward(self, x):
@@ -108,7 +138,7 @@ def test_nothing_runs_when_the_body_raised_and_nothing_is_left_behind(mlp):
     assert len(mlp._forward_hooks) == 1 and not mlp.fc1._forward_hooks
 
 
-def test_a_loss_of_ones_own_and_the_tolerance_are_used(mlp):
+def test_a_loss_of_ones_own_and_the_tolerance_are_used(mlp, seed):
     target = torch.randn(3, 8)
     sch = create_schedule(mlp)
     with verify(sch, torch.randn(3, 8), loss=lambda out: (out - target).pow(2).mean()):

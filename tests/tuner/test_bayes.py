@@ -1,6 +1,5 @@
 """The default sampler: it uses an estimate, survives a wrong one, and keeps away from what does not fit."""
 
-import time
 import warnings
 
 import numpy as np
@@ -297,13 +296,10 @@ def test_a_vast_space_is_searched_in_layers(declare):
             return failed(Status.OOM)
         return ok(float(np.exp(sum(config[name] for name in names[:6]) / 10)))
 
-    started = time.process_time()
     done = search(make_sampler("bayes", space, 0), fn, 16)
-    seconds = time.process_time() - started
     chance = search(make_sampler("random", space, 0), fn, 16)
     best, by_chance = (max(t.measurement.throughput or 0 for t in each) for each in (done, chance))
     assert best > 1.3 * by_chance
-    assert seconds / 16 < 1.0
 
 
 def test_in_a_vast_space_an_estimate_draws_the_candidates():

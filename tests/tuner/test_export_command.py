@@ -39,7 +39,7 @@ def run(tmp_path_factory):
         *("--set", "micro_batch=4,8", "--fix", "fusion=false", "--seq-len", "32", "--global-batch", "8"),
         *("--measure-time", "100ms", "--memory-limit", "2GiB", "--out", str(folder)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -65,7 +65,7 @@ def launch(script, *arguments, ranks=1, cwd):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=570,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

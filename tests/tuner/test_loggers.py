@@ -88,7 +88,7 @@ def test_wandb_keeps_the_run_for_later(tmp_path, monkeypatch):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(
         [sys.executable, "-c", code, __file__],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=570, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (stored,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")

@@ -33,7 +33,7 @@ def python(code: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
     environment = {**os.environ, **environment}
     command = [sys.executable, "-c", code]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -36,7 +36,7 @@ def tune(tmp_path):
         return subprocess.run(
             [sys.executable, "-m", "redline.tuner.cli", "tune", "--workload", "train.py:workload", *arguments],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True,
-            timeout=100, check=False,
+            timeout=570, check=False,
         )  # fmt: skip
 
     return run

@@ -1,0 +1,142 @@
+"""Whether the numeric tests pass on other machines, by all that another machine would change on this one.
+
+    python bench/portability.py                                       # or: make test-portable
+    python bench/portability.py --seeds 3 tests/schedule -k pipeline  # what pytest understands, behind the options
+    python bench/portability.py --keep portability.json               # in as many runs as it takes
+
+Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths libraries have:
+the vector instructions of ATen and oneDNN, MKL as this processor has it and as every processor has it, one thread
+and two. By default every two of these values meet in one of six conditions, each of which has half of the seeds, so that
+every value meets all; `--all` takes all twelve, with all seeds each. A test's share is its largest departure over what it allows; it must
+stay below a third, and a fault that is planted must be above three. Ends with status 1 where one is not, or where a
+test failed.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MARGIN = 3.0
+"""Between a sound result's departure and its tolerance, and between that and a fault's."""
+CAPABILITIES = {"default": "SSE41", "avx2": "AVX2", "avx512": "ALL"}
+"""ATen's names of vector instructions, lowest first, and oneDNN's for the same."""
+MKL = {"MKL native": {}, "MKL compatible": {"MKL_CBWR": "COMPATIBLE"}}
+THREADS = (1, 2)
+PAIRS = {
+    ("default", "MKL native", 1): 0,
+    ("default", "MKL compatible", 2): 1,
+    ("avx2", "MKL compatible", 1): 0,
+    ("avx2", "MKL native", 2): 1,
+    ("avx512", "MKL native", 1): 1,
+    ("avx512", "MKL compatible", 2): 0,
+}
+"""Conditions in which every two values meet, and which half of the seeds each has: every value meets all seeds."""
+
+
+def main() -> int:
+    """Runs the numeric tests under every condition and prints what each used of its tolerance."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--capability", action="append", choices=list(CAPABILITIES), help="by default all there are")
+    parser.add_argument("--all", action="store_true", help="every condition instead of every pair of values")
+    parser.add_argument("--mark", default="numeric and not slow", help="which tests, as `pytest -m` understands it")
+    parser.add_argument("--keep", type=Path, help="a JSON file: conditions that passed are not run again")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    options, selected = parser.parse_known_args()
+    kept: dict[str, Any] = {}
+    if options.keep and options.keep.exists():
+        kept = json.loads(options.keep.read_text(encoding="utf-8"))
+    conditions = itertools.product(available(), MKL, THREADS) if options.all else PAIRS
+    chosen = [each for each in conditions if each[0] in (options.capability or available())]
+    failed = []
+    for capability, mkl, threads in chosen:
+        name = f"{capability}, {mkl}, {threads} thread{'s' * (threads > 1)}"
+        if name not in kept:
+            half = -(-options.seeds // 2)
+            second = PAIRS.get((capability, mkl, threads), 0)
+            seeds = f"0:{options.seeds}" if options.all else (f"{half}:{2 * half}" if second else f"0:{half}")
+            status, shares = run(capability, mkl, threads, seeds, options.mark, selected)
+            if status:
+                failed.append(name)
+                continue
+            kept[name] = shares
+            if options.keep:
+                options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        print(f"{name}: {len(kept[name])} tests, worst share {max(each['share'] for each in kept[name].values()):.2f}")
+    text, beyond = table(kept)
+    print("\n" + text)
+    if options.write:
+        options.write.write_text(text, encoding="utf-8")
+    for name in failed:
+        print(f"FAILED: {name}")
+    for name in beyond:
+        print(f"too near to its tolerance: {name}")
+    return 1 if failed or beyond else 0
+
+
+def available() -> list[str]:
+    """The vector instructions that this processor has."""
+    import torch
+
+    highest = torch.backends.cpu.get_cpu_capability().lower()
+    names = list(CAPABILITIES)
+    return names[: names.index(highest) + 1] if highest in names else names[:1]
+
+
+def run(
+    capability: str, mkl: str, threads: int, seeds: str, mark: str, selected: list[str]
+) -> tuple[int, dict[str, Any]]:
+    """pytest's status under one condition, and by test the share of its tolerance that it used."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "ATEN_CPU_CAPABILITY")},
+        **MKL[mkl],
+        "ATEN_CPU_CAPABILITY": capability,
+        "ONEDNN_MAX_CPU_ISA": CAPABILITIES[capability],
+        # Ranks on several threads each are more than the cores: those that wait must not spin.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        margins = Path(folder) / "margins.json"
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", mark, "--seeds", seeds,
+            "--threads", str(threads), "--margins", str(margins), *selected,
+        ]  # fmt: skip
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        return status, json.loads(margins.read_text(encoding="utf-8")) if margins.exists() else {}
+
+
+def table(kept: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """A Markdown table, the nearest to its tolerance first, and the tests that came too near."""
+    tests: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for condition, shares in kept.items():
+        for name, each in shares.items():
+            tests.setdefault(name, []).append((condition, each))
+    rows, beyond = [], []
+    for name, found in tests.items():
+        condition, worst = max(found, key=lambda pair: pair[1]["share"])
+        faults = [each["fault"] for _, each in found if each["fault"] is not None]
+        rows.append((worst["share"], min(faults, default=None), name, worst["what"], condition, found))
+        if worst["share"] * MARGIN > 1 or (faults and min(faults) < MARGIN):
+            beyond.append(name)
+    lines = [
+        "| test | conditions x seeds | worst share of its tolerance | of what, where | least planted fault |",
+        "|---|---|---|---|---|",
+    ]
+    for share, fault, name, what, condition, found in sorted(rows, key=lambda row: -row[0]):
+        where = f"{what} ({condition})" if what else "exact"
+        seeds = min(each["seeds"] for _, each in found)
+        shown = f"{fault:.0f} times the tolerance" if fault is not None else ""
+        lines.append(f"| {name.rpartition('/')[2]} | {len(found)} x {seeds} | {share:.3f} | {where} | {shown} |")
+    return "\n".join(lines) + "\n", beyond
+
+
+if __name__ == "__main__":
+    sys.exit(main())

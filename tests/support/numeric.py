@@ -1,0 +1,121 @@
+"""What numeric tests share: comparisons that keep a record of how near they came to what rounding may do.
+
+A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow is said
+in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable` runs the
+numeric tests with many seeds along every path that a maths library may take on some other machine, and shows the
+largest share of its tolerance that each test used up.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from redline.models import numerics
+from redline.schedule import rounding
+from redline.schedule.sharding import owner, whole
+
+MARGIN = 3.0
+"""A planted fault departs by more than this times the tolerance; the rest must stay below it by as much
+(`bench/portability.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison."""
+
+    what: str
+    departure: float
+    allowed: float
+    fault: bool = False
+    """Whether it is of something wrong on purpose."""
+
+
+checks: list[Check] = []
+"""Of the test that runs; those of other ranks arrive with their answers."""
+
+
+references: dict[tuple, numerics.Reference] = {}
+
+
+def within(departure, allowed, what):
+    """Asserts that a departure is no more than rounding may do."""
+    checks.append(Check(what, float(departure), float(allowed)))
+    assert departure <= allowed, f"{what} departs by {departure:.2g}; {allowed:.2g} is allowed"
+
+
+def caught(departure, allowed, what):
+    """Asserts that a planted fault departs by clearly more than rounding may do."""
+    checks.append(Check(what, float(departure), float(allowed), fault=True))
+    assert departure > MARGIN * allowed, f"{what}: a fault departs by {departure:.2g}; {allowed:.2g} is allowed"
+
+
+def departure(workload, config, seed):
+    """`numerics.departure`, each reference computed once a process."""
+    key = (workload.id, seed)
+    if key not in references:
+        references[key] = numerics.reference(workload, seed)
+    return numerics.departure(workload, config, seed, references[key])
+
+
+def hold(found: numerics.Departure):
+    """Asserts that a configuration trains as one process does."""
+    assert found.parameters
+    within(found.loss, found.loss_allowed, "the loss")
+    within(found.gradient, found.gradient_allowed, f"the gradient of {found.where}")
+    within(found.weight, 1.0, "a weight after the last step")
+
+
+def same(found, expected, allowed, what="the output"):
+    """Asserts that tensors, or mappings of such, are equal but for rounding."""
+    if not isinstance(expected, Mapping):
+        found, expected = {what: found}, {what: expected}
+    assert found.keys() <= expected.keys() and found
+    over = rounding.largest(expected)
+    for key, value in found.items():
+        within(rounding.departure(expected[key], value, over), allowed, key)
+
+
+def gradients(model):
+    """Gradients by name, whole; all ranks call it. Zero where there is none."""
+    found = model.named_parameters(remove_duplicate=False)
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in found}
+    return {name: whole(*owner(model, name), grad) for name, grad in grads.items()}
+
+
+def weights(model):
+    """Weights by name, whole; all ranks call it."""
+    found = model.named_parameters(remove_duplicate=False)
+    return {name: whole(*owner(model, name), p.detach().clone()) for name, p in found}
+
+
+def trained(model, optimizer, passes):
+    """A model after as many steps of `numerics.adamw` as comparisons take; `passes()` is a forward and a backward
+    pass and returns the loss."""
+    loss, first = 0.0, {}
+    for step in range(numerics.STEPS):
+        optimizer.zero_grad()
+        value = float(passes())
+        if step == 0:
+            loss, first = value, gradients(model)
+        optimizer.step()
+    return numerics.Trained(loss, first, weights(model))
+
+
+def record_verify():
+    """Lets `verify` keep record, too: of what it accepts."""
+    module = importlib.import_module("redline.schedule.verify")
+    compare, limit = module.compare, module._rounding
+
+    def allowed(*args):
+        allowed.last = limit(*args)
+        return allowed.last
+
+    def recorded(expected, found):
+        departures = compare(expected, found)
+        worst = max(departures, key=lambda each: each.departure)
+        if worst.departure <= allowed.last:
+            checks.append(Check(f"verify: {worst.what}", worst.departure, allowed.last))
+        return departures
+
+    module._rounding, module.compare = allowed, recorded
