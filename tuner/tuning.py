@@ -17,7 +17,7 @@ from ..models.families.standard import BLOCK_KNOBS
 from ..models.global_batch import free_accumulation, shared
 from ..models.spaces import checked_allowance, lossy_values, nothing_allowed
 from ..models.spaces import fix as fix_knob
-from ..results import RunFolder, Trial
+from ..results import RunFolder
 from ..runners import TimingPlan
 from ..runners.function import Calls
 from ..space import Config, Space
@@ -39,7 +39,7 @@ from .search import Search
 from .warm_start import WarmStart
 
 if TYPE_CHECKING:
-    from ..runners.estimate import Estimator, Hardware
+    from ..runners.estimate import Hardware
 
 DEFAULT_SAMPLER = "bayes"
 DEFAULT_TRIALS = 16

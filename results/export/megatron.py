@@ -1,6 +1,5 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
-import shlex
 
 from .common import note_gpipe
 from .megatron_model import model_flags

@@ -190,6 +190,7 @@ def test_degrees_that_the_model_cannot_have_are_excluded_with_the_reason(cpu, co
 
 
 def test_a_model_without_a_plan_says_so(cpu, compiler):
+    import torch
     from torch import nn
 
     space = default_space(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from redline.errors import ScheduleError
-from redline.models import Training, numerics
+from redline.models import Training
 from redline.models.families import indices_of
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import numeric
 import pytest
 import torch
 from redline.errors import MissingDependency, WorkloadError
-from redline.models import Training, Workload, numerics, workload
+from redline.models import Training, Workload, workload
 from redline.models.lora import Lora, with_lora
 from redline.models.spaces import default_space
 

@@ -11,7 +11,7 @@ import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, Workload, numerics, reduction, workload
+from redline.models import Training, Workload, reduction, workload
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.space import Space
 from torch import nn

@@ -4,7 +4,7 @@ import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, numerics
+from redline.models import Training
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, numerics
+from redline.models import Training
 from redline.schedule.rounding import allowance, loss_allowance
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 
 import pytest
 import yaml

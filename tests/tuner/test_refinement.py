@@ -20,7 +20,7 @@ from redline.tuner.budget import Budget
 from redline.tuner.listener import SearchListener
 from redline.tuner.predicting import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search
-from redline.tuner.warm_start import read_runs
+from redline.tuner.earlier import read_runs
 
 
 class Memory:
@@ -220,7 +220,7 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     # It stands in the table, says nothing to an earlier run's readers, and the run goes on with or without it.
     rows = list(csv.DictReader((out / "trials.csv").open()))
     assert rows[-1]["knob.checkpoint_blocks"] == refined.config["checkpoint_blocks"]
-    assert [len(each) for each in read_runs([out])[0]] == [2]
+    assert [len(each.trials) for each in read_runs([out])] == [2]
     again = rl.tune("gpt2-medium", trials=2, resume=True, **asked)
     assert len(again.all_trials) == 3 and "knob.checkpoint_blocks" in again.trials
 
