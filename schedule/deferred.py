@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .held import loose, own
 from .random_state import full
 from .recording import Recording, Unrecordable, recorded, recording_of
 
@@ -92,19 +92,16 @@ def going_on(recording: Recording) -> Iterator[None]:
 
 
 def stray(module: nn.Module) -> str:
-    """What of a model has no memory and would not get any from `build`, in words: a tensor that is neither a
-    parameter nor a buffer but an attribute, or in other hands; empty where there is none."""
+    """What has no memory and would not get any from `build`, in words: an attribute of a module that is on the meta
+    device for itself, or a tensor in other hands than a module's; empty where there is none."""
+    recording, held = recording_of(module), set()
     for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+        for name, tensor in loose(each):
+            if tensor.is_meta and recorded(tensor) is None:
                 return f"{path}.{name}" if path else name
-    recording = recording_of(module)
+        held.update(place[1] for _, tensor in own(each) + loose(each) if (place := recorded(tensor)))
     if recording is None:
         return ""
-    tensors = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
-    held = {view.memory for view in map(recording.view, tensors) if view is not None}
 
     def elsewhere() -> bool:
         return any(each() is not None for number, each in enumerate(recording.storages) if number not in held)
@@ -112,6 +109,9 @@ def stray(module: nn.Module) -> str:
     if elsewhere():
         gc.collect()
     return f"a tensor outside of {type(module).__name__}" if elsewhere() else ""
+
+
+_META = torch.device("meta")
 
 
 class _Operations(TorchDispatchMode):
@@ -141,8 +141,11 @@ class _Lens(TorchFunctionMode):
         first = args[0] if args else None
         known = isinstance(first, torch.Tensor) and not self.recording.plain
         place = recorded(first) if known else None
+        if place is None and func is torch.Tensor.__deepcopy__:
+            with self.recording.shown_as_they_are():  # a real tensor's copy is real
+                return func(*args, **kwargs)
         if place is None:
-            return func(*args, **kwargs)
+            return self.run(func, args, kwargs)
         device = place[0].memories[place[1]].device
         if func in _FACTS:
             return _FACTS[func](device)
@@ -153,9 +156,24 @@ class _Lens(TorchFunctionMode):
         if func is torch.Tensor.new_tensor:
             kwargs = {"device": device, **kwargs}
         if func is torch.Tensor.to:
-            args = (first, *(_stay(each, device) for each in args[1:]))
-            kwargs = {name: _stay(each, device) for name, each in kwargs.items()}
-        return func(*args, **kwargs)
+            asked = {_device(each) for each in (*args[1:], *kwargs.values())}
+            if _META in asked:  # what is put there by the constructor itself has no values
+                with self.recording.shown_as_they_are():
+                    return func(torch.empty_like(first), *args[1:], **kwargs)
+            if device in asked:
+                args = tuple(_META if _device(each) == device else each for each in args)
+                kwargs = {name: _META if _device(each) == device else each for name, each in kwargs.items()}
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function of PyTorch's; where it fails, it may be for the lack of memory."""
+        if func in _MAKERS and isinstance(kwargs.get("out"), torch.Tensor) and kwargs["out"].is_meta:
+            kwargs = {"device": _META, **kwargs}
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.recording.broken = self.recording.broken or f"{type(error).__name__}: {error}"
+            raise
 
 
 _FACTS = {
@@ -167,24 +185,36 @@ _FACTS = {
 }
 """What a tensor says of where it is."""
 _LOOKS = {
-    torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
     torch.Tensor.__reduce_ex__,
     torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
     torch.Tensor.share_memory_,
     torch.Tensor.storage,
-    torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 }
-"""Methods that reach a tensor's memory by no operator."""
+"""Methods that reach a tensor's memory by no operator, and do not fail where there is none."""
 
 
-def _stay(value: Any, device: torch.device) -> Any:
-    """A device to move to, as the meta device where it is the one that the tensor says it is on."""
-    if isinstance(value, (str, torch.device)) and full(torch.device(value)) == device:
-        return torch.device("meta")
-    return value
+_MAKERS = {
+    torch.arange,
+    torch.empty,
+    torch.eye,
+    torch.full,
+    torch.linspace,
+    torch.logspace,
+    torch.ones,
+    torch.rand,
+    torch.randint,
+    torch.randn,
+    torch.randperm,
+    torch.zeros,
+}
+"""Functions that make a tensor on the current device, or one that fits what `out` is given."""
+
+
+def _device(value: Any) -> torch.device | None:
+    """The device that an argument of `Tensor.to` names; None where it is another."""
+    return full(torch.device(value)) if isinstance(value, (str, torch.device)) else None
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ScheduleError
-from . import sharding
+from . import held, sharding
 from .deferred import going_on
 from .random_state import full
 from .recording import Recording, recording_of
@@ -34,7 +34,7 @@ def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | N
         ScheduleError: tensors that nothing gives values; names them.
     """
     recording = recording_of(root)
-    _exchange(root, lambda tensor, path: _moved(tensor, device))
+    held.exchange(root, lambda tensor, path: _moved(tensor, device), _kept)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         if recording is None:
             recording = Recording(device)
@@ -45,39 +45,27 @@ def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | N
 def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int) -> None:
     """Puts what was recorded in the place of the model's tensors on the meta device."""
     views = {}
-    for path, module in sharding.walk(root):
-        for name, tensor in _own(module):
-            if tensor.is_meta and (view := recording.view(tensor)) is None:
+    for path, module in root.named_modules():
+        for name, tensor in held.own(module):
+            if tensor.is_meta and recording.view(tensor) is None:
                 raise ScheduleError(
                     f"build: {join(path, name)} is on the meta device, and nothing is known of its values"
                 )
-            if tensor.is_meta and not tensor.is_leaf:
+        for name, tensor in held.own(module) + held.loose(module):
+            if (view := recording.view(tensor)) is None:
+                continue
+            if not tensor.is_leaf:
                 raise ScheduleError(
                     f"build: {join(path, name)} has a gradient to pass on, which only a model made in place can"
                 )
-            if tensor.is_meta:
-                views[tensor] = view
-    if not views:
-        return
+            views[tensor] = view
     storages = replay(recording, {each.memory for each in views.values()}, device, seed)
     made = {tensor: tensor_of(view, storages[view.memory]) for tensor, view in views.items()}
-    _exchange(root, lambda tensor, path: _with(tensor, made[tensor].to(device)) if tensor in made else tensor)
 
+    def change(tensor: torch.Tensor, path: str) -> torch.Tensor:
+        return _with(tensor, made[tensor].to(device)) if tensor in made else tensor
 
-def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a module itself holds."""
-    held = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in held if tensor is not None]
-
-
-def _exchange(root: nn.Module, change: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-    """Puts other tensors in the place of a model's; what was one stays one."""
-    done: dict[torch.Tensor, torch.Tensor] = {}
-    for path, module in sharding.walk(root):
-        for name, tensor in _own(module):
-            if tensor not in done:
-                done[tensor] = change(tensor, join(path, name))
-            sharding.put(module, name, done[tensor])
+    held.exchange(root, change, change)
 
 
 def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -87,6 +75,10 @@ def _with(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         new = type(tensor)(data, requires_grad=tensor.requires_grad)
     new.__dict__.update(tensor.__dict__)
     return new
+
+
+def _kept(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    return tensor
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -109,10 +101,10 @@ class _Rules:
 
     def follow(self) -> None:
         """Makes the model's tensors on the meta device recorded ones, initialised and cut."""
-        kept = [tensor for module in self.root.modules() for _, tensor in _own(module) if not tensor.is_meta]
+        kept = [tensor for module in self.root.modules() for _, tensor in held.own(module) if not tensor.is_meta]
         for tensor in kept:
             tensor.__dict__["_is_hf_initialized"] = True
-        _exchange(self.root, lambda tensor, path: self.adopted(tensor, path) if tensor.is_meta else tensor)
+        held.exchange(self.root, self.adopted, _kept)
         try:
             with going_on(self.recording), _guarded(), self.stand_ins():
                 self.visit(self.root, "", None)
@@ -124,6 +116,8 @@ class _Rules:
 
     def adopted(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
         """A recorded tensor in the place of one on the meta device, whole where that is a piece."""
+        if not tensor.is_meta:
+            return tensor
         *parents, name = path.split(".")
         shape = sharding.full_shape(self.root.get_submodule(".".join(parents)), name) or tensor.shape
         new = _with(tensor, self.recording.adopt(shape, tensor.dtype))
@@ -158,7 +152,7 @@ class _Rules:
         fresh = False
         for name, child in module.named_children():
             fresh |= self.visit(child, join(path, name), hub)
-        own = [tensor for _, tensor in _own(module) if tensor in self.paths]
+        own = [tensor for _, tensor in held.own(module) if tensor in self.paths]
         if fresh or own:
             self.initialise(module, path, hub, own)
         return bool(fresh or own)

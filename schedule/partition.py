@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ScheduleError
+from . import held
 from .caches import without_cache
 from .forward import layers_of
 from .schedule import Tree, join
@@ -237,7 +238,12 @@ def drop(module: nn.Module) -> None:
 
     What is left in their place has no values and is no parameter: models ask for the format of a weight.
     """
+
+    def form(tensor: torch.Tensor, path: str) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+    held.exchange(module, form, lambda tensor, path: form(tensor, path) if tensor.is_meta else tensor)
     for each in module.modules():
-        for held in (each._parameters, each._buffers):
-            for name in [name for name, tensor in held.items() if tensor is not None]:
-                each.__dict__[name] = held.pop(name).detach().to("meta")
+        for name, tensor in held.own(each):
+            (each._parameters if name in each._parameters else each._buffers).pop(name)
+            each.__dict__[name] = tensor

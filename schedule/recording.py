@@ -58,8 +58,8 @@ _OVERWRITING = {
     _ATEN.zero_,
 }
 """Operators that set their first argument without a look at what it held."""
-_RESHAPING = {_ATEN.resize_, _ATEN.resize_as_, _ATEN.set_}
-"""Operators that give a tensor other memory."""
+_RESIZING = {_ATEN.resize_, _ATEN.resize_as_}
+"""Operators that change how much memory there is."""
 
 
 class Unrecordable(ScheduleError):
@@ -216,7 +216,10 @@ class Recording:
         made = tuple(
             self._allocated(each, device) if recorded(each) is None else None for each in tensors_in(out)
         )
-        if kind not in _UNDEFINED and (written or any(made)):
+        if kind is _ATEN.set_ and any(made):
+            self.refuse("it gives a tensor memory that has no values")
+        # From now on a tensor that was set is a piece of other memory, with no need for a note.
+        if kind is not _ATEN.set_ and kind not in _UNDEFINED and (written or any(made)):
             kwargs = {**kwargs, "device": device} if kwargs.get("device") == _META else kwargs
             self._note(func, args, kwargs, written, overwrites=kind in _OVERWRITING, made=made, draws=draws)
         return out
@@ -231,8 +234,8 @@ class Recording:
             self.refuse("it takes a tensor of another recording")
         if kind in (_ATEN._local_scalar_dense, _ATEN.equal):
             self.refuse("it looks at the value of a tensor")
-        if kind in _RESHAPING:
-            self.refuse(f"{func} gives a tensor other memory")
+        if kind in _RESIZING:
+            self.refuse(f"{func} changes the size of a tensor")
         if kwargs.get("generator") is not None:
             self.refuse("it sets a tensor by a generator of its own")
         if any(each.layout is not torch.strided for each in tensors):
