@@ -126,7 +126,7 @@ def _replicas(job: Job) -> dict[str, Any]:
     def of(count: int) -> dict[str, Any]:
         return {"replicas": count, "restartPolicy": "Never", "template": {"spec": _pod(job)}}
 
-    return {"Master": of(1)} | ({"Worker": of(hosts.count)} if hosts.count > 1 else {})
+    return {"Master": of(1)} | ({"Worker": of(hosts.count - 1)} if hosts.count > 1 else {})
 
 
 def _pod(job: Job) -> dict[str, Any]:
