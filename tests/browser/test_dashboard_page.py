@@ -60,7 +60,7 @@ def searches(tmp_path_factory, disk):
     lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(4_604_248.0))]
     out = disk.Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=2000.0)
     disk.write_search(root / "plain", plain)
-    disk.write_search(root / "team" / "simulated", lossy, simulated=True, devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64})
+    disk.write_search(root / "team" / "simulated", lossy, simulated=True, lossy={"precision": ["bf16_pure"]}, devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64})
     disk.write_search(root / "nothing", [({"precision": each}, out) for each in ("fp32", "bf16")])
     disk.write_search(root / "stopped", plain, finished=False)
     return root

@@ -74,7 +74,7 @@ def test_a_line_of_the_list_tells_state_trials_best_and_how_it_grew(tmp_path, di
 def test_a_line_tells_what_was_simulated_or_lossy_where_and_whether_anything_won(tmp_path, disk):
     ok = [({"precision": "bf16_pure"}, disk.measured(1000.0))]
     devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
-    disk.write_search(tmp_path / "simulated", ok, simulated=True, devices=devices)
+    disk.write_search(tmp_path / "simulated", ok, simulated=True, devices=devices, lossy={"precision": ["bf16_pure"]})
     disk.write_search(tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))])
     lines = {line["run"]: line for line in Library(tmp_path).lines()}
     told = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}

@@ -5,8 +5,7 @@ import random
 import re
 
 import pytest
-import yaml
-from redline.results import Measurement, Status, Trial, summary
+from redline.results import Status, summary
 from redline.results.report import Source, document, write_report
 from redline.results.report.page import asset
 
@@ -57,28 +56,6 @@ def test_no_labels_of_an_axis_overlap(tab, made, phone, desktop):
           return bad;
         }""")
         assert clashes == []
-
-
-def test_lossy_values_are_marked_and_the_best_without_stands_beside_the_winner(tab, tmp_path, disk):
-    def ran(number, precision, speed):
-        measured = Measurement(status=Status.OK, throughput=speed, unit="tokens/s", mfu=0.1)
-        sampler = "tpe" if number else "default"
-        return Trial(number=number, config={"precision": precision}, sampler=sampler, measurement=measured)
-
-    run = tmp_path / "run"
-    disk.write_run(run, 3, trials=[ran(0, "fp32", 100.0), ran(1, "bf16_pure", 300.0), ran(2, "bf16", 200.0)])
-    asked = {"model": "made-up", "lossy": {"precision": ["bf16_pure"]}}
-    (run / "run.yaml").write_text(yaml.safe_dump({"format": 1, "study": "run", "asked": asked}))
-    tab.goto(write_report(run).as_uri())
-    said = tab.locator("#headline .verdict").inner_text().replace("\u00a0", " ")
-    assert "It trades accuracy for speed; with fp32 master weights: trial 2 at 200 tokens/s." in said
-    told = tab.locator("#headline .tiles").inner_text().replace("\u00a0", " ")
-    assert "MFU 10 % of bf16_pure peak" in told
-    assert "bf16_pure (lossy)" in tab.locator("#winner .knobs").inner_text()
-    cells = tab.locator("#trials tbody td").all_inner_texts()
-    assert "bf16_pure (lossy)" in cells and "bf16" in cells
-    tab.locator('#trials tr[data-trial="1"]').click()
-    assert "bf16_pure (lossy)" in tab.locator("dialog.details").inner_text()
 
 
 def test_the_table_sorts_and_filters(tab, made):
@@ -150,6 +127,9 @@ def test_a_value_of_the_parallel_coordinates_keeps_its_trials_only(tab, made):
     assert tab.locator("#parallel path.line.out").count() == 0
 
 
+LOSSY = {"precision": ["bf16_pure"]}
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory, disk):
     """A simulated run on 64 devices whose lossy winner is the fastest of five, its trials one after the other."""
@@ -158,7 +138,7 @@ def simulated(tmp_path_factory, disk):
         for n, (precision, speed) in enumerate([("fp32", 1000.0), ("bf16", 400_000.0), ("bf16", 562_283.0), ("bf16_pure", 705_124.0)])
     ]  # fmt: skip
     devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
-    return write_report(disk.write_search(tmp_path_factory.mktemp("simulated") / "run-7", outcomes, simulated=True, devices=devices))
+    return write_report(disk.write_search(tmp_path_factory.mktemp("simulated") / "run-7", outcomes, simulated=True, devices=devices, lossy=LOSSY))
 
 
 def test_a_simulated_run_says_so_beside_its_title_in_its_verdict_and_on_its_tiles(tab, simulated, made):
@@ -181,11 +161,13 @@ def test_a_lossy_winner_is_marked_in_title_headline_table_and_space(tab, simulat
     assert tab.locator("header h1 ~ .tag-lossy").inner_text() == "lossy"
     caution = tab.locator(".caution").inner_text()
     assert "precision=bf16_pure trades accuracy for speed" in caution
-    assert "trial 2 at 562,283" in caution and "1.25 times as fast" in caution
+    assert "The best with fp32 master weights is trial 2 at 562,283" in caution and "1.25 times as fast" in caution
     assert tab.locator("#winner .knob", has_text="precision").locator(".tag-lossy").count() == 1
     assert tab.locator("#trials tr[data-trial='3'] .tag-lossy").count() == 1
     assert tab.locator("#trials tr[data-trial='2'] .tag-lossy").count() == 0
     assert tab.locator("#space .tag-lossy").count() == 1
+    tab.locator("#trials tr[data-trial='3']").click()
+    assert tab.locator("dialog .tag-lossy").count() == 1
     tab.goto(made[0].as_uri())
     assert tab.locator(".tag-lossy, .caution").count() == 0
 

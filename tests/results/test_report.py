@@ -94,18 +94,6 @@ def test_a_run_that_was_not_simulated_does_not_say_so(run):
     assert found["simulated"] is False and found["devices"] == "1 × Some CPU"
 
 
-@pytest.mark.parametrize("lossy", ["bf16_pure", "fp8"])
-def test_a_lossy_winner_is_marked_and_the_best_that_is_not_stands_beside_it(tmp_path, lossy):
-    rows = [("fp32", 10), ("bf16", 30), ("bf16", 20), (lossy, 50)]
-    write_csv(tmp_path / "a.csv", [{"trial": n, "status": "ok", "throughput": t, "knob.precision": p} for n, (p, t) in enumerate(rows)])
-    head = document(Source.read(tmp_path / "a.csv"))["headline"]
-    assert (head["winner"]["trial"], head["winner"]["lossy"]) == (3, f"precision={lossy}")
-    assert (head["exact"]["trial"], head["exact"]["lossy"]) == (1, "")
-    write_csv(tmp_path / "a.csv", [{"trial": 0, "status": "ok", "throughput": 1, "knob.precision": "bf16"}])
-    head = document(Source.read(tmp_path / "a.csv"))["headline"]
-    assert (head["winner"]["lossy"], head["exact"]) == ("", None)
-
-
 def test_a_search_that_ended_without_a_winner_is_not_called_finished(tmp_path, open_run, point, oom):
     with open_run(tmp_path / "run") as folder:
         folder.start(point(0), sampler="default")

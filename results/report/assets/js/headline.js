@@ -47,10 +47,10 @@ function verdict(run) {
 // Said of a winner that is another training than what was asked for.
 function caution(run) {
   const { lossy, throughput } = run.winner;
-  const { exact } = run.headline;
+  const { exact, exactness } = run.headline;
   return el("p", { class: "caution" }, tag("lossy"), ` ${lossy} trades accuracy for speed: it is another training, not only a faster one. `,
-    exact ? [`The best that keeps its accuracy is trial ${exact.trial} at `, rateOf(exact.throughput, run.unit), run.measuredAgain && !given(exact.first) ? ` (${run.seen} once)` : "", `; the winner is ${number(throughput / exact.throughput, 3)} times as fast.`]
-      : "No trial that keeps its accuracy ran to the end.");
+    exact ? [`The best ${exactness} is trial ${exact.trial} at `, rateOf(exact.throughput, run.unit), run.measuredAgain && !given(exact.first) ? ` (${run.seen} once)` : "", `; the winner is ${number(throughput / exact.throughput, 3)} times as fast.`]
+      : `No trial ${exactness} ran to the end.`);
 }
 
 function throughputTile(run, predicted) {
