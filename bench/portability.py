@@ -1,15 +1,15 @@
-"""Whether the numeric tests pass on other machines, by all that another machine would change on this one.
+"""Whether the numeric tests pass on other machines, by what another machine would change on this one.
 
     python bench/portability.py                                       # or: make test-portable
     python bench/portability.py --seeds 3 tests/schedule -k pipeline  # what pytest understands, behind the options
     python bench/portability.py --keep portability.json               # in as many runs as it takes
 
-Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths libraries have:
-the vector instructions of ATen and oneDNN, MKL as this processor has it and as every processor has it, one thread
-and two. By default every two of these values meet in one of six conditions, each of which has half of the seeds, so that
-every value meets all; `--all` takes all twelve, with all seeds each. A test's share is its largest departure over what it allows; it must
-stay below a third, and a fault that is planted must be above three. Ends with status 1 where one is not, or where a
-test failed.
+Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths libraries
+have: the vector instructions of ATen and oneDNN, MKL as this processor has it and as every processor has it, one
+thread and two. By default every two of these values meet in one of six conditions, each of which has half of the
+seeds, so that every value meets all; `--all` takes all twelve, with all seeds each. A test's share is its largest
+departure over what it allows; it must stay below a third, and a fault that is planted must be above three. Ends
+with status 1 where one is not, or where a test failed.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def main() -> int:
     """Runs the numeric tests under every condition and prints what each used of its tolerance."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--capability", action="append", choices=list(CAPABILITIES), help="by default all there are")
+    parser.add_argument("--capability", action="append", choices=list(CAPABILITIES), help="by default all")
     parser.add_argument("--all", action="store_true", help="every condition instead of every pair of values")
-    parser.add_argument("--mark", default="numeric and not slow", help="which tests, as `pytest -m` understands it")
+    parser.add_argument("--mark", default="numeric and not slow", help="which tests, as `pytest -m` has it")
     parser.add_argument("--keep", type=Path, help="a JSON file: conditions that passed are not run again")
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     options, selected = parser.parse_known_args()
@@ -70,7 +70,8 @@ def main() -> int:
             kept[name] = shares
             if options.keep:
                 options.keep.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        print(f"{name}: {len(kept[name])} tests, worst share {max(each['share'] for each in kept[name].values()):.2f}")
+        worst = max((each["share"] for each in kept[name].values()), default=0.0)
+        print(f"{name}: {len(kept[name])} tests, worst share {worst:.2f}", flush=True)
     text, beyond = table(kept)
     print("\n" + text)
     if options.write:

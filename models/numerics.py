@@ -2,8 +2,8 @@
 
 A cell is a family at a tiny size and a combination of knobs. It holds where, with dropout off and in float32, the
 first step's loss, every gradient of it, and every weight after three steps are those of one process at the same
-global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a family cannot follow has a
-reason instead.
+global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a family cannot follow has
+a reason instead.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ SAMPLES = 8
 STEPS = 3
 LEARNING_RATE = 1e-3
 EPSILON = 1e-2
-"""AdamW's, of the size of gradients: with the usual 1e-8 those that are zero but for rounding would move weights."""
+"""AdamW's, of the size of gradients: with the usual 1e-8 those that are nothing but rounding would move weights."""
 
 COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
@@ -105,14 +105,14 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
-    """By how much a configuration departs from one process, on one rank, and how much of it rounding may do."""
+    """By how much a configuration departs from one process, on one rank, and how much rounding may do."""
 
     loss: float
     """Relative."""
     gradient: float
     """The largest of any parameter that this rank holds, as `rounding.departure` has it."""
     weight: float
-    """The largest of any after the last step, over what AdamW may make of the gradient's allowance: at most 1."""
+    """The largest of any after the last step, over what AdamW may make of the gradient's allowance."""
     where: str
     """The parameter whose gradient departs most."""
     parameters: tuple[str, ...]
@@ -179,8 +179,8 @@ def departure(
 ) -> Departure:
     """By how much a workload in a configuration departs from one process in float32.
 
-    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an epsilon at
-    which gradients can be compared stands in its place.
+    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an epsilon of
+    the size of gradients stands in its place.
 
     Args:
         workload: what is trained.
@@ -268,7 +268,11 @@ def compare(expected: Trained, found: Trained, allowed: float, terms: int) -> De
         if departs >= gradient:
             gradient, where = departs, name
         granted = rounding.adamw_allowance(
-            allowed * rounding.scale(want, over), found.weights[name], lr=LEARNING_RATE, eps=EPSILON, steps=STEPS
+            allowed * rounding.scale(want, over),
+            found.weights[name],
+            lr=LEARNING_RATE,
+            eps=EPSILON,
+            steps=STEPS,
         )
         share = float((found.weights[name].double() - expected.weights[name].double()).abs().max()) / granted
         weight = max(weight, share) if share == share else float("inf")

@@ -29,8 +29,7 @@ class Run:
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Floating-point tensors of the output, in order."""
     loss: torch.Tensor | None = None
-    """The loss; None where another rank computes it, and where it is a mere weighting of the outputs, which nearly
-    cancels."""
+    """The loss; None where another rank computes it, and where it is a mere weighting of the outputs."""
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """By the parameter's name; None where there is none."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -84,7 +83,7 @@ def run(
             value.backward()
             found = floats(output)
     out.outputs = [_joined(each, axis) for each in found]
-    # A weighting of the outputs says nothing that they do not say themselves.
+    # A weighting of the outputs says nothing that they do not say themselves, and nearly cancels by chance.
     if pipeline is not None or loss is not None or _has_loss(output):
         out.loss = _mean(value.detach(), axis)
     for name, param in named(model):
@@ -101,7 +100,7 @@ def run(
 
 
 def compare(expected: Run, found: Run) -> list[Mismatch]:
-    """The gravest departures of outputs, of the loss, of gradients and of stepped parameters, in this order."""
+    """The gravest departure of outputs, of the loss, of gradients and of stepped parameters, in this order."""
     if found.outputs and len(expected.outputs) != len(found.outputs):
         detail = f"number {len(found.outputs)}, not {len(expected.outputs)}"
         return [Mismatch("outputs", float("inf"), detail)]

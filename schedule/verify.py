@@ -42,9 +42,9 @@ def verify(
         example_inputs: a tensor, a tuple of positional or a mapping of keyword arguments.
         loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum
             of the outputs weighted by fixed random numbers.
-        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default what
-            rounding alone may do, by the model's depth and widths and its number formats
-            (`schedule/rounding.py`): 3e-5 for two blocks of a tiny GPT-2 in float32.
+        tolerance: largest departure allowed, relative to the largest magnitude of each tensor. By default
+            what rounding alone may do, by the model's depth and widths and its number formats
+            (`schedule/rounding.py`): 2e-5 for two blocks of a tiny GPT-2 in float32.
         device: where to run; by default where the weights are, or the CPU.
         seed: of the weights that are on the meta device.
 
@@ -134,7 +134,8 @@ def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
 def _rounding(before: Schedule, after: Schedule, inputs: Any) -> float:
     """What rounding may do to either model."""
     rows = max((each.numel() for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)), default=1)
-    formats = {each.path: each.arguments["dtype"] for each in after.tree.deferred if "dtype" in each.arguments}
+    casts = [each for each in after.tree.deferred if "dtype" in each.arguments]
+    formats = {each.path: each.arguments["dtype"] for each in casts}
     # The model before has its whole widths, the model after its formats and whatever it was given instead.
     return max(allowance(before.module, rows, formats), allowance(after.module, rows, formats))
 

@@ -1,4 +1,4 @@
-"""Ranks for the tests that need several, seeds for those that compute, and interrupts for those that send them."""
+"""Ranks for tests that need several, seeds for those that compute, and interrupts for those that send them."""
 
 import json
 import multiprocessing
@@ -21,9 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser):
     group = parser.getgroup("numeric tests")
-    group.addoption("--seeds", default="1", help="how many seeds each numeric test runs with, or which, as 15:30")
+    group.addoption("--seeds", default="1", help="how many seeds each numeric test runs with, or which: 15:30")
     group.addoption("--threads", type=int, default=1, help="threads that numeric tests compute with")
-    group.addoption("--margins", help="a JSON file for the share of its tolerance that each numeric test used")
+    group.addoption("--margins", help="a JSON file for the share of its tolerance that each numeric test uses")
 
 
 def pytest_generate_tests(metafunc):
@@ -47,7 +47,7 @@ def seed():
 
 @pytest.fixture(scope="session")
 def threads(pytestconfig):
-    """Threads that tests of tiny models compute with: more only get in the way, most of all beside other work."""
+    """Threads that tests of tiny models compute with: more only get in the way."""
     return pytestconfig.getoption("threads")
 
 
@@ -68,12 +68,13 @@ def _margins_file(pytestconfig):
 
 @pytest.fixture(autouse=True)
 def _margins(request, _margins_file):
-    """Keeps for each numeric test its worst share of a tolerance and its least planted fault, over all seeds."""
+    """Keeps for each numeric test its worst share of a tolerance and its least planted fault, over seeds."""
     numeric.checks.clear()
     yield
     if "seed" in request.fixturenames:
         name = re.sub(r"-seed\d+|seed\d+-|\[seed\d+\]", "", request.node.nodeid)
-        kept = request.config.stash[_MARGINS].setdefault(name, {"seeds": 0, "share": 0.0, "what": "", "fault": None})
+        fresh = {"seeds": 0, "share": 0.0, "what": "", "fault": None}
+        kept = request.config.stash[_MARGINS].setdefault(name, fresh)
         kept["seeds"] += 1
         for each in numeric.checks:
             share = each.departure / each.allowed

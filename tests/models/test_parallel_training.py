@@ -1,4 +1,4 @@
-"""A trial on several ranks trains what one process trains: loss, gradients and weights, whatever is spread how."""
+"""A trial on several ranks trains what one process trains: loss, gradients and weights, however it is spread."""
 
 import numeric
 import pytest
@@ -18,7 +18,7 @@ def check(pool, workload, config, seed):
 
 
 def held(workload, config):
-    """On each rank: how many values of optimizer state and of weights it holds after a step, and the samples."""
+    """On each rank: how many values of optimizer state and of weights it holds, and the samples of a step."""
     import torch.distributed as dist
 
     training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -46,7 +46,8 @@ def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
-    found = [two.run(held, small(family), {"zero": zero, "micro_batch": 2, "grad_accum": 2}) for zero in range(4)]
+    configs = [{"zero": zero, "micro_batch": 2, "grad_accum": 2} for zero in range(4)]
+    found = [two.run(held, small(family), each) for each in configs]
     assert {samples for each in found for _, _, samples in each} == {8}
     whole = found[0][0][1]
     state = [sum(state for state, _, _ in each) for each in found]
@@ -57,7 +58,8 @@ def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
 
 @pytest.mark.parametrize("zero", range(4))
 def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
-    check(two, small("llama"), {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}, seed)
+    config = {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}
+    check(two, small("llama"), config, seed)
 
 
 def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):

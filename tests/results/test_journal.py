@@ -117,7 +117,9 @@ def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_pa
     assert [each.name for each in (tmp_path / "bad").iterdir()] == ["study.log"]
 
 
-def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point, monkeypatch):
+def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(
+    tmp_path, knobs, make_config, point, monkeypatch
+):
     path = tmp_path / "study.log"
     Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config).close()
     os.symlink(str(path), f"{path}.lock")

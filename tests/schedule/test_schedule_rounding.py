@@ -35,7 +35,6 @@ def test_a_sum_in_the_worst_order_stays_within_the_rule(seed, terms):
     found = torch.zeros(256)
     for each in products.unbind(1):
         found = found + each
-    # Rows of random signs: terms of size 1 add up to sqrt(terms), the largest of 256 rows to some three times that.
     allowed = DEVIATIONS * math.sqrt(terms) * unit_roundoff(torch.float32)
     numeric.within(departure(exact, found), allowed, "a sum")
 
@@ -53,14 +52,16 @@ def test_a_part_in_a_narrower_format_rounds_as_that_does():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     part = allowance(model, 8, {"2": torch.bfloat16})
     assert part == pytest.approx(DEVIATIONS * 2 * 2**-8, rel=1e-3)
-    assert allowance(model, 8, dtype=torch.bfloat16) > allowance(model, 8, {"": torch.float16}) > allowance(model, 8)
+    half = allowance(model, 8, {"": torch.float16})
+    assert allowance(model, 8, dtype=torch.bfloat16) > half > allowance(model, 8)
     assert loss_allowance(part, 16) == pytest.approx(part / 4, rel=1e-3)
 
 
 def test_a_departure_is_relative_to_the_largest_magnitude_and_never_to_almost_nothing():
     expected = torch.tensor([1.0, -4.0])
     assert departure(expected, torch.tensor([1.0, -5.0])) == 0.25
-    assert departure(torch.tensor([1e-9]), torch.tensor([3e-9]), over := largest({"a": expected, "b": None})) < 1e-7
+    over = largest({"a": expected, "b": None})
+    assert departure(torch.tensor([1e-9]), torch.tensor([3e-9]), over) < 1e-7
     assert over == 4 and scale(torch.zeros(2), over) == 0.04
     assert departure(expected, torch.tensor([1.0, math.nan])) == math.inf
     assert departure(torch.empty(0), torch.empty(0)) == 0
@@ -76,9 +77,9 @@ def stepped(gradients, eps, lr=1e-3):
 
 def test_adamw_carries_a_gradient_s_departure_into_a_weight_as_the_rule_says(seed):
     """Gradients of every size, the smallest next to nothing, that depart by as much as they may."""
-    gradients = randn(3, 1000, seed=seed, dtype=torch.float64) * torch.logspace(-9, -1, 1000, dtype=torch.float64)
-    error = 1e-6
-    other = gradients + error * randn(3, 1000, seed=seed + 1000, dtype=torch.float64).sign()
+    error, wide = 1e-6, torch.float64
+    gradients = randn(3, 1000, seed=seed, dtype=wide) * torch.logspace(-9, -1, 1000, dtype=wide)
+    other = gradients + error * randn(3, 1000, seed=seed + 1000, dtype=wide).sign()
     departs = (stepped(gradients, 1e-2) - stepped(other, 1e-2)).abs().max()
     allowed = adamw_allowance(error, torch.ones(1), lr=1e-3, eps=1e-2, steps=3)
     numeric.within(departs, allowed, "a weight")

@@ -1,9 +1,9 @@
 """What numeric tests share: comparisons that keep a record of how near they came to what rounding may do.
 
-A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow is said
-in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable` runs the
-numeric tests with many seeds along every path that a maths library may take on some other machine, and shows the
-largest share of its tolerance that each test used up.
+A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow is
+said in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable`
+runs the numeric tests with many seeds along the paths that a maths library may take on other machines, and shows
+the largest share of its tolerance that each test used.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def within(departure, allowed, what):
 def caught(departure, allowed, what):
     """Asserts that a planted fault departs by clearly more than rounding may do."""
     checks.append(Check(what, float(departure), float(allowed), fault=True))
-    assert departure > MARGIN * allowed, f"{what}: a fault departs by {departure:.2g}; {allowed:.2g} is allowed"
+    assert departure > MARGIN * allowed, f"{what} departs by {departure:.2g}; {allowed:.2g} is allowed"
 
 
 def departure(workload, config, seed):
@@ -90,8 +90,8 @@ def weights(model):
 
 
 def trained(model, optimizer, passes):
-    """A model after as many steps of `numerics.adamw` as comparisons take; `passes()` is a forward and a backward
-    pass and returns the loss."""
+    """A model after as many steps of `numerics.adamw` as comparisons take; `passes()` is a forward and a
+    backward pass and returns the loss."""
     loss, first = 0.0, {}
     for step in range(numerics.STEPS):
         optimizer.zero_grad()
