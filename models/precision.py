@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-LOSSY = ("bf16_pure", "fp8")
-"""Values of the knob that are another training than float32's: without fp32 master weights small updates are
-lost, and products in eight bits round what they multiply. Autocast (`bf16`, `fp16`) keeps both."""
-
 
 class Precision:
     """The number formats of a training step.

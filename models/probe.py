@@ -30,7 +30,6 @@ from .stir import stirred
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from .training import Training
 
@@ -56,6 +55,9 @@ class ProbePart:
     """Its part of their square."""
     noise_numbers: int
     """See `Probe`; 0 on ranks that see no logits."""
+    by_batch: bool
+    """Whether training computes statistics over the samples of a micro-batch, so that their number decides what it
+    computes, as batch normalisation does: then only what it does without them can be compared."""
     brought: tuple[str, ...]
     """Parameters that the schedule brought in, as far as this rank holds them."""
     depth: int
@@ -116,12 +118,15 @@ def take(training: "Training") -> ProbePart:
         WorkloadError: the workload's batch or loss is not what it must be.
     """
     probed = _Probed(training)
+    by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
     with _undisturbed(training), stirred(training):
-        lively = quiet = probed.run(as_trained=True)
-        if probed.agree(lively.random or _has_statistics(training.model)):
+        lively = None if by_batch else probed.run(as_trained=True)
+        if lively is not None and not probed.agree(lively.random):
+            quiet = lively
+        else:
             with _quiet(training):
                 quiet = probed.run(as_trained=False)
-    changed, size = probed.departure(lively, quiet)
+    changed, size = probed.departure(lively or quiet, quiet)
     roundoff = training.precision.roundoff(training.model)
     names = training.outline.names
     return ProbePart(
@@ -130,6 +135,7 @@ def take(training: "Training") -> ProbePart:
         changed=changed,
         size=size,
         noise_numbers=probed.noise_numbers(quiet),
+        by_batch=by_batch,
         brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
         depth=training.outline.depth,
         roundoff=roundoff,
@@ -328,11 +334,6 @@ def _quiet(training: "Training") -> Iterator[None]:
             each.training = mode
         for each, rate in dropping:
             each.dropout = rate
-
-
-def _has_statistics(model: "nn.Module") -> bool:
-    """Whether a module computes otherwise in training without drawing anything: statistics over the batch."""
-    return any(getattr(each, "track_running_stats", False) for each in model.modules())
 
 
 def _random_state(device: "torch.device") -> tuple[bytes, ...]:

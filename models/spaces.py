@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpaceError, unknown
+from ..results.lossy import LOSSY_PRECISIONS
 from ..space import Space
 from . import parallel
 from .blame import blamed
@@ -13,7 +14,6 @@ from .device import Device, fusion_obstacle
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support
 from .huggingface import Architecture
-from .precision import LOSSY
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
 
@@ -186,16 +186,16 @@ def precisions(device: Device, *, lossy: bool = False) -> tuple[list[str], list[
     return tried, possible
 
 
-def lossy_values(space: Space) -> dict[str, list[Any]]:
+def lossy_of_space(space: Space) -> dict[str, list[Any]]:
     """Of each knob of a workload's space that has some, the values that trade accuracy for speed."""
     knob = space.by_name.get("precision")
-    found = [value for value in (knob.values if knob is not None else ()) if value in LOSSY]
+    found = [value for value in (knob.values if knob is not None else ()) if value in LOSSY_PRECISIONS]
     return {"precision": found} if found else {}
 
 
 def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
     """What to say of a space to which what was allowed added nothing."""
-    if "lossy" not in allow or lossy_values(space):
+    if "lossy" not in allow or lossy_of_space(space):
         return ()
     beyond = "".join(f"; --set {each} tries it all the same" for each in lossy_beyond(space))
     return (f"no lossy value pays on these devices, whose bf16 is emulated{beyond}",)
@@ -205,7 +205,7 @@ def lossy_beyond(space: Space) -> list[str]:
     """The lossy values that the space would accept and does not hold, as `knob=value`."""
     knob = space.by_name.get("precision")
     others = knob.others or () if knob is not None else ()
-    return [f"precision={value}" for value in others if value in LOSSY and value not in knob.values]
+    return [f"precision={value}" for value in others if value in LOSSY_PRECISIONS and value not in knob.values]
 
 
 class _Recorder(Mapping[str, Any]):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import summary
+from .lossy import lossy_values
 from .measurement import Trial
 
 
@@ -15,7 +16,7 @@ def document(
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
     and `gain` the winner's throughput over the default's. Where lossy values were tried, `best_exact` is the
-    best without any, and `lossy` names the knobs that have one. Measurements are those of the re-measurements
+    best without any, and `lossy` names a configuration's. Measurements are those of the re-measurements
     where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
     measured `again`. `reproduce` is the command line, quoted for a shell.
     """
@@ -46,7 +47,7 @@ def _entry(trial: Trial) -> dict[str, Any]:
         out["id"] = config.id
     out["configuration"] = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     if trial.lossy:
-        out["lossy"] = list(trial.lossy)
+        out["lossy"] = lossy_values(config, trial.lossy)
     out["sampler"] = trial.sampler
     if trial.measurement is None:
         return out | {"status": "pending"}

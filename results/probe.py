@@ -39,7 +39,7 @@ class Probe:
     quiet: Computed
     """On the fixed batch."""
     step: Computed | None = None
-    """In the first training step that was not skipped."""
+    """In the first training step that was not skipped; None where statistics over micro-batches take part."""
     logits: tuple[float, ...] = ()
     """Random projections of the logits on the fixed batch, each of a logit's size; empty without logits."""
     noise: float = 0.0

@@ -39,9 +39,10 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     logits = [each.logits for each in parts if each.logits]
     changed, size = sum(each.changed for each in parts), sum(each.size for each in parts)
     steps = [each for each in firsts if each is not None]
+    comparable = steps and not any(each.by_batch for each in parts)
     return Probe(
         quiet=_computed([each.quiet for each in parts]),
-        step=_computed([each.computed for each in steps]) if steps else None,
+        step=_computed([each.computed for each in steps]) if comparable else None,
         logits=tuple(sum(column) for column in zip(*logits)),
         noise=math.sqrt(changed / size) if size else 0.0,
         noise_numbers=max(each.noise_numbers for each in parts),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NothingFound
 from ..results import Measurement, Trial, summary, table_frame
+from ..results.lossy import lossy_values
 from ..space import Config
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _entry(candidate: Candidate | None) -> dict[str, Any] | None:
     return {
         "trial": candidate.trial.number,
         "config": candidate.config.to_dict(),
-        "lossy": list(candidate.trial.lossy),
+        "lossy": lossy_values(candidate.config, candidate.trial.lossy),
         "throughput": candidate.throughput,
         "unit": candidate.measurement.unit,
         "remeasured": list(candidate.trial.remeasured),

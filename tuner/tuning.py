@@ -15,7 +15,7 @@ from ..models import Workload
 from ..models.device import Device, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.global_batch import free_accumulation, shared
-from ..models.spaces import checked_allowance, lossy_values, nothing_allowed
+from ..models.spaces import checked_allowance, lossy_of_space, nothing_allowed
 from ..models.spaces import fix as fix_knob
 from ..results import RunFolder
 from ..runners import TimingPlan
@@ -411,7 +411,7 @@ def resolve_task(
         function=function,
         free_batch=accumulation is not None,
         simulated=simulated is not None,
-        lossy=lossy_values(made) if workload is not None else {},
+        lossy=lossy_of_space(made) if workload is not None else {},
         notes=notes,
     )
 

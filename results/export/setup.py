@@ -5,6 +5,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ..columns import fold
+from ..lossy import LOSSY_PRECISIONS, lossy_values
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -26,12 +27,6 @@ NEUTRAL: Mapping[str, Any] = {
     "offload": "none",
 }
 """The standard knobs at the value that asks nothing of a framework."""
-
-LOSSY: Mapping[str, str] = {
-    "bf16_pure": "there are no fp32 master weights",
-    "fp8": "matrix products are computed in 8 bits",
-}
-"""Precisions that trade accuracy for speed, and how."""
 
 
 class Setup:
@@ -117,8 +112,11 @@ class Setup:
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
         precision = self.config.get("precision")
-        if precision in LOSSY:
-            out.append(f"precision={precision} is another training than fp32 or bf16: {LOSSY[precision]}")
+        known = {"precision"} if precision in LOSSY_PRECISIONS else set()
+        if known:
+            out.append(f"precision={precision} is another training than fp32 or bf16: {LOSSY_PRECISIONS[precision]}")
+        if others := [name for name in self.trial.lossy if name not in known]:
+            out.append(f"{lossy_values(self.config, others)} trades accuracy for speed: another training than without")
         return tuple(out)
 
     def knob(self, name: str) -> Any:

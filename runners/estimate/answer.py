@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ...models.spaces import lossy_values
-from ...results.lossy import lossy_in
+from ...models.spaces import lossy_of_space
+from ...results.lossy import lossy_in, lossy_values
 from .columns import columns
 from .facts import TracedFacts
 from .facts_ahead import trace_ahead, variants_of
@@ -75,7 +75,7 @@ def entry(ranked: Ranked) -> dict[str, Any]:
     estimate = ranked.estimate
     return {
         "config": ranked.config.to_dict(),
-        "lossy": list(ranked.lossy),
+        "lossy": lossy_values(ranked.config, ranked.lossy),
         "throughput": _plain(estimate.throughput),
         "unit": estimate.unit,
         "step_ms": _plain(estimate.step_ms),
@@ -126,7 +126,7 @@ def answer(
     whole, reference = None, None
     if config is not None:
         chosen = checked_config(question.space, config)
-        lossy = lossy_in(chosen, lossy_values(question.space))
+        lossy = lossy_in(chosen, lossy_of_space(question.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
         if isinstance(estimator.source, TracedFacts):

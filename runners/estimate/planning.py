@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import SpaceError, UsageError
 from ...models.device import DESCRIBED, Device
 from ...models.families.standard import BLOCK_KNOBS
-from ...models.spaces import lossy_values
+from ...models.spaces import lossy_of_space
 from ...results.lossy import Lossy, lossy_in
 from ...space import Config, Space
 from .estimate import Estimate, EstimateTable
@@ -139,7 +139,7 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
         table = estimator.table(configs)
     order = ranking(table)
     take = configs.__getitem__ if configs is not None else space.at
-    lossy = lossy_values(space)
+    lossy = lossy_of_space(space)
 
     def ranked(index: int) -> Ranked:
         config = take(int(index))

@@ -8,7 +8,7 @@ from redline.models import Workload, workload
 from redline.models.spaces import (
     default_space,
     lossy_beyond,
-    lossy_values,
+    lossy_of_space,
     micro_batches,
     nothing_allowed,
     ratios,
@@ -60,12 +60,12 @@ def test_lossy_values_are_there_only_where_they_are_asked_for(cpu, cuda, compile
     gpu, made = cuda((9, 0)), workload("gpt2")
     allowed = default_space(made, gpu, allow=("lossy",))
     assert values(allowed)["precision"] == ("fp32", "bf16", "bf16_pure")
-    assert lossy_values(allowed) == {"precision": ["bf16_pure"]}
+    assert lossy_of_space(allowed) == {"precision": ["bf16_pure"]}
     assert allowed.default()["precision"] == "fp32" and "lossy" in allowed["precision"].help
     asked = default_space(made, gpu)
-    assert lossy_values(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
+    assert lossy_of_space(asked) == {} and lossy_beyond(asked) == ["precision=bf16_pure"]
     asked.override("precision", ["bf16", "bf16_pure"])
-    assert lossy_values(asked) == {"precision": ["bf16_pure"]} and lossy_beyond(asked) == []
+    assert lossy_of_space(asked) == {"precision": ["bf16_pure"]} and lossy_beyond(asked) == []
     # Nothing trains in fp8 here, so that nobody can ask for it.
     with pytest.raises(SpaceError, match="fp8"):
         allowed.fix("precision", "fp8")

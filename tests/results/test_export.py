@@ -395,6 +395,13 @@ def test_every_header_says_what_is_not_what_it_seems(target, form, case):
     assert not any(each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "another training"))
 
 
+def test_lossy_values_of_a_space_of_ones_own_are_marked_too():
+    given = Trial(number=0, config={"micro_batch": 1, "rounding": "fast", "precision": "fp8"}, lossy=("rounding", "precision"))
+    made = render("env", given, DOCUMENT)
+    assert "# - rounding=fast trades accuracy for speed: another training than without\n" in made.text
+    assert made.text.count("another training") == 2
+
+
 @pytest.mark.parametrize(("target", "form"), FORMS)
 def test_nothing_simulated_is_called_measured(target, form):
     knobs = FULL | {"checkpoint_ratio": 0.75, "pp": 1, "tp": 1, "zero": 0}

@@ -93,8 +93,9 @@ def test_every_table_marks_lossy_values_and_data_for_programs_does_not(run):
 def test_every_export_of_a_lossy_configuration_states_it(run, target):
     view = View(run)
     made = render(target, view.trials()[2], view.document)
-    assert "precision=bf16_pure is lossy: it trades accuracy for speed" in made.notes
-    assert not any("lossy" in note for note in render(target, view.trials()[1], view.document).notes)
+    said = "precision=bf16_pure is another training than fp32 or bf16: there are no fp32 master weights"
+    assert said in made.notes
+    assert not any("training than" in note for note in render(target, view.trials()[1], view.document).notes)
 
 
 def test_a_run_that_asked_for_none_says_nothing_of_it(tmp_path, open_run, point, knobs, ok):

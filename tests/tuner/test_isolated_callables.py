@@ -77,7 +77,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
         return 2.0 if config["how"] == "last" else 1.0
 
     space = ways("fine", "segfault", "exit", "hang", "memory", "system exit", "killed", "last")
-    limits = {"trial_timeout": "2s", "memory_limit": "1GiB"}
+    limits = {"trial_timeout": "10s", "memory_limit": "1GiB"}
     result = rl.tune(fn, space, trials=8, sampler="grid", out=tmp_path / "run", **limits)
     found = measured(result)
     assert {how: each.status for how, each in found.items()} == {
@@ -91,7 +91,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
         "last": Status.OK,
     }
     assert "SIGSEGV" in found["segfault"].reason and "code 3" in found["exit"].reason
-    assert found["hang"].reason == "no result within 2 s (during the call)"
+    assert found["hang"].reason == "no result within 10 s (during the call)"
     assert "in fn" in (tmp_path / "run" / found["hang"].log).read_text()  # the stack it hung in
     assert found["memory"].memory_limit_mib == 1024 and found["memory"].peak_memory_mib >= 1024
     assert "SystemExit: enough" in found["system exit"].reason and "SIGTERM" in found["killed"].reason
@@ -203,7 +203,7 @@ def test_a_call_ends_with_everything_it_started(tmp_path, quick):
             time.sleep(600)
         return 1.0
 
-    result = rl.tune(fn, ways("returns", "hangs"), trials=2, sampler="grid", trial_timeout="1s")
+    result = rl.tune(fn, ways("returns", "hangs"), trials=2, sampler="grid", trial_timeout="5s")
     assert {how: each.status for how, each in measured(result).items()} == {
         "returns": Status.OK,
         "hangs": Status.TIMEOUT,
@@ -220,7 +220,7 @@ def test_calls_run_at_once_where_that_is_asked_for(tmp_path, quick):
             time.sleep(0.01)
         return 1.0
 
-    result = rl.tune(fn, ways("a", "b"), trials=2, sampler="grid", concurrency=2, trial_timeout="30s")
+    result = rl.tune(fn, ways("a", "b"), trials=2, sampler="grid", concurrency=2)
     assert [trial.measurement.status for trial in result.all_trials] == [Status.OK, Status.OK]
 
 
@@ -285,21 +285,19 @@ def test_limits_that_ask_for_nothing_are_taken_in_this_process():
 
 def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
     script = """
-    import os, sys, time
+    import os, sys
     import redline as rl
 
     space = rl.Space()
-    space.choice("how", ["returns", "exits", "hangs"])
+    space.choice("how", ["returns", "exits"])
 
     def fn(config):
         if config["how"] == "exits":
             os._exit(5)
-        if config["how"] == "hangs":
-            time.sleep(600)
         parents = open(f"/proc/{os.getppid()}/cmdline").read()
         return 1.0 if "redline.runners.agent" in parents else 0.5
 
-    result = rl.tune(fn, space, trials=3, sampler="grid", runner="ray", trial_timeout="2s", out=sys.argv[1])
+    result = rl.tune(fn, space, trials=2, sampler="grid", runner="ray", out=sys.argv[1])
     print(sorted((t.config["how"], str(t.measurement.status), t.measurement.throughput) for t in result.all_trials))
     import ray
     print(ray.is_initialized(), open(sys.argv[1] + "/run.yaml").read().count("runner: ray"))
@@ -308,5 +306,5 @@ def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     found, rest = done.stdout.splitlines()
-    assert found == "[('exits', 'crash', None), ('hangs', 'timeout', None), ('returns', 'ok', 1.0)]"
+    assert found == "[('exits', 'crash', None), ('returns', 'ok', 1.0)]"
     assert rest == "False 1"
