@@ -155,7 +155,7 @@ def main() -> None:
                 [sys.executable, "-u", "-m", "redline.tuner.cli", "dashboard", str(root), "--port", "0"], stdout=subprocess.PIPE, text=True
             )
             try:
-                address = server.stdout.readline().split()[-1]
+                address = (server.stdout.readline() + server.stdout.readline()).split()[-1]
                 figures = of_server(address, large) if kind == "server" else of_browser(address, large, chromium)
                 out[kind] = {name: round(value, 3) for name, value in figures.items()}
             finally:

@@ -35,7 +35,7 @@ CONFIG = (
 
 SHIM = """#!{python}
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/support"]
 from test_docs import scaled
 from redline.tuner.cli import main
 main(scaled(sys.argv[1:]))

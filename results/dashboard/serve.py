@@ -75,7 +75,8 @@ def serve(
     chosen = listening.getsockname()[1]
     if port not in (0, chosen):
         say(f"port {port} is in use; serving on {chosen} instead")
-    say(f"redline dashboard of {library.root}, {_runs(len(library.ids()))}: {address(host, chosen, token)}")
+    # The address on a line of its own, which terminals let one click.
+    say(f"redline dashboard of {library.root}, {_runs(len(library.ids()))}:\n{address(host, chosen, token)}")
     hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
     config = uvicorn.Config(
         Guard(app, token=token, hosts=hosts), log_level="warning", access_log=False, server_header=False,

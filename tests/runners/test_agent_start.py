@@ -71,7 +71,7 @@ def test_what_an_import_prints_is_in_no_trials_log(agent, tmp_path):
         outcome = made.run(Job(program=cloudpickle.dumps(lambda context: print("mine")), timeout_s=60, log=str(log)))
         assert outcome.status is Status.OK, outcome.reason
         assert log.read_text() == "mine\n"
-    assert Path(made._folder, "log").read_text().count("never flushed") == 1
+    assert Path(made._folder, "log").read_bytes().count(b"never flushed") == 1
 
 
 def test_an_agent_that_dies_while_it_starts_is_started_again(agent, tmp_path):
