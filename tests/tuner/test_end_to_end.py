@@ -153,7 +153,7 @@ def left_of(pids):
 def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder):
     done = tune(folder, "mlp", "--trials", 6)
     assert done.returncode == 0, done.stderr
-    for word in ("winner", "default", "gain", "samples/s", "re-measurements"):
+    for word in ("winner", "default", "gain", "samples/s", "measured again"):
         assert word in done.stdout
     best = yaml.safe_load((folder / "run" / "best.yaml").read_text())
     assert best["gain"] >= 0.9
