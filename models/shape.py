@@ -31,10 +31,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def shape_of(model: Any) -> dict[str, Any] | None:
-    """What run.yaml keeps of a model's shape: its `family` and, where its configuration has them, `layers`, `hidden`,
-    `heads`, `kv_heads`, `head_dim`, `intermediate`, `vocabulary`, `positions`, `tied` and the like.
+    """What run.yaml keeps of a model's shape: its `family` and, where its configuration has them, `layers`,
+    `hidden`, `heads`, `kv_heads`, `head_dim`, `intermediate`, `vocabulary`, `positions`, `tied` and the like.
 
-    None of what is no single stack of blocks over tokens: an encoder with a decoder, images, a model of one's own.
+    None of what is no single stack of blocks over tokens: an encoder with a decoder, images, one's own model.
     """
     if not isinstance(model, Architecture) or model.task not in ("causal", "masked"):
         return None

@@ -158,8 +158,8 @@ class RunFolder:
         return resumed
 
     def record_hosts(self, per_host: int | None) -> None:
-        """Keeps in run.yaml how many of a trial's devices a host has, which on a cluster only its runner finds out;
-        None where it found out nothing.
+        """Keeps in run.yaml how many of a trial's devices a host has, which on a cluster only its runner finds
+        out; None where it found out nothing.
 
         Raises:
             StudyError: it cannot be written.

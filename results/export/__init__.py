@@ -67,7 +67,10 @@ def render(
     notes, use = setup.finish(), comments.used(chosen, setup, file or chosen.file(form))
     said = [*comments.head(chosen, setup), *use]
     if notes:
-        said += ["Not carried over, or to be known:", *(line for note in notes for line in comments.wrapped(note))]
+        said += [
+            "Not carried over, or to be known:",
+            *(line for note in notes for line in comments.wrapped(note)),
+        ]
     return Export(
         target=target,
         form=form,
@@ -91,7 +94,9 @@ def _launched(
         raise UsageError(unknown("launch", name, LAUNCHES))
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
-        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
+        raise UsageError(
+            f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}"
+        )
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))

@@ -64,14 +64,15 @@ def config(setup: Setup) -> dict[str, Any]:
 def _rendezvous(setup: Setup) -> dict[str, Any]:
     if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
-            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config); torchrun starts them as "
-            "well, but does not read this file: tell the Accelerator itself"
+            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config); torchrun "
+            "starts them as well, but does not read this file: tell the Accelerator itself"
         )
     if setup.hosts.count == 1:
         return {"machine_rank": 0}
     setup.note(
-        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands for its "
-        "name: each host gives its own by the options --machine_rank, --main_process_ip and --main_process_port"
+        "machine_rank, main_process_ip and main_process_port are of the first host, and FIRST-HOST stands "
+        "for its name: each host gives its own by the options --machine_rank, --main_process_ip and "
+        "--main_process_port"
     )
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
 

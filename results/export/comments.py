@@ -25,8 +25,8 @@ def head(target: Target, setup: Setup) -> list[str]:
         lines.append(f"Checked against {' '.join(target.checked)}")
     if setup.processes < setup.devices:
         lines.append(
-            f"On {setup.processes} of {setup.devices} devices, since {target.name} has no pipeline: tp {setup.tp} x "
-            f"dp {setup.dp}"
+            f"On {setup.processes} of {setup.devices} devices, since {target.name} has no pipeline: "
+            f"tp {setup.tp} x dp {setup.dp}"
         )
     elif setup.devices > 1:
         lines.append(f"On {setup.devices} devices: tp {setup.tp} x pp {setup.pp} x dp {setup.dp}")
@@ -38,7 +38,10 @@ def used(target: Target, setup: Setup, file: str) -> tuple[str, ...]:
     lines = [f"Use: {fold(target.use(file))}"] if target.use is not None else []
     if target.start is not None:
         line = fold(target.start(setup, shlex.quote(file)))
-        lines += [f"Start: {line}"] if setup.hosts.count == 1 else [f"Start on each of {_hosts(setup, line)}:", f"  {line}"]
+        if setup.hosts.count == 1:
+            lines.append(f"Start: {line}")
+        else:
+            lines += [f"Start on each of {_hosts(setup, line)}:", f"  {line}"]
         if setup.per_host is None and setup.processes > 1:
             lines.append("  for one host, as how many devices a host has is not known")
     return tuple(lines)

@@ -19,9 +19,9 @@ def config(setup: Setup) -> dict[str, Any]:
     """
     if setup.tp > 1 and setup.pp > 1:
         raise UsageError(
-            f"cannot export trial {setup.trial.number} to deepspeed: tp={setup.tp} with pp={setup.pp} is nothing that "
-            "DeepSpeed runs from a file, since its AutoTP cuts Hugging Face models and its pipelines take a "
-            "PipelineModule; megatron, torchtitan and python have both"
+            f"cannot export trial {setup.trial.number} to deepspeed: tp={setup.tp} with pp={setup.pp} is "
+            "nothing that DeepSpeed runs from a file, since its AutoTP cuts Hugging Face models and its "
+            "pipelines take a PipelineModule; megatron, torchtitan and python have both"
         )
     out: dict[str, Any] = {}
     if setup.micro_batch is not None:
@@ -59,7 +59,8 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.dp > 1:
             setup.note(
-                f"offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than {setup.found}"
+                "offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than "
+                f"{setup.found}"
             )
         # On one replica stage 1 shards nothing.
         out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -121,7 +122,7 @@ def _json(setup: Setup, comment: str) -> str:
 
 
 def _start(setup: Setup, file: str) -> str:
-    # DeepSpeed's own launcher would need a file of hosts and ssh between them; it understands torchrun's variables.
+    # DeepSpeed's own launcher would need a file of hosts and ssh between them; torchrun's variables will do.
     if setup.hosts.count > 1 or setup.device_type == "cpu":
         launcher = setup.hosts.torchrun()
     else:

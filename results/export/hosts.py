@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 PORT = 29500
 """Where the first host listens for the others unless MASTER_PORT says otherwise: torchrun's own default."""
-FIRST = '"$MASTER_ADDR:${MASTER_PORT:-%d}"' % PORT
+FIRST = f'"$MASTER_ADDR:${{MASTER_PORT:-{PORT}}}"'
 """The first host's address, in a shell."""
 
 
@@ -19,7 +19,7 @@ class Hosts:
 
     @classmethod
     def of(cls, processes: int, per_host: int | None) -> "Hosts":
-        """The fewest hosts of at most `per_host` devices for so many processes; one where that is not known."""
+        """The fewest hosts for so many processes, `per_host` at most on each; one where that is not known."""
         most = per_host or processes
         count = next(n for n in range(1, processes + 1) if processes % n == 0 and processes // n <= most)
         return cls(count=count, each=processes // count)
@@ -28,7 +28,7 @@ class Hosts:
         return f"{self.count} hosts of {self.each}" if self.count > 1 else "one host"
 
     def torchrun(self) -> str:
-        """torchrun with its options, for a shell: on several hosts each runs the same, and MASTER_ADDR is the first."""
+        """torchrun with its options, for a shell; each host runs the same, with MASTER_ADDR the first."""
         if self.count == 1:
             return f"torchrun --nproc-per-node {self.each}"
         return (

@@ -117,7 +117,9 @@ def _kubernetes(job: Job, comment: str) -> str:
             "spec": {"nprocPerNode": str(job.setup.hosts.each), "pytorchReplicaSpecs": _replicas(job)},
         },
     ]
-    return hashed(comment) + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return hashed(comment) + yaml.dump_all(
+        documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110
+    )
 
 
 def _replicas(job: Job) -> dict[str, Any]:
@@ -135,7 +137,10 @@ def _pod(job: Job) -> dict[str, Any]:
         "name": "pytorch",
         "image": _IMAGE,
         "command": ["bash", "-c", f'set -euo pipefail; export NODE_RANK="$RANK"; {job.line}'],
-        "volumeMounts": [{"name": "redline", "mountPath": _MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [
+            {"name": "redline", "mountPath": _MOUNT},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
     }
     if job.setup.device_type == "cuda":
         container["resources"] = {"limits": {"nvidia.com/gpu": job.setup.hosts.each}}
@@ -169,8 +174,10 @@ LAUNCHES: Mapping[str, Launch] = {
             about="a PyTorchJob of Kubeflow, with the target's file in a ConfigMap",
             form="yaml",
             body=_kubernetes,
-            use=lambda job, file: f"kubectl apply -f {file}, with {_IMAGE} replaced by an image that has the script "
-            "and what it needs",
+            use=lambda job, file: (
+                f"kubectl apply -f {file}, with {_IMAGE} replaced by an image that has the script "
+                "and what it needs"
+            ),
             folder=f"{_MOUNT}/",
             needs="Kubeflow's training operator 1 (kubeflow.org/v1)",
         ),

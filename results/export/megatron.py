@@ -1,6 +1,5 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
-
 from .common import note_gpipe
 from .megatron_model import model_flags
 from .setup import Setup, words
@@ -91,14 +90,17 @@ def _recomputation(setup: Setup) -> list[str]:
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     # `block` recomputes that many layers of each pipeline stage.
     setup.note(
-        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly spread ones"
+        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly "
+        "spread ones"
     )
     if setup.shape:
         number = str(max(1, round(setup.shape["layers"] / setup.pp * ratio)))
     else:
         setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
         share = round(ratio * 1000)
-        number = f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
+        number = (
+            f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
+        )
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
 
 

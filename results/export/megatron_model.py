@@ -14,10 +14,13 @@ FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mixtral": (_LLAMA, ("silu",)),
     "qwen2": ((*_LLAMA, "--add-qkv-bias"), ("silu",)),
     "qwen3": ((*_LLAMA, "--qk-layernorm"), ("silu",)),
-    "gpt2": (("--normalization LayerNorm", "--position-embedding-type learned_absolute"), ("gelu_new", "gelu")),
+    "gpt2": (
+        ("--normalization LayerNorm", "--position-embedding-type learned_absolute"),
+        ("gelu_new", "gelu"),
+    ),
     "gpt_neox": (("--normalization LayerNorm", "--position-embedding-type rope"), ("gelu", "gelu_new")),
 }
-"""Families that Megatron's GPT can be, as transformers names them: their flags, and the activations they go with."""
+"""Families that Megatron's GPT can be, as transformers names them: their flags, and activations."""
 
 
 def model_flags(setup: Setup) -> list[str]:
@@ -25,13 +28,13 @@ def model_flags(setup: Setup) -> list[str]:
     shape = setup.shape
     if not shape:
         setup.note(
-            "the model itself: --num-layers, --hidden-size, --num-attention-heads, --max-position-embeddings, the "
-            "tokenizer, the data and the learning rate are yours"
+            "the model itself: --num-layers, --hidden-size, --num-attention-heads, "
+            "--max-position-embeddings, the tokenizer, the data and the learning rate are yours"
         )
         return []
     setup.note(
-        "the tokenizer, the data and the learning rate are yours; --vocab-size is the model's, which Megatron pads to "
-        "a multiple of 128 x tp, and what a tokenizer has counts instead where one is given"
+        "the tokenizer, the data and the learning rate are yours; --vocab-size is the model's, which "
+        "Megatron pads to a multiple of 128 x tp, and what a tokenizer has counts instead where one is given"
     )
     _note_uneven_stages(setup)
     return _sizes(setup) + _family(setup) + _dropout(shape)
@@ -40,8 +43,9 @@ def model_flags(setup: Setup) -> list[str]:
 def _note_uneven_stages(setup: Setup) -> None:
     if setup.shape["layers"] % setup.pp:
         setup.note(
-            f"pp={setup.pp}: {setup.shape['layers']} layers are no multiple of the stages, which Megatron refuses "
-            "unless --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make them one"
+            f"pp={setup.pp}: {setup.shape['layers']} layers are no multiple of the stages, which Megatron "
+            "refuses unless --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make "
+            "them one"
         )
 
 
@@ -74,18 +78,23 @@ def _family(setup: Setup) -> list[str]:
     family, activation = shape["family"], shape.get("activation")
     if family not in FAMILIES:
         setup.note(
-            f"of the family {family} only the sizes are known to this export: its norm, activation, biases and positions "
-            "are yours, where Megatron has them"
+            f"of the family {family} only the sizes are known to this export: its norm, activation, biases "
+            "and positions are yours, where Megatron has them"
         )
         return []
     flags, activations = FAMILIES[family]
     if activation not in activations:
-        setup.note(f"the activation {activation} is yours: this export knows {family} with {' or '.join(activations)}")
+        setup.note(
+            f"the activation {activation} is yours: this export knows {family} with "
+            f"{' or '.join(activations)}"
+        )
     elif activation == "silu":
         flags += ("--swiglu",)
     biased = [name for name in ("attention_bias", "mlp_bias") if shape.get(name)]
     if biased and "--disable-bias-linear" in flags:
-        setup.note(f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there")
+        setup.note(
+            f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there"
+        )
         flags = tuple(flag for flag in flags if flag != "--disable-bias-linear")
     if shape.get("parallel_residual"):
         setup.note("attention and MLP of a block run one after the other: Megatron has no parallel residual")

@@ -95,8 +95,8 @@ def _python(setup: Setup, comment: str) -> str:
         )
     else:
         setup.note(
-            "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than its first "
-            "4 MiB, evaluation and checkpoints on the way are yours"
+            "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than "
+            "its first 4 MiB, evaluation and checkpoints on the way are yours"
         )
     config = pprint.pformat(plain(setup.take_all()), sort_dicts=False, width=100)
     values = {

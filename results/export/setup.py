@@ -114,9 +114,11 @@ class Setup:
         precision = self.config.get("precision")
         known = {"precision"} if precision in LOSSY_PRECISIONS else set()
         if known:
-            out.append(f"precision={precision} is another training than fp32 or bf16: {LOSSY_PRECISIONS[precision]}")
+            why = LOSSY_PRECISIONS[precision]
+            out.append(f"precision={precision} is another training than fp32 or bf16: {why}")
         if others := [name for name in self.trial.lossy if name not in known]:
-            out.append(f"{lossy_values(self.config, others)} trades accuracy for speed: another training than without")
+            what = lossy_values(self.config, others)
+            out.append(f"{what} trades accuracy for speed: another training than without")
         return tuple(out)
 
     def knob(self, name: str) -> Any:

@@ -32,9 +32,9 @@ class Target:
     use: Callable[[str], str] | None = None
     """How a file of that name is read, where that is not in `start`."""
     start: Callable[[Setup, str], str] | None = None
-    """The shell line that starts a training with a file of that name (quoted for a shell) on one host, or is run
-    on each of several: MASTER_ADDR is then the first one's name, NODE_RANK each one's own number from 0. Further
-    arguments can be put behind it. None where there is nothing to start."""
+    """The shell line that starts a training with a file of that name (quoted for a shell) on one host, or is
+    run on each of several: MASTER_ADDR is then the first one's name, NODE_RANK each one's own number from 0.
+    Further arguments can be put behind it. None where there is nothing to start."""
 
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
         """What an export to it starts from."""
@@ -56,8 +56,8 @@ class Export:
     text: str
     """The file's text."""
     notes: tuple[str, ...]
-    """What has to be known, and what could not be carried over. It stands in the text too, but for a form without
-    comments."""
+    """What has to be known, and what could not be carried over. It stands in the text too, but for a form
+    without comments."""
     use: tuple[str, ...]
     """How the file is used, in lines; in the text too, likewise."""
     devices: int

@@ -44,7 +44,9 @@ def flags(setup: Setup) -> list[str]:
     give("parallelism.pipeline_parallel_degree", setup.pp)
     if setup.pp > 1:
         give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
-        give("parallelism.pipeline_parallel_schedule", {"gpipe": "GPipe"}.get(setup.order_of_stages(), "1F1B"))
+        give(
+            "parallelism.pipeline_parallel_schedule", {"gpipe": "GPipe"}.get(setup.order_of_stages(), "1F1B")
+        )
     note_lora(setup)
     if setup.knob("offload") == "optimizer":
         if zero:
@@ -56,7 +58,7 @@ def flags(setup: Setup) -> list[str]:
     if fused is not None:
         give("optimizer.implementation", "fused" if fused else "foreach")
     out.append("--compile.enable" if setup.knob("fusion") else "--compile.no_enable")
-    # torchtitan captures a step as a CUDA graph unless told otherwise; redline does not, and with a pipeline it cannot.
+    # By default torchtitan captures a step as a CUDA graph, and then refuses pipelines; redline does not.
     out.append("--training.disable_cuda_graphs")
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
     attention = setup.knob("attention")

@@ -74,7 +74,8 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         }
     if ratio < 1:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}"
+            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than "
+            f"{setup.found}"
         )
     # FSDP's own wraps what it gathers, and so gathers it once less.
     return {} if sharded else {"activation_checkpointing": True}
@@ -103,7 +104,9 @@ def _note_the_rest(setup: Setup) -> None:
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     if setup.seq_len is not None:
-        setup.note(f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length")
+        setup.note(
+            f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length"
+        )
 
 
 def _yaml(setup: Setup, comment: str) -> str:

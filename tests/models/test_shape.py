@@ -16,7 +16,8 @@ LANGUAGE = [name for name, preset in PRESETS.items() if preset.task in ("causal"
 def test_a_presets_shape_is_that_of_its_table(name):
     found = shape_of(rl.workload(name).model)
     assert found["family"] == PRESETS[name].model_type
-    assert {word: found[word] for word in ("layers", "hidden", "heads", "vocabulary")} == PRESETS[name].shape()
+    expected = PRESETS[name].shape()
+    assert {word: found[word] for word in expected} == expected
     json.dumps(found)  # plain data
 
 
@@ -25,8 +26,9 @@ def test_a_configuration_files_shape_is_what_it_says(tmp_path):
         json.dumps(
             {
                 "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6,
-                "num_key_value_heads": 2, "intermediate_size": 200, "vocab_size": 500, "max_position_embeddings": 256,
-                "attention_bias": True, "tie_word_embeddings": True, "rope_theta": 20000.0,
+                "num_key_value_heads": 2, "intermediate_size": 200, "vocab_size": 500,
+                "max_position_embeddings": 256, "attention_bias": True, "tie_word_embeddings": True,
+                "rope_theta": 20000.0,
             }
         )
     )  # fmt: skip

@@ -247,7 +247,9 @@ def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
 
 def test_the_order_of_a_pipeline_is_kept_or_stated():
     for kind, word in (("1f1b", "1F1B"), ("gpipe", "GPipe")):
-        given, _ = flags("torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind)
+        given, _ = flags(
+            "torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind
+        )
         assert value(given, "--parallelism.pipeline_parallel_schedule") == word
         for target in ("deepspeed", "megatron"):
             notes = render(target, trial(pp=2, pipeline_schedule=kind), DOCUMENT).notes
@@ -361,7 +363,9 @@ def test_the_winner_or_any_trial_is_chosen():
 @pytest.mark.parametrize("status", [each for each in Status if each is not Status.OK])
 def test_a_trial_that_did_not_run_to_its_end_is_exported_by_force_only(status):
     trials = [trial(0, micro_batch=1), trial(1, status, micro_batch=2)]
-    with pytest.raises(UsageError, match=f"trial 1 did not run to its end, it ended as {status} .it went wrong."):
+    with pytest.raises(
+        UsageError, match=f"trial 1 did not run to its end, it ended as {status} .it went wrong."
+    ):
         chosen_trial(trials, 1)
     assert chosen_trial(trials, 1, force=True).number == 1
 
@@ -374,11 +378,12 @@ def test_a_trial_that_has_not_ended_is_exported_by_force_only():
 
 
 SIMULATED = {"asked": {**DOCUMENT["asked"], "simulated": True}}
+ANOTHER = "is another training than fp32 or bf16"
 CASES = {
     "simulated": (SIMULATED, {}, "predicted, simulated: nothing was run"),
-    "bf16_pure": (DOCUMENT, {"precision": "bf16_pure"}, "is another training than fp32 or bf16: there are no fp32 master"),
-    "fp8": (DOCUMENT, {"precision": "fp8"}, "is another training than fp32 or bf16: matrix products are computed in 8 bits"),
-    "oom": (DOCUMENT, {"status": Status.OOM}, "trial 7 did not run to its end, it ended as oom (it went wrong)"),
+    "bf16_pure": (DOCUMENT, {"precision": "bf16_pure"}, f"{ANOTHER}: there are no fp32 master weights"),
+    "fp8": (DOCUMENT, {"precision": "fp8"}, f"{ANOTHER}: matrix products are computed in 8 bits"),
+    "oom": (DOCUMENT, {"status": Status.OOM}, "trial 7 did not run to its end, it ended as oom (it went"),
 }  # fmt: skip
 
 
@@ -390,13 +395,21 @@ def test_every_header_says_what_is_not_what_it_seems(target, form, case):
     assert any(said in note for note in made.notes)
     if made.comments_inside:
         head = made.text.partition("Not carried over")[0]
-        assert said in " ".join(head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split())
+        assert said in " ".join(
+            head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split()
+        )
     plain_one = render(target, trial(micro_batch=1, grad_accum=1), DOCUMENT, form=form)
-    assert not any(each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "another training"))
+    assert not any(
+        each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "another training")
+    )
 
 
 def test_lossy_values_of_a_space_of_ones_own_are_marked_too():
-    given = Trial(number=0, config={"micro_batch": 1, "rounding": "fast", "precision": "fp8"}, lossy=("rounding", "precision"))
+    given = Trial(
+        number=0,
+        config={"micro_batch": 1, "rounding": "fast", "precision": "fp8"},
+        lossy=("rounding", "precision"),
+    )
     made = render("env", given, DOCUMENT)
     assert "# - rounding=fast trades accuracy for speed: another training than without\n" in made.text
     assert made.text.count("another training") == 2
@@ -413,7 +426,9 @@ def test_nothing_simulated_is_called_measured(target, form):
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_plain_files_of_a_simulated_run_hold_predictions(form):
     made = yaml.safe_load(render(form, trial(micro_batch=1), SIMULATED).text)
-    assert made["simulated"] is True and made["predicted"]["throughput"] == 1000.0 and "measurement" not in made
+    assert (
+        made["simulated"] is True and made["predicted"]["throughput"] == 1000.0 and "measurement" not in made
+    )
     made = yaml.safe_load(render(form, trial(micro_batch=1), DOCUMENT).text)
     assert made["measurement"]["throughput"] == 1000.0 and not {"simulated", "predicted"} & set(made)
 

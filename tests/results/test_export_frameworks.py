@@ -42,7 +42,8 @@ CONFIGURATIONS = {
         "fused_optimizer": True, "pipeline_schedule": "gpipe",
     },
     "pp, bf16_pure": {
-        "micro_batch": 4, "grad_accum": 4, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure", "fusion": True,
+        "micro_batch": 4, "grad_accum": 4, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
+        "fusion": True,
     },
 }  # fmt: skip
 every_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -52,9 +53,9 @@ CHECKED = {name: target.checked for name, target in export_targets().items() if 
 @pytest.mark.parametrize("target", CHECKED)
 def test_an_export_names_the_version_it_is_checked_against_here(target):
     package, version = CHECKED[target]
-    assert f"Checked against {package} {version}\n" in render(target, Trial(number=0, config={}), DOCUMENT).text.replace(
-        '",', "\n"
-    )
+    assert f"Checked against {package} {version}\n" in render(
+        target, Trial(number=0, config={}), DOCUMENT
+    ).text.replace('",', "\n")
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -68,9 +69,16 @@ def test_the_version_is_that_of_the_extra_and_of_the_documentation(target):
     root = Path(redline.__file__).parent
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
-    pins = [line.partition(";")[0].strip() for line in settings["options.extras_require"]["frameworks"].splitlines()]
+    pins = [
+        line.partition(";")[0].strip()
+        for line in settings["options.extras_require"]["frameworks"].splitlines()
+    ]
     assert f"{package}=={version}.*" in pins
-    (row,) = (line for line in (root / "docs" / "exports.md").read_text().splitlines() if line.startswith(f"| `{target}` |"))
+    (row,) = (
+        line
+        for line in (root / "docs" / "exports.md").read_text().splitlines()
+        if line.startswith(f"| `{target}` |")
+    )
     assert f"| {package} {version} |" in row
 
 
@@ -85,9 +93,13 @@ def export(target, name, path, form=None, device="cuda"):
 
 
 def results(code, asked, folder):
-    """What code in a process of its own prints of each entry of `asked`: a framework takes seconds to import."""
+    """What code prints of each entry of `asked`, in a process of its own: imports take seconds."""
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, cwd=folder, check=False
+        [sys.executable, "-c", code, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [each.removeprefix("RESULT ") for each in done.stdout.splitlines() if each.startswith("RESULT ")]
@@ -133,11 +145,18 @@ def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
     path = tmp_path / "config.yaml"
     asked = {**DOCUMENT["asked"], "devices": {"type": "cuda", "used": 64, "per_host": 8}}
     config = {"micro_batch": 1, "grad_accum": 1, "dp": 64, "zero": 3, "precision": "bf16"}
-    made = render("accelerate", Trial(number=0, config=config, measurement=None), {"asked": asked}, file=str(path))
+    made = render(
+        "accelerate", Trial(number=0, config=config, measurement=None), {"asked": asked}, file=str(path)
+    )
     path.write_text(made.text)
     loaded = load_config_from_file(str(path))
     assert (loaded.num_machines, loaded.num_processes, loaded.main_process_ip) == (8, 64, "FIRST-HOST")
-    line = made.use[1].replace("$NODE_RANK", "3").replace("$MASTER_ADDR", "n1").replace("${MASTER_PORT:-29500}", "4321")
+    line = (
+        made.use[1]
+        .replace("$NODE_RANK", "3")
+        .replace("$MASTER_ADDR", "n1")
+        .replace("${MASTER_PORT:-29500}", "4321")
+    )
     program, command, *arguments = shlex.split(line)
     assert (program, command) == ("accelerate", "launch")
     given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
@@ -201,7 +220,11 @@ for name, (path, replicas, started) in json.loads(sys.argv[1]).items():
         path = folder / f"{number}.json"
         if name != "tp, pp, dp":  # which is refused
             config = export("deepspeed", name, path)
-            (start,) = (line for line in json.loads(path.read_text())["_comment"] if line.startswith("Start: deepspeed "))
+            (start,) = (
+                line
+                for line in json.loads(path.read_text())["_comment"]
+                if line.startswith("Start: deepspeed ")
+            )
             asked[name] = [str(path), config.get("dp", 1), start.split()[2:]]
     return results(code, asked, folder)
 
@@ -225,7 +248,7 @@ WITHOUT_TRITON = """
 import importlib.abc, importlib.machinery, importlib.util, json, sys
 from unittest.mock import MagicMock
 
-# What torch itself looks triton up for comes first; the framework then imports kernels that nothing here runs.
+# What torch itself looks triton up for comes first; the framework then imports kernels that nobody runs.
 import torch._inductor.compile_fx, torch.utils.flop_counter
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -300,7 +323,9 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     assert made["tensor_parallel_degree"] == config.get("tp", 1)
     assert made["pipeline_parallel_degree"] == config.get("pp", 1)
     assert made["pipeline_parallel_microbatch_size"] == (config["micro_batch"] if pipelined else 1)
-    assert made["pipeline_parallel_schedule"] == ("GPipe" if config.get("pipeline_schedule") == "gpipe" else "1F1B")
+    assert made["pipeline_parallel_schedule"] == (
+        "GPipe" if config.get("pipeline_schedule") == "gpipe" else "1F1B"
+    )
     assert made["data_parallel_replicate_degree"] == (1 if zero else replicas)
     assert made["data_parallel_shard_degree"] == (replicas if zero else 1)
     if zero:
@@ -365,11 +390,11 @@ MEGATRON_FLAGS = {
     "--hidden-dropout": float,
     "--attention-dropout": float,
 }
-"""Flags of megatron/training/arguments.py in megatron-core 0.19, with their types or choices: that parser itself needs
-Python 3.12."""
+"""Flags of megatron/training/arguments.py in megatron-core 0.19, with their types or choices: that parser
+itself needs Python 3.12."""
 MODELS = (
-    "llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "mixtral-8x7b", "gpt2", "gpt-neox-20b",
-    "opt-350m", "bert-base",
+    "llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "mixtral-8x7b", "gpt2",
+    "gpt-neox-20b", "opt-350m", "bert-base",
 )  # fmt: skip
 
 
@@ -387,7 +412,9 @@ def megatron_arguments(model, name, seq_len=128):
     measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
     made = render("megatron", Trial(number=0, config=config, measurement=measured), {"asked": asked})
     script = made.text + 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-}"; printf "%s\\n" "${MEGATRON_ARGS[@]}"'
-    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin"}).stdout
+    out = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True, env={"PATH": "/usr/bin"}
+    ).stdout
     connections, *given = out.split("\n")[:-1]
     return given, connections
 
@@ -430,7 +457,9 @@ def test_megatron_is_told_the_models_sizes(model):
     assert made.group_query_attention is (groups != configuration.num_attention_heads)
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])
+@pytest.mark.parametrize(
+    "model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"]
+)
 def test_megatrons_model_has_the_parameters_of_the_preset(model):
     """Counted from the flags as Megatron's GPT has them."""
     made = parse(megatron_arguments(model, "one device")[0])
@@ -470,7 +499,9 @@ def test_what_megatron_cannot_be_told_of_a_model_is_stated():
         asked = {**DOCUMENT["asked"], "shape": shape_of(architecture(model))}
         return " ".join(render("megatron", trial, {"asked": asked}).notes)
 
-    assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes("llama3-8b")
+    assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes(
+        "llama3-8b"
+    )
     assert "of the family opt only the sizes are known" in notes("opt-350m")
     assert "pp=3: 32 layers are no multiple of the stages" in notes("llama3-8b", pp=3)
     assert "no multiple" not in notes("llama3-8b", pp=4)

@@ -63,16 +63,24 @@ def test_sixty_four_devices_are_eight_hosts_of_eight(target):
     if target == "accelerate":
         config = yaml.safe_load(text)
         assert (config["num_machines"], config["num_processes"]) == (4, 32)
-        assert (config["machine_rank"], config["main_process_ip"], config["main_process_port"]) == (0, "FIRST-HOST", 29500)
+        assert (config["machine_rank"], config["main_process_ip"], config["main_process_port"]) == (
+            0,
+            "FIRST-HOST",
+            29500,
+        )
         assert '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR"' in text
         return
-    assert f"--nnodes {hosts} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in text.replace('\\"', '"')
+    assert f"--nnodes {hosts} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in text.replace(
+        '\\"', '"'
+    )
 
 
 @pytest.mark.parametrize("target", STARTED)
 def test_eight_devices_are_one_host_without_a_rendezvous(target):
     text = made(target, tp=1, pp=1, dp=8).text
-    assert "Start: " in text and not any(word in text for word in ("nnodes", "MASTER_ADDR", "main_process_ip", "hosts of"))
+    assert "Start: " in text and not any(
+        word in text for word in ("nnodes", "MASTER_ADDR", "main_process_ip", "hosts of")
+    )
     if target == "accelerate":
         assert yaml.safe_load(text)["num_machines"] == 1
 
@@ -87,7 +95,9 @@ def test_devices_of_a_host_that_are_not_known_are_not_made_up():
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("target", sorted(set(export_targets()) - set(STARTED)))
 def test_what_starts_nothing_has_no_launch(target, launch):
-    with pytest.raises(UsageError, match=f"{target} starts nothing.*accelerate, trainer, deepspeed, torchtitan"):
+    with pytest.raises(
+        UsageError, match=f"{target} starts nothing.*accelerate, trainer, deepspeed, torchtitan"
+    ):
         made(target, launch)
 
 
@@ -120,14 +130,23 @@ def test_a_launch_says_what_it_is_of(target, launch):
 @pytest.mark.parametrize("target", STARTED)
 @pytest.mark.parametrize("model", ["llama3-8b", "x'\"$(touch pwned)`touch pwned`\nrm #"])
 def test_scripts_are_bash(target, launch, model, tmp_path):
-    for text in (made(target, launch, model=model).text, made(target, launch, model=model, pp=1, tp=1, dp=4).text):
+    for text in (
+        made(target, launch, model=model).text,
+        made(target, launch, model=model, pp=1, tp=1, dp=4).text,
+    ):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-        subprocess.run(["bash", "-c", text], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, check=False, capture_output=True)
+        subprocess.run(
+            ["bash", "-c", text],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin"},
+            check=False,
+            capture_output=True,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def stage(folder, target, text):
-    """A folder with a launch, the target's file, and stand-ins for what they call; says what these were called with."""
+    """Runs a launch beside the target's file, with stand-ins for what they call, and gives what those got."""
     tools = folder / "tools"
     tools.mkdir()
     for name in ("torchrun", "accelerate", "deepspeed"):
@@ -137,7 +156,9 @@ def stage(folder, target, text):
         '#!/usr/bin/env bash\necho "$1" >> "$SEEN"\nshift\n'
         'for each in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$each "$@"; done\n'
     )
-    (tools / "scontrol").write_text('#!/usr/bin/env bash\n[[ "$*" == "show hostnames n[1-8]" ]] && printf "n%s\\n" {1..8}\n')
+    (tools / "scontrol").write_text(
+        '#!/usr/bin/env bash\n[[ "$*" == "show hostnames n[1-8]" ]] && printf "n%s\\n" {1..8}\n'
+    )
     for each in tools.iterdir():
         each.chmod(0o755)
     exported = made(target)
@@ -164,7 +185,9 @@ def test_a_batch_script_starts_every_host_with_its_number(target, tmp_path):
     run = stage(tmp_path, target, text)
     binding, *seen = run("--more", "a b", SLURM_JOB_NODELIST="n[1-8]", SLURM_NNODES=str(hosts))
     assert binding == "--cpu-bind=none"
-    assert [line.rpartition("|")[2] for line in seen] == [f"MASTER_ADDR=n1 NODE_RANK={rank}" for rank in range(hosts)]
+    assert [line.rpartition("|")[2] for line in seen] == [
+        f"MASTER_ADDR=n1 NODE_RANK={rank}" for rank in range(hosts)
+    ]
     called = seen[0].split("|")
     assert called[0] == ("accelerate" if target == "accelerate" else "torchrun")
     assert called[called.index("--more") + 1] == "a b"
@@ -174,7 +197,8 @@ def test_a_batch_script_starts_every_host_with_its_number(target, tmp_path):
         assert called[called.index("--main_process_ip") + 1] == "n1"
     else:
         assert called[1:9] == [
-            "--nnodes", str(hosts), "--nproc-per-node", "8", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n1:29500",
+            "--nnodes", str(hosts), "--nproc-per-node", "8", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "n1:29500",
         ]  # fmt: skip
     if target == "megatron":
         assert "--tensor-model-parallel-size" in called and "pretrain_gpt.py" in called
@@ -221,7 +245,10 @@ def test_a_pytorchjob_has_a_replica_a_host_and_holds_the_file(target):
 def test_one_host_is_a_master_without_workers():
     _, job = yaml.safe_load_all(made("python", "kubernetes", tp=1, pp=1, dp=8).text)
     assert set(job["spec"]["pytorchReplicaSpecs"]) == {"Master"}
-    assert "nnodes" not in job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][2]
+    assert (
+        "nnodes"
+        not in job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][2]
+    )
 
 
 @pytest.mark.parametrize("model", ["Llama 3.1/8B", "x" * 200, "7b", "'\"$(touch)\n---\nkind: Pod", "", "ü"])
@@ -248,13 +275,21 @@ def test_two_hosts_meet_by_the_script_of_an_export(target, tmp_path):
     (tmp_path / "accelerate.yaml").write_text(made("accelerate", **sizes).text)
     (tmp_path / "job.sh").write_text(made(target, "torchrun", **sizes).text)
     (tmp_path / "train.py").write_text(
-        "import os\nprint('|'.join(os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK')))\n"
+        "import os\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK')\n"
+        "print('|'.join(os.environ[name] for name in names))\n"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PATH": tools}
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PATH": tools,
+    }
     hosts = [
         subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env={**environment, "NODE_RANK": str(rank)}, text=True,

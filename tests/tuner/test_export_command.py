@@ -170,7 +170,10 @@ def test_the_python_script_refuses_another_number_of_processes(tmp_path):
         (["--to", "acelerate"], "did you mean 'accelerate'"),
         (["--to", "yaml", "--trial", "99"], "there is no trial 99; the run has 0 to 2"),
         (["--to", "yaml", "-o", "no/such/folder/x.yaml"], "there is no folder"),
-        (["--to", "yaml", "--launch", "slurm"], "yaml starts nothing, so that it has no launch; targets that have one"),
+        (
+            ["--to", "yaml", "--launch", "slurm"],
+            "yaml starts nothing, so that it has no launch; targets that have one",
+        ),
         (["--to", "python", "--launch", "slrum"], "unknown launch 'slrum'; did you mean 'slurm'"),
         (["--to", "yaml", "--force"], "--force is for a single trial"),
         ([], "--to"),
@@ -183,11 +186,18 @@ def test_bad_input_is_named(capsys, simulated, arguments, said):
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
-    """A simulated run for 64 devices on hosts of eight: its winner, a trial that does not fit, one that did not end."""
+    """A simulated run for 64 devices on hosts of eight: a winner, a trial without memory, a pending one."""
     asked = {
         "model": "llama3-8b",
         "workload": {"id": "3f2a", "spec": "llama3-8b"},
-        "shape": {"family": "llama", "layers": 32, "hidden": 4096, "heads": 32, "intermediate": 14336, "vocabulary": 128256},
+        "shape": {
+            "family": "llama",
+            "layers": 32,
+            "hidden": 4096,
+            "heads": 32,
+            "intermediate": 14336,
+            "vocabulary": 128256,
+        },
         "devices": {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64, "per_host": 8},
         "seq_len": 128,
         "global_batch": 64,
@@ -196,12 +206,16 @@ def simulated(tmp_path_factory):
     config = {"tp": 4, "pp": 2, "dp": 8, "zero": 1, "precision": "bf16"}
     outcomes = (
         Measurement(status=Status.OK, throughput=1000.0, unit="tokens/s", devices=64, seconds_measure=1.0),
-        Measurement(status=Status.OOM, reason="simulated: out of memory", devices=64, peak_memory_mib=90000.0),
+        Measurement(
+            status=Status.OOM, reason="simulated: out of memory", devices=64, peak_memory_mib=90000.0
+        ),
     )
     path = tmp_path_factory.mktemp("runs") / "simulated"
     with RunFolder.open(path, asked, knobs=dict.fromkeys([*config, "micro_batch", "grad_accum"])) as run:
         for micro_batch, measured in ((1, outcomes[0]), (8, outcomes[1]), (4, None)):
-            trial = run.start({**config, "micro_batch": micro_batch, "grad_accum": 8 // micro_batch}, sampler="user")
+            trial = run.start(
+                {**config, "micro_batch": micro_batch, "grad_accum": 8 // micro_batch}, sampler="user"
+            )
             if measured is not None:
                 run.finish(trial.number, measured)
     return path
@@ -230,7 +244,10 @@ def test_a_simulated_run_is_started_on_the_hosts_of_its_hardware(capsys, simulat
 
 
 def test_a_trial_that_did_not_run_to_its_end_is_refused_unless_forced(capsys, simulated):
-    for number, end in ((1, "did not run to its end, it ended as oom (simulated: out of memory)"), (2, "has not ended")):
+    for number, end in (
+        (1, "did not run to its end, it ended as oom (simulated: out of memory)"),
+        (2, "has not ended"),
+    ):
         code, out, err = export(capsys, simulated, "--to", "accelerate", "--trial", number)
         assert (code, out) == (2, "") and f"trial {number} {end}" in err and "--force" in err
         code, out, _ = export(capsys, simulated, "--to", "accelerate", "--trial", number, "--force")

@@ -35,7 +35,7 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 @click.option(
     "--launch",
     metavar="HOW",
-    help="In place of the target's file what starts a training with it on its hosts: torchrun, slurm or kubernetes.",
+    help="In place of the target's file what starts a training with it: torchrun, slurm or kubernetes.",
 )
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets."
@@ -45,8 +45,8 @@ def export(
 ) -> None:
     """Write the winner of the run in folder RUN as a file of another framework.
 
-    What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the file has
-    no comments, on standard error.
+    What the framework cannot do is stated in the file's comments, as is that a run was simulated; where the
+    file has no comments, on standard error.
     """
     from ...errors import UsageError
     from ...results import View
