@@ -73,8 +73,8 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16":
         setup.note(
-            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside an "
-            "fp32 master copy"
+            "precision=bf16 was autocast over fp32 weights; DeepSpeed holds the weights in bfloat16 beside "
+            "an fp32 master copy"
         )
         return {"bf16": {"enabled": True}}
     if precision == "bf16_pure":

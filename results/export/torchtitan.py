@@ -83,8 +83,8 @@ def _shell(setup: Setup, comment: str) -> str:
     module, name = PRESETS.get(setup.model, ("", ""))
     if not module:
         setup.note(
-            f"the model {words(setup.model) or 'tuned'} must be one that torchtitan has: set MODULE and CONFIG, "
-            "such as llama3 and llama3_8b"
+            f"the model {words(setup.model) or 'tuned'} must be one that torchtitan has: set MODULE and "
+            "CONFIG, such as llama3 and llama3_8b"
         )
         choice = ': "${MODULE:?set MODULE, such as llama3} ${CONFIG:?set CONFIG, such as llama3_8b}"\n'
     else:
