@@ -1,15 +1,15 @@
 """Whether the numeric tests pass on other machines, by what another machine would change on this one.
 
     python bench/portability.py                                       # or: make test-portable
-    python bench/portability.py --seeds 3 tests/schedule -k pipeline  # what pytest understands, behind the options
+    python bench/portability.py --seeds 3 tests/schedule -k pipeline  # with options of pytest
     python bench/portability.py --keep portability.json               # in as many runs as it takes
 
-Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths libraries
-have: the vector instructions of ATen and oneDNN, MKL as this processor has it and as every processor has it, one
-thread and two. By default every two of these values meet in one of six conditions, each of which has half of the
-seeds, so that every value meets all; `--all` takes all twelve, with all seeds each. A test's share is its largest
-departure over what it allows; it must stay below a third, and a fault that is planted must be above three. Ends
-with status 1 where one is not, or where a test failed.
+Each numeric test (one that takes the fixture `seed`) runs with many seeds on the paths that the maths
+libraries have: the vector instructions of ATen and oneDNN, MKL as this processor has it and as every
+processor has it, one thread and two. By default every two of these values meet in one of six conditions,
+each of which has half of the seeds, so that every value meets all; `--all` takes all twelve, with all seeds
+each. A test's share is its largest departure over what it allows; it must stay below a third, and a fault
+that is planted must be above three. Ends with status 1 where one is not, or where a test failed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PAIRS = {
     ("avx512", "MKL native", 1): 1,
     ("avx512", "MKL compatible", 2): 0,
 }
-"""Conditions in which every two values meet, and which half of the seeds each has: every value meets all seeds."""
+"""Conditions in which every two values meet, and which half of the seeds each has."""
 
 
 def main() -> int:
@@ -97,7 +97,7 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """pytest's status under one condition, and by test the share of its tolerance that it used."""
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "ATEN_CPU_CAPABILITY")},
+        **{name: value for name, value in os.environ.items() if name != "MKL_CBWR"},
         **MKL[mkl],
         "ATEN_CPU_CAPABILITY": capability,
         "ONEDNN_MAX_CPU_ISA": CAPABILITIES[capability],
@@ -135,7 +135,8 @@ def table(kept: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
         where = f"{what} ({condition})" if what else "exact"
         seeds = min(each["seeds"] for _, each in found)
         shown = f"{fault:.0f} times the tolerance" if fault is not None else ""
-        lines.append(f"| {name.rpartition('/')[2]} | {len(found)} x {seeds} | {share:.3f} | {where} | {shown} |")
+        short = name.rpartition("/")[2]
+        lines.append(f"| {short} | {len(found)} x {seeds} | {share:.3f} | {where} | {shown} |")
     return "\n".join(lines) + "\n", beyond
 
 

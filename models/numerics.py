@@ -1,9 +1,9 @@
 """Whether a family, spread over devices, still computes what one process computes: a declared table, and its check.
 
-A cell is a family at a tiny size and a combination of knobs. It holds where, with dropout off and in float32, the
-first step's loss, every gradient of it, and every weight after three steps are those of one process at the same
-global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a family cannot follow has
-a reason instead.
+A cell is a family at a tiny size and a combination of knobs. It holds where, with dropout off and in
+float32, the first step's loss, every gradient of it, and every weight after three steps are those of one
+process at the same global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a
+family cannot follow has a reason instead.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ SAMPLES = 8
 STEPS = 3
 LEARNING_RATE = 1e-3
 EPSILON = 1e-2
-"""AdamW's, of the size of gradients: with the usual 1e-8 those that are nothing but rounding would move weights."""
+"""AdamW's, of the size of gradients: with the usual 1e-8 their mere rounding would move weights."""
 
 COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
@@ -179,8 +179,8 @@ def departure(
 ) -> Departure:
     """By how much a workload in a configuration departs from one process in float32.
 
-    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an epsilon of
-    the size of gradients stands in its place.
+    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an
+    epsilon of the size of gradients stands in its place.
 
     Args:
         workload: what is trained.

@@ -100,7 +100,7 @@ def run(
 
 
 def compare(expected: Run, found: Run) -> list[Mismatch]:
-    """The gravest departure of outputs, of the loss, of gradients and of stepped parameters, in this order."""
+    """The gravest departure of outputs, of the loss, of gradients, of stepped parameters, in this order."""
     if found.outputs and len(expected.outputs) != len(found.outputs):
         detail = f"number {len(found.outputs)}, not {len(expected.outputs)}"
         return [Mismatch("outputs", float("inf"), detail)]

@@ -8,11 +8,11 @@ Notation:
     n   terms of a sum: what a product contracts, or the rows that the gradient of a weight is summed over
     d   operations one after another, forth and back
 
-Two orders of a sum of n terms depart by about sqrt(n) u of the magnitude of the terms (one standard deviation:
-roundings go up as often as down; Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis",
-2019). d operations in a row add theirs as independent errors add: sqrt(n d) u. Formats narrower than float32
-are summed in float32 and rounded once, so that n is 1 for them. Nothing here was fitted to what some machine
-gave.
+Two orders of a sum of n terms depart by about sqrt(n) u of the magnitude of the terms (one standard
+deviation: roundings go up as often as down; Higham and Mary, "A New Approach to Probabilistic Rounding Error
+Analysis", 2019). d operations in a row add theirs as independent errors add: sqrt(n d) u. Formats narrower
+than float32 are summed in float32 and rounded once, so that n is 1 for them. Nothing here was fitted to what
+some machine gave.
 """
 
 import math
@@ -27,8 +27,8 @@ OPERATIONS = 4
 """Roundings that a module without children stands for: its own and those of what a model computes between
 modules (products of attention, residual sums), each forth and back."""
 SMALL = 0.01
-"""A tensor is held to its own largest magnitude, or to this share of the largest in any where that is more: some
-gradients are nothing but rounding (that of a key's bias), which is relative to terms that cancel."""
+"""A tensor is held to its own largest magnitude, or to this share of the largest in any where that is more:
+some gradients are nothing but rounding (that of a key's bias), which is relative to terms that cancel."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -44,8 +44,8 @@ def allowance(
 ) -> float:
     """How far an output or a gradient may depart by rounding, relative as in `departure`.
 
-    DEVIATIONS * sqrt(sum of OPERATIONS n u**2 over the modules without children + rows u**2): what comes through
-    the layers, forth and back, and the sum over rows that the gradient of a weight is.
+    DEVIATIONS * sqrt(sum of OPERATIONS n u**2 over the modules without children + rows u**2): what comes
+    through the layers, forth and back, and the sum over rows that the gradient of a weight is.
 
     Args:
         module: the model, which may be on the meta device.
@@ -75,12 +75,12 @@ def loss_allowance(outputs: float, rows: int, dtype: torch.dtype = torch.float32
 def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: float, steps: int) -> float:
     """How far a weight may depart after some steps of AdamW, absolutely.
 
-    A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m| <= s.
-    Where gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s + eps)**2), at most
-    lr g / eps, where s is zero: with the usual eps of 1e-8 the rounding of a gradient that is almost zero turns a
-    whole step around, and nothing can be told. So eps must be of the gradients' own size. What weights depart by
-    changes the following gradients; it is granted as much again with every step. Each step rounds the weight
-    twice (decay and update), in either run.
+    A step is lr m / (s + eps), where m is a mean of gradients and s the root of a mean of their squares, |m|
+    <= s. Where gradients depart by g, so do m and s, and the step by lr g (1 / (s + eps) + s / (s +
+    eps)**2), at most lr g / eps, where s is zero: with the usual eps of 1e-8 the rounding of a gradient that
+    is almost zero turns a whole step around, and nothing can be told. So eps must be of the gradients' own
+    size. What weights depart by changes the following gradients; it is granted as much again with every
+    step. Each step rounds the weight twice (decay and update), in either run.
 
     Args:
         gradient: how far the gradient may depart, absolutely.
@@ -94,7 +94,7 @@ def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: fl
 
 
 def scale(tensor: torch.Tensor, largest: float = 0.0) -> float:
-    """What the departure of a tensor is relative to; `largest` is the largest magnitude in any of its kind."""
+    """What a departure is relative to; `largest` is the largest magnitude in any tensor of its kind."""
     return max(float(tensor.detach().abs().max()) if tensor.numel() else 0.0, SMALL * largest, 1e-30)
 
 

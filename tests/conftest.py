@@ -1,4 +1,4 @@
-"""Ranks for tests that need several, seeds for those that compute, and interrupts for those that send them."""
+"""Ranks for tests that need several, seeds for those that compute, interrupts for those that send them."""
 
 import json
 import multiprocessing
@@ -21,9 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser):
     group = parser.getgroup("numeric tests")
-    group.addoption("--seeds", default="1", help="how many seeds each numeric test runs with, or which: 15:30")
+    group.addoption("--seeds", default="1", help="how many seeds each numeric test has, or which: 15:30")
     group.addoption("--threads", type=int, default=1, help="threads that numeric tests compute with")
-    group.addoption("--margins", help="a JSON file for the share of its tolerance that each numeric test uses")
+    group.addoption("--margins", help="a JSON file: what share of its tolerance each test uses")
 
 
 def pytest_generate_tests(metafunc):

@@ -197,9 +197,9 @@ def check_dropout(sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_not(two, sequence_parallel):
-    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places, of which there are 8,192 or more:
-    # five standard errors are 0.03, of a mask's own rate 0.02. Half of the inner values are zero behind the
-    # activation, where nothing can be told.
+    # Two independent masks of rate p agree in p^2 + (1 - p)^2 of their places, of which there are 8,192 or
+    # more: five standard errors are 0.03, of a mask's own rate 0.02. Half of the inner values are zero behind
+    # the activation, where nothing can be told.
     independent = 0.25**2 + 0.75**2
     first, second = two.run(check_dropout, sequence_parallel)
     for found in (first, second):

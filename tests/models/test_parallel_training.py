@@ -1,4 +1,4 @@
-"""A trial on several ranks trains what one process trains: loss, gradients and weights, however it is spread."""
+"""A trial on several ranks trains what one process trains: loss, gradients and weights."""
 
 import numeric
 import pytest

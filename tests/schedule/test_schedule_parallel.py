@@ -64,7 +64,8 @@ def check_transformer(make, name, sequence_parallel, checkpoint, axes, seed):
         if "dp" in axes:
             sch.shard_data(zero=0)
     cut, optimizer = build(sch, optimizer=numerics.adamw, device=device(), seed=seed)
-    plain, reference = build(create_schedule(make(name)), optimizer=numerics.adamw, device=device(), seed=seed)
+    alone = create_schedule(make(name))
+    plain, reference = build(alone, optimizer=numerics.adamw, device=device(), seed=seed)
     assert list(cut.state_dict()) == list(plain.state_dict())
     before = full_state_dict(cut)
     assert all(torch.equal(before[key], value) for key, value in plain.state_dict().items())

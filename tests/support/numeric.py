@@ -1,9 +1,9 @@
 """What numeric tests share: comparisons that keep a record of how near they came to what rounding may do.
 
-A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow is
-said in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make test-portable`
-runs the numeric tests with many seeds along the paths that a maths library may take on other machines, and shows
-the largest share of its tolerance that each test used.
+A test is numeric where it takes the fixture `seed`, from which it makes weights and data. What it may allow
+is said in one place, `redline/schedule/rounding.py`, by number format, depth and optimizer. `make
+test-portable` runs the numeric tests with many seeds along the paths that a maths library may take on other
+machines, and shows the largest share of its tolerance that each test used.
 """
 
 import importlib
