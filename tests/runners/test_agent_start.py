@@ -15,7 +15,6 @@ import psutil
 import pytest
 from redline.errors import RunnerError
 from redline.results import Status
-from redline.runners import host
 from redline.runners.host import STARTS, HostAgent
 from redline.runners.job import Job
 
@@ -25,7 +24,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 @pytest.fixture
 def agent(tmp_path, monkeypatch):
     """Makes an agent that imports a module of this source and nothing else, which keeps its start short."""
-    monkeypatch.setattr(host, "COMMON_IMPORTS", ())
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
@@ -142,9 +140,8 @@ def test_an_agent_ends_with_whoever_started_it(tmp_path):
     (tmp_path / "quick.py").write_text("")
     code = """
     import sys
-    from redline.runners import host
-    host.COMMON_IMPORTS = ()
-    made = host.HostAgent(["quick"])
+    from redline.runners.host import HostAgent
+    made = HostAgent(["quick"])
     made.wait_ready()
     print(made.pid, flush=True)
     sys.stdin.read()
