@@ -10,7 +10,7 @@ from ..results.probe import Computed, Probe
 from .runner import Reference
 
 # Multiples of u * sqrt(d), the unit roundoff of a format and the root of the depth, see `check`: some three
-# times the largest that was seen over families, combinations and formats, on CPUs and a GPU.
+# times the largest that was seen over families, combinations and formats on a CPU.
 LOGITS = 5.0
 GRADIENT = 2.0
 VECTORS = 6.0
