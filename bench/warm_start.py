@@ -1,14 +1,16 @@
 """What an earlier run is worth, and what a misleading one costs: `python bench/warm_start.py --surfaces DIR`.
 
-Replays recorded tables (see `redline.runners.replay`). For every table an earlier run on another one of the folder is
-taken, 30 trials of the default sampler, of a table with the same devices and another model, or of the same model and
-twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is; `reversed` has its throughputs
-turned round, the fastest slowest; `shuffled` has them dealt out anew. `weighed` weighs it by likeness, as a search does;
-`full` takes it as one of the very same workload and devices. Printed is the mean share of the table's best that was
-found after so many dry runs. With `--estimate` all this is on top of the estimate of each table's YAML.
+Replays recorded tables (see `redline.runners.replay`). For every table an earlier run on another one of the
+folder is taken, 30 trials of the default sampler, of a table with the same devices and another model, or of
+the same model and twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is;
+`reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.
+`weighed` weighs it by likeness, as a search does; `full` takes it as one of the very same workload and
+devices. Printed is the mean share of the table's best that was found after so many dry runs. With
+`--estimate` all this is on top of the estimate of each table's YAML.
 
-`--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it beside the
-estimate) of the configurations that two tables share goes together: what the weights in `tuner/likeness.py` rest on.
+`--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it
+beside the estimate) of the configurations that two tables share goes together: what the weights in
+`tuner/likeness.py` rest on.
 """
 
 import argparse

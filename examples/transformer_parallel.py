@@ -21,7 +21,7 @@ FAMILIES = ("bert", "gpt2", "llama")
 
 
 def tiny(family: str) -> torch.nn.Module:
-    """A small model of a family, on the meta device."""
+    """A small model of a family, without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     sizes = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -30,7 +30,7 @@ def tiny(family: str) -> torch.nn.Module:
         sizes["intermediate_size"] = 512
     config = AutoConfig.for_model(family, **sizes, **tokens)
     make = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
-    with torch.device("meta"):
+    with rl.deferred():
         return make.from_config(config)
 
 

@@ -34,8 +34,8 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
         if value.device.type != "cpu":
             raise WorkloadError(
-                f"{where}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, and "
-                "each rank takes its part to the device of its model"
+                f"{where}: entry {key!r} must be on the CPU, but is on {value.device}; batches are made there, "
+                "and each rank takes its part to the device of its model"
             )
         if value.dim() == 0 or value.shape[0] != size:
             raise WorkloadError(

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import WorkloadError
 from .batches import Step, each_tensor, make_batch
 from .huggingface import Architecture, quiet
-from .reduction import check_mean
+from .reduction import UNABLE, check_mean
 from .workload import Workload
 
 
@@ -55,15 +55,7 @@ def count_flops(workload: Workload) -> Flops:
                 step.loss(output, fakes).backward()
     except WorkloadError:
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except UNABLE as error:
         # Whatever is wrong with the model itself, the trials will tell.
         text = " ".join(str(error).split())[:200]
         return Flops(per_sample=None, reason=f"cannot be traced: {type(error).__name__}: {text}")

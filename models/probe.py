@@ -20,6 +20,7 @@ size does is seen in the first step (`first_step`).
 import contextlib
 import math
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -279,7 +280,7 @@ class _Probed:
         import torch
 
         if (what, count) not in self._signs:
-            generator = torch.Generator().manual_seed(sum(what.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
             drawn = torch.randint(2, (count, PROJECTIONS), generator=generator)
             self._signs[what, count] = (2.0 * drawn - 1).to(self.training.device)
         return self._signs[what, count]

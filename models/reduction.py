@@ -17,6 +17,10 @@ COPIES = (8, 2)
 """Copies of a sample that are tried, the most that are affordable."""
 AFFORDABLE_BYTES = 512 * 1024 * 1024
 """Of made-up outputs. A model whose output of two samples is larger is not looked at."""
+UNABLE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""How code of somebody's own says that it cannot compute with what it got."""
 WITHIN = 0.02
 """How near to a multiple a loss must be; bfloat16 keeps 8 bits."""
 
@@ -54,13 +58,13 @@ def check_mean(workload: Workload, output: Any, batch: Batch) -> None:
                     each_tensor(batch, lambda tensor: _copies(tensor, count)),
                 )
             )
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except UNABLE:
         return  # it wants more of an output than its shape; what is really wrong with it, a trial will tell
     if one and math.isclose(several / one, count, rel_tol=WITHIN):
         raise WorkloadError(
             f"{workload.name}: the loss at micro-batch {count} is {_times(count)} the one at 1: is it a sum? "
-            "loss(output, batch) must be the mean over the batch's samples, or configurations of other micro-batches "
-            "would train something else; divide it by their number, or use reduction='mean'"
+            "loss(output, batch) must be the mean over the batch's samples, or configurations of other "
+            "micro-batches would train something else; divide it by their number, or use reduction='mean'"
         )
 
 

@@ -52,7 +52,7 @@ class Workload:
     """
 
     model: "Callable[..., nn.Module]"
-    """`model()` or `model(config)`: the module, built under `torch.device("meta")` where it can be."""
+    """`model()` or `model(config)`: the module, built without memory (`redline.deferred`) where it can be."""
     batch: Callable[[int, int], Batch]
     """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. Of a dict the
     model gets, by name, what its `forward` takes; of a tuple everything but the last, which is the target
@@ -295,8 +295,8 @@ def _refuse_target_loss(loss: Callable[..., Any]) -> None:
     if module.startswith("torch.nn."):
         name = getattr(loss, "__name__", None) or f"{type(loss).__name__}()"
         raise WorkloadError(
-            f"Workload: loss is called as loss(output, batch), but {name} takes a target in place of the batch; pass "
-            f"a function that picks it, such as loss=lambda output, batch: {name}(output, batch[1])"
+            f"Workload: loss is called as loss(output, batch), but {name} takes a target in place of the batch; "
+            f"pass a function that picks it, such as loss=lambda output, batch: {name}(output, batch[1])"
         )
 
 

@@ -60,5 +60,7 @@ def _entry(trial: Trial) -> dict[str, Any]:
         out["first_throughput"] = trial.first
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
-    out["measurement"] = trial.measurement.to_dict()
+    measured = trial.measurement.to_dict()
+    measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
+    out["measurement"] = measured
     return out

@@ -1,4 +1,4 @@
-"""A callable `fn(config) -> throughput | Measurement` as what is tried: in processes of their own, or in this one."""
+"""A callable `fn(config) -> throughput | Measurement`, called in processes of its own or in this one."""
 
 import math
 import sys
@@ -65,10 +65,9 @@ class Calls(Work):
             # What a process takes by itself says nothing of a memory that nobody limits.
             peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit is not None else None)
         if outcome.status is Status.OK and rank is not None:
-            return _completed(rank.report, peak_memory_mib=peak, memory_limit_mib=limit, **known)
-        return Measurement(
-            status=outcome.status, reason=outcome.reason, peak_memory_mib=peak, memory_limit_mib=limit, **known
-        )
+            return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit)
+        told = {"peak_memory_mib": peak, "memory_limit_mib": limit, **known}
+        return Measurement(status=outcome.status, reason=outcome.reason, **told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,8 @@ class FunctionRunner(Runner):
             `torch.OutOfMemoryError` and `MemoryError` are recorded as `oom`, any other exception as
             `crash` with its traceback in the trial's log.
 
-    A call in this process cannot be interrupted, so trials have no deadline; what ends the process ends the search.
+    A call in this process cannot be interrupted, so trials have no deadline; what ends the process ends the
+    search.
     """
 
     name = "function"
@@ -123,8 +123,9 @@ def _pickled(function: Callable[[Config], Any]) -> bytes:
     except Exception as error:  # whatever it holds has its own way of refusing
         name = getattr(function, "__name__", type(function).__name__)
         raise UsageError(
-            f"{name} cannot be sent to a process of its own ({failure.one_line(error)}): make what it holds inside of "
-            "it, or call it in this process with isolate=False, where trials have no deadline and no memory limit"
+            f"{name} cannot be sent to a process of its own ({failure.one_line(error)}): make what it holds "
+            "inside of it, or call it in this process with isolate=False, where trials have no deadline and no "
+            "memory limit"
         ) from error
 
 
@@ -142,8 +143,8 @@ def _read(value: Any) -> Measurement:
     if isinstance(number, bool) or not isinstance(number, Real):
         text = " ".join(repr(value).split())
         raise UsageError(
-            f"a tuned callable must return a number (throughput, higher is better) or a redline.Measurement, but "
-            f"returned {text if len(text) <= 100 else text[:99] + '…'}"
+            f"a tuned callable must return a number (throughput, higher is better) or a redline.Measurement, "
+            f"but returned {text if len(text) <= 100 else text[:99] + '…'}"
         )
     if not math.isfinite(number):
         return Measurement(status=Status.WRONG, reason=f"the callable returned {float(number)}")

@@ -102,7 +102,7 @@ class HostMemoryMeter(MemoryMeter):
 
 
 class CudaMemoryMeter(MemoryMeter):
-    """Memory of a process's CUDA devices, by torch's caching allocator; where they are several, of the fullest."""
+    """Memory of a process's CUDA devices, the fullest of them, by torch's caching allocator."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
         import torch
@@ -144,4 +144,5 @@ class CudaMemoryMeter(MemoryMeter):
         return max(self._allocated_before, *(self._cuda.max_memory_allocated(device) for device in self._devices))
 
     def allocation_retries(self) -> int:
-        return sum(int(self._cuda.memory_stats(device).get("num_alloc_retries", 0)) for device in self._devices)
+        told = (self._cuda.memory_stats(device) for device in self._devices)
+        return sum(int(each.get("num_alloc_retries", 0)) for each in told)

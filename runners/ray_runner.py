@@ -103,8 +103,8 @@ class RayRunner(DryRunner):
             )
         if layout.hosts > 1 and not self.work.several_hosts:
             raise UsageError(
-                f"a callable is one process on one host, but no host of the Ray cluster has {terms.devices} {kind}s "
-                f"({shares}); ask for fewer devices"
+                f"a callable is one process on one host, but no host of the Ray cluster has {terms.devices} "
+                f"{kind}s ({shares}); ask for fewer devices"
             )
         return layout
 

@@ -39,9 +39,10 @@ def build(
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Makes the scheduled model ready to train; the schedule takes no primitive afterwards.
 
-    Weights are moved to the device; those on the meta device are allocated there and initialised from the
-    seed: by the Hugging Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal
-    weights whatever was scheduled. Then casts, checkpointing, compilation and data sharding take effect, in
+    Weights are moved to the device; those of a model made within `deferred` get the values that its constructor
+    gives them after `torch.manual_seed(seed)`, those on the meta device otherwise are initialised from the seed by
+    the Hugging Face model's own rule, or by `reset_parameters`. The same seed gives bit-equal weights whatever
+    was scheduled. Then casts, checkpointing, compilation and data sharding take effect, in
     this order. Names in `state_dict` stay those of the original model.
 
     Args:

@@ -179,7 +179,7 @@ def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
     """The schedule of a model.
 
     Args:
-        module: the model; it is rewritten in place. Under `torch.device("meta")` it costs no memory.
+        module: the model; it is rewritten in place. Made within `deferred` it costs no memory.
         mesh: a `torch.distributed.DeviceMesh` with axes out of `pp`, `dp` and `tp`, where several devices
             share the work.
 

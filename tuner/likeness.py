@@ -1,10 +1,11 @@
 """How alike two runs are, by what run.yaml says of them.
 
-The weight of an earlier run is the correlation that is expected between what departs from the mean there and here.
-It is a product of one factor for each thing that differs. The factors of model and devices are what recorded tables
-show (log throughput of the same configurations of nanotron on 8 to 512 H100: 0.71 between two models, 0.69, 0.50,
-0.32 and 0.35 where the devices differ by a factor of 2, 4, 8 and 16); the others are set with these as a measure. How
-much an earlier run really says, the search itself finds out: a weight is where that begins.
+The weight of an earlier run is the correlation that is expected between what departs from the mean there and
+here. It is a product of one factor for each thing that differs. The factors of model and devices are what
+recorded tables show (`bench/warm_start.py --correlations`, log throughput of the same configurations of
+nanotron on 8 to 512 H100: 0.71 between two models; 0.69, 0.50, 0.32 and 0.35 where the devices differ by a
+factor of 2, 4, 8 and 16); the others are set with these as a measure. How much an earlier run really says, the
+search itself finds out: a weight is where that begins.
 """
 
 import math
@@ -20,6 +21,8 @@ ANOTHER_KIND_OF_DEVICE = 0.25
 """GPUs there, a CPU here."""
 PREDICTED = 0.2
 """Simulated there and measured here, or the reverse: an earlier run is then no more than a prediction."""
+NUMBERS = {"devices": "devices", "seq_len": "tokens a sample", "global_batch": "samples a step"}
+"""What is compared as a number, in words."""
 DOUBLING = {"devices": 0.7, "seq_len": 0.85, "global_batch": 0.9}
 """For each factor of two between the two."""
 LEAST = 0.3
@@ -45,7 +48,7 @@ class Likeness:
 def likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> Likeness:
     """How much a run that was asked `there` says of one that is asked `here`; both as run.yaml's `asked`."""
     found = [*_model(there, here), *_device(there, here), *_simulation(there, here)]
-    for name, words in (("devices", "devices"), ("seq_len", "tokens a sample"), ("global_batch", "samples a step")):
+    for name, words in NUMBERS.items():
         before, now = _number(there, name), _number(here, name)
         if before and now and before != now:
             factor = max(LEAST, DOUBLING[name] ** abs(math.log2(before / now)))

@@ -33,11 +33,13 @@ def runner_of(target: Any, asked: str | None, isolate: bool) -> str:
     called = callable(target) and not isinstance(target, Workload)
     if not isolate:
         if not called:
-            raise UsageError("isolate=False belongs to a callable: trials of a workload are processes of their own")
+            raise UsageError(
+                "isolate=False belongs to a callable: trials of a workload are processes of their own"
+            )
         if asked is not None:
             raise UsageError(
-                f"isolate=False calls the function in this process, where the runner '{asked}' has no part; leave one "
-                "of the two out"
+                f"isolate=False calls the function in this process, where the runner '{asked}' has no part; "
+                "leave one of the two out"
             )
         return IN_PROCESS
     if asked is None:
@@ -58,30 +60,35 @@ def check_honoured(task: "Task", runner: str, **asked: Any) -> None:
     Raises:
         UsageError: one of them is given, and cannot be honoured.
     """
-    given = {name: value for name, value in asked.items() if value is not None and value != _DEFAULTS.get(name)}
+    given = {
+        name: value for name, value in asked.items() if value is not None and value != _DEFAULTS.get(name)
+    }
     at_once = given.get("concurrency", 1)
     if at_once < 1:
         raise UsageError(f"concurrency must be at least 1, but got {at_once}")
     if "ray_address" in given and runner != "ray":
         raise UsageError(
-            f"ray_address={given['ray_address']} has no effect on the runner '{runner}'; ask for the runner 'ray', or "
-            "leave it out"
+            f"ray_address={given['ray_address']} has no effect on the runner '{runner}'; ask for the runner "
+            "'ray', or leave it out"
         )
     if task.workload is not None:
         return
     if "measure_time" in given:
-        raise UsageError("measure_time belongs to a workload, whose steps are timed; a callable measures itself")
+        raise UsageError(
+            "measure_time belongs to a workload, whose steps are timed; a callable measures itself"
+        )
     if runner != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):
         if name in given:
             raise UsageError(
-                f"{name}={given[name]} needs a process that can be ended, but isolate=False calls the function in this "
-                "one; leave one of the two out"
+                f"{name}={given[name]} needs a process that can be ended, but isolate=False calls the function "
+                "in this one; leave one of the two out"
             )
     if at_once > 1:
         raise UsageError(
-            f"isolate=False calls the function in this process, one call at a time, but got concurrency={at_once}"
+            "isolate=False calls the function in this process, one call at a time, but got "
+            f"concurrency={at_once}"
         )
 
 

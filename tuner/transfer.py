@@ -7,9 +7,10 @@ Notation, logarithms throughout:
     w_r       how alike run r is to this one, 0 to 1 (see `likeness`): the correlation of f_r with f
     k         covariance of f; f and f_r have w_r k, two runs w_r w_q k, a run with itself k
 
-so that the mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within a run and
-w_r w_q between two: a run half as alike moves half as much, and counts for no more by being long. Source: Bonilla, Chai
-and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations given.
+so that the mean of f is m(x) = sum_j w_r(j) k(x, x_j) a_j with a = (k * W + s^2 I)^-1 y, where W has 1 within
+a run and w_r w_q between two: a run half as alike moves half as much, and counts for no more by being long.
+Source: Bonilla, Chai and Williams, "Multi-task Gaussian Process Prediction" (2008), with the correlations
+given.
 """
 
 import numpy as np
@@ -30,7 +31,9 @@ class Transfer:
         weights: w of each run, shape (runs,).
     """
 
-    def __init__(self, points: np.ndarray, values: np.ndarray, owner: np.ndarray, weights: np.ndarray) -> None:
+    def __init__(
+        self, points: np.ndarray, values: np.ndarray, owner: np.ndarray, weights: np.ndarray
+    ) -> None:
         rows = np.flatnonzero(np.isfinite(values))
         points, values, owner = points[rows], values[rows], owner[rows]
         self._runs, self._kernel = len(weights), None
@@ -50,7 +53,7 @@ class Transfer:
         """w a, in the column of the run it is of: shape (n, runs)."""
 
     def parts(self, at: np.ndarray) -> np.ndarray:
-        """What each run adds to the mean at points (m, columns): shape (m, runs); 0 far from all it observed."""
+        """What each run adds to the mean at points (m, columns): shape (m, runs); 0 far from what it saw."""
         if self._kernel is None:
             return np.zeros((len(at), self._runs))
         none_at, none = np.zeros((len(at), 0)), np.zeros((self._points.rows, 0))

@@ -123,12 +123,12 @@ def tune(
         device_hours: device time of all trials, h.
         patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
             By default 5, and 0 for the sampler `grid`, of which all is wanted.
-        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here. By
-            default `ray`, for a callable `local`.
-        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever ends
-            that is an outcome, not the end of the search. What it prints goes to the trial's log, and what it changes
-            is gone afterwards. False calls it in this process, as it must be where it works on state or devices that
-            this process holds.
+        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here.
+            By default `ray`, for a callable `local`.
+        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
+            ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
+            it changes is gone afterwards. False calls it in this process, as it must be where it works on state
+            or devices that this process holds.
         hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
             machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
         sampler: see `redline.tuner.sampler_names()`.
@@ -148,8 +148,8 @@ def tune(
         override: values of knobs, in place of the space's.
         fix: knobs that do not vary.
         memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
-        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has as long
-            again, and five minutes at least.
+        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has
+            as long again, and five minutes at least.
         measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`; fewer are
             taken where they agree within 2 %, and never fewer than three.
         concurrency: trials at once.
@@ -158,8 +158,8 @@ def tune(
         log_to: trackers that each trial is written to: `mlflow`, `tensorboard`, `wandb`; needs `out`.
 
     Returns:
-        The result; `result.best` is None where nothing succeeded, and `result.why` says why, as does a warning where
-        there is no listener. After Ctrl-C it holds what was found so far, with `result.interrupted` set.
+        The result; `result.best` is None where nothing succeeded, and `result.why` says why, as does a warning
+        where there is no listener. After Ctrl-C it holds what was found so far, with `result.interrupted` set.
 
     Raises:
         UsageError: something asked for is invalid; nothing was written.

@@ -1,4 +1,4 @@
-"""What earlier runs, of this or another workload, say of this one: how far off the estimate was, not what it was.
+"""What earlier runs say of this one: how far off the estimate was, not what it was.
 
 How much each counts begins with how alike it is (`likeness`), and the search learns it from its own trials.
 """
@@ -39,9 +39,9 @@ class WarmEstimate:
 class WarmStart(Correction):
     """A prior that multiplies an estimate by what earlier trials measured over what was expected of them.
 
-    What was expected is the trial's own `predicted_throughput`, or else the estimate beneath; without an estimate,
-    its run's mean. So a run at another sequence length, size or number of devices says which knobs pay, and by how
-    much; how fast this workload is, and what fits, only its own trials say.
+    What was expected is the trial's own `predicted_throughput`, or else the estimate beneath; without an
+    estimate, its run's mean. So a run at another sequence length, size or number of devices says which knobs
+    pay, and by how much; how fast this workload is, and what fits, only its own trials say.
 
     Args:
         space: of this search.
@@ -81,7 +81,8 @@ class WarmStart(Correction):
 
     def table(self, configs: Sequence[Config]) -> Any:
         """Corrected estimates of many: an object with `throughput`, `peak_memory_mib`, `fullest_memory_mib`,
-        `probability_fits` and what is unsure of them (see `samplers.prior`); arrays of shape (n,), effects (n, factors).
+        `probability_fits` and what is unsure of them (see `samplers.prior`); arrays of shape (n,), effects
+        (n, factors).
         """
         at = self._features.numeric(configs)
         parts = self._speed.parts(at)
@@ -112,8 +113,8 @@ class WarmStart(Correction):
         return told
 
     def _residuals(self, taken: Taken) -> tuple[np.ndarray, np.ndarray]:
-        """Logs of what was measured over what was expected: throughputs, the run's own mean taken off since the
-        level says nothing here, and peak memories; NaN where that is not known; shape (n,) each."""
+        """Logs of what was measured over what was expected: throughputs, the run's own mean taken off since
+        the level says nothing here, and peak memories; NaN where that is not known; shape (n,) each."""
         trials = taken.trials
         speed = np.log([trial.measurement.throughput for trial in trials])
         memory = np.log([trial.measurement.peak_memory_mib or math.nan for trial in trials])
@@ -127,8 +128,8 @@ class WarmStart(Correction):
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - held
 
     def _predicted(self, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
-        """Log throughput and log memory that the estimate beneath states of these, of which only the free knobs
-        count; NaN where they are not valid here; shape (n,) each."""
+        """Log throughput and log memory that the estimate beneath states of these, of which only the free
+        knobs count; NaN where they are not valid here; shape (n,) each."""
         speed, memory = np.full(len(configs), np.nan), np.full(len(configs), np.nan)
         rows, valid = [], []
         for row, config in enumerate(configs):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import yaml
+from probes import probe
 from redline.errors import StudyError
 from redline.results import Measurement, RunFolder, Status, View, environment, read_table, request
 from redline.results.lock import FolderLock
@@ -368,7 +369,7 @@ def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, po
                 predicted_throughput=250.0 if number else None,
                 predicted_memory_mib=700.0 if number else None,
             )
-            run.finish(number, ok(throughput, step_ms=5.0))
+            run.finish(number, ok(throughput, step_ms=5.0, probe=probe()))
         run.remeasure(0, [110.0, 90.0, 100.0])
         run.remeasure(1, [240.0, 250.0])
         run.remeasure(2, [280.0, 285.0, 500.0])
@@ -382,6 +383,7 @@ def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, po
     assert best["best"]["configuration"] == point(2).to_dict()
     assert best["best"]["throughput"] == 285.0
     assert best["best"]["measurement"]["throughput"] == 285.0
+    assert "probe" not in best["best"]["measurement"]
     assert best["best"]["measurement"]["step_ms"] == pytest.approx(5.0 * 290 / 285)
     assert best["best"]["remeasured"] == [280.0, 285.0, 500.0]
     assert best["remeasured"]["0"] == {"first": 100.0, "again": [110.0, 90.0, 100.0]}

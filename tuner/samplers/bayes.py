@@ -124,7 +124,8 @@ class BayesSampler(Sampler):
             self._relative = prior.beneath is None
             self._estimates = [(self._answers, prior.weight)]
             if prior.beneath is not None and prior.weight < 1:
-                beneath = Prior(prior.beneath, warn=lambda message: None)  # the correction tells what is wrong
+                # What is wrong with it the correction tells.
+                beneath = Prior(prior.beneath, warn=lambda message: None)
                 self._estimates.append((Answers(beneath, count), 1 - prior.weight))
         elif self._answers is not None:
             self._estimates = [(self._answers, 1.0)]
@@ -323,7 +324,8 @@ class _Round:
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
         trust = sum(belief.weight for belief in beliefs)
-        beliefs.append(Belief(mean=np.zeros(n + count), basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
+        none = np.zeros(n + count)
+        beliefs.append(Belief(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
         if not n:
             beliefs = beliefs[:1]
         self.speed = self.sampler.surrogate(beliefs, points[rows], values, at)

@@ -1,0 +1,25 @@
+"""A process's memory where it has several GPUs, as a callable may: the limit holds on each, the fullest counts."""
+
+from types import SimpleNamespace
+
+import torch
+from redline.runners.memory import MIB, CudaMemoryMeter
+
+
+def test_a_process_of_several_gpus_is_limited_on_each_and_measured_by_the_fullest(monkeypatch):
+    limited, held = {}, {0: 100 * MIB, 1: 700 * MIB}
+
+    def limit(share, device):
+        limited[device.index] = share
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at: SimpleNamespace(total_memory=1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
+    for name in ("max_memory_reserved", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: held[device.index])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 1 + device.index})
+    meter = CudaMemoryMeter([torch.device("cuda", number) for number in (0, 1)])
+    meter.limit(800)
+    assert limited == {0: 0.8, 1: 0.8}
+    assert (meter.peak_mib(), meter.held_mib(), meter.peak_allocated_mib()) == (700, 700, 700)
+    assert meter.allocation_retries() == 3
