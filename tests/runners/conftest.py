@@ -29,8 +29,8 @@ class Bench:
         )
 
     def hang(self, program, shows, **job) -> tuple[Outcome, float, str]:
-	"""A program that is to outlive its deadline, with longer ones until `shows(log)`: only then had it
-	come as far as it should. Returns the outcome, the deadline, and the log."""
+        """A program that is to outlive its deadline, with longer ones until `shows(log)`: only then had it
+        come as far as it should. Returns the outcome, the deadline, and the log."""
         for deadline in (2, 8, 32, 128):
             outcome = self.run(program, timeout_s=deadline, **job)
             log = Path(job["log"]).read_text()
