@@ -57,9 +57,10 @@ def commands(page):
 
 
 def scaled(arguments):
-    """A command as the tests run it: a search of one trial (two with --resume) of short measurements, without
-    Ray, on a small batch where the workload is not its own; the family's tiny model for a full-size one; two
-    devices at most. Everything else is as it stands."""
+    """A command as the tests run it: a search of one trial (two with --set, so that something varies for a later
+    one to learn from; one more with --resume) of short measurements, without Ray, on a small batch where the
+    workload is not its own; the family's tiny model for a full-size one; two devices at most. Everything else is
+    as it stands."""
     if arguments[:1] not in (["tune"], ["space"]):
         return arguments
     name, *given = arguments
@@ -71,15 +72,9 @@ def scaled(arguments):
             each = TINY.get(each.partition("-")[0], "llama-tiny")
         small.append(each)
     if name == "tune":
-        small += [
-            "--runner",
-            "local",
-            "--measure-time",
-            "50ms",
-            "--trials",
-            "2" if "--resume" in given else "1",
-        ]
-    if "--workload" not in given and (name == "tune"):
+        trials = 1 + ("--set" in given) + ("--resume" in given)
+        small += ["--runner", "local", "--measure-time", "50ms", "--trials", str(trials)]
+    if "--workload" not in given and name == "tune":
         small += ["--seq-len", "16", "--global-batch", "8"]
     return [name, *small]
 
