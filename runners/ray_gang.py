@@ -1,5 +1,7 @@
 """The hosts of one trial in a Ray cluster: how many devices on each, and one host agent on each."""
 
+import contextlib
+import random
 import socket
 import tempfile
 import time
@@ -9,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import RunnerError
 from ..results import Status
 from .host import HostAgent
 from .job import Job, Outcome, Rendezvous
 
 ECHO_S = 0.5
 """After the first host's failure: how long others may report theirs, to tell the cause from its echoes."""
+PORTS = range(20_000, 32_768)
+"""Where ranks of several hosts meet: above the ports of Ray's workers, below those of outgoing connections."""
 STOP_S = 10.0
 """After being told to stop: how long a host may take to clean up and answer."""
 
@@ -40,9 +45,7 @@ class HostActor:
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def run(self, job: Job, key: str, send_log: bool) -> tuple[Outcome, bytes]:
         """The outcome and, on a host that does not share the driver's disk, the log."""
@@ -63,6 +66,17 @@ class HostActor:
     def stop(self, key: str) -> None:
         """Ends the job of this key; its `run` then returns what was known."""
         self._agent.stop(key)
+
+
+def free_port(address: str) -> int:
+    """A port that nobody listens on, out of those that systems do not give to outgoing connections: with many of
+    these, such as Ray's own, one that the system named would often be taken a moment later."""
+    # Not in the order that a search's seed gives: others may search with the same.
+    for port in random.Random().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise RunnerError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on {address}")
 
 
 def interface_of(address: str) -> str:

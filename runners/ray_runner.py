@@ -21,6 +21,8 @@ from .ray_gang import Gang, HostActor, Layout, lay_out
 from .work import Work
 
 PLACEMENT_TIMEOUT_S = 60.0
+MEETINGS = 3
+"""How often the ranks of a trial try to meet, each time at another port."""
 _PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
@@ -165,10 +167,12 @@ class RayRunner(DryRunner):
     def dispatch(self, job: Job) -> Outcome:
         slot = self._free.get()
         try:
-            outcome = self._watched(slot, lambda: self._gangs[slot].run(job))
-            if outcome.status is Status.CRASH and _PORT_TAKEN.search(outcome.reason):
-                raise RunnerError(f"the port of a trial's rendezvous was taken meanwhile: {outcome.reason}")
-            return outcome
+            for _ in range(MEETINGS):
+                outcome = self._watched(slot, lambda: self._gangs[slot].run(job))
+                met = self._layout.hosts == 1 or not _PORT_TAKEN.search(outcome.reason)
+                if outcome.status is not Status.CRASH or met:
+                    return outcome
+            raise RunnerError(f"the ports of a trial's rendezvous were taken {MEETINGS} times: {outcome.reason}")
         finally:
             self._free.put(slot)
 

@@ -1,10 +1,13 @@
 """Trials over two hosts: two Ray nodes on this machine, an agent on each, one rank on each."""
 
+import socket
 import subprocess
 import sys
 
 import pytest
+from redline.errors import RunnerError
 from redline.results import Status
+from redline.runners import ray_gang
 from redline.runners.job import Outcome, RankOutcome
 from redline.runners.ray_gang import Layout, lay_out, merge
 
@@ -192,3 +195,15 @@ def test_the_cause_is_told_from_its_echoes_on_other_hosts():
     merged = merge([echo, oom])
     assert (merged.status, merged.reason) == (Status.OOM, "rank 9: CUDA out of memory")
     assert [each.rank for each in merged.ranks] == [8, 9]
+
+
+def test_ranks_of_several_hosts_meet_at_a_port_that_nobody_has(monkeypatch):
+    with socket.socket() as taken, socket.socket() as left:
+        for each in (taken, left):
+            each.bind(("127.0.0.1", 0))
+        ports = [taken.getsockname()[1], left.getsockname()[1]]
+        monkeypatch.setattr(ray_gang, "PORTS", ports)
+        with pytest.raises(RunnerError, match=rf"no port from {ports[0]} to {ports[1]} is free on 127\.0\.0\.1"):
+            ray_gang.free_port("127.0.0.1")
+        left.close()
+        assert ray_gang.free_port("127.0.0.1") == ports[1]
