@@ -56,12 +56,15 @@ def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tupl
     zero = torch.zeros((), dtype=torch.float64, device=training.device)
     all_of, vectors = ([zero] * (len(outline.blocks) + 1) for _ in range(2))
     elsewhere = _held_by_earlier_stages(model)
+    # With ZeRO 1 a gradient is where its owner is; of replicas otherwise each has all.
+    replicas = model.__dict__.get("replicas")
+    alone = replicas is not None and replicas.owners
     for name, param in model.named_parameters():
         if param.grad is None or id(param) in elsewhere:
             continue
         holder, leaf = owner(model, name)
         share = 1.0 if leaf in shards_of(holder) else 1.0 / world.tp
-        share *= 1.0 if is_dtensor(param.grad) else 1.0 / world.dp
+        share *= 1.0 if alone or is_dtensor(param.grad) else 1.0 / world.dp
         group = outline.group(name)
         for piece in local(param.grad.detach()).reshape(-1).split(CHUNK):
             square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()

@@ -26,7 +26,8 @@ EPSILON = 1e-2
 COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2+sp": {"tp": 2, "sequence_parallel": True},
-    "zero1": {"dp": 2, "zero": 1},
+    "dp2": {"dp": 2, "micro_batch": 2},
+    "zero1": {"dp": 2, "zero": 1, "micro_batch": 2},
     "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
     "pp2 gpipe": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "gpipe"},
@@ -35,6 +36,8 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4},
+    "pp2·dp2": {"pp": 2, "dp": 2, "grad_accum": 2},
+    "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2},
     "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
 }
 """Every combination of the table by its name: knobs, absent ones neutral."""
@@ -294,6 +297,7 @@ def _train(
     import torch
     import torch.distributed as dist
 
+    from ..schedule.replicas import whole_gradient
     from ..schedule.sharding import owner, whole
     from .training import Training
 
@@ -303,15 +307,18 @@ def _train(
     knobs = {"attention": "eager", **config}
     training = Training(workload, knobs, device, seed=seed, rank=rank, world_size=ranks)
 
+    model = training.model
+
     def named(read: Any) -> dict[str, torch.Tensor]:
         # Tied weights by all of their names: stages hold them under different ones.
-        found = training.model.named_parameters(remove_duplicate=False)
-        return {name: whole(*owner(training.model, name), read(param)).clone() for name, param in found}
+        found = model.named_parameters(remove_duplicate=False)
+        return {name: read(model, name, param).clone() for name, param in found}
 
     loss = float(training.passes())
-    gradients = named(lambda p: torch.zeros_like(p) if p.grad is None else p.grad.detach())
+    gradients = named(whole_gradient)
     training.optimizer.step()
     training.optimizer.zero_grad()
     for _ in range(STEPS - 1):
         training.step()
-    return Trained(loss, gradients, named(lambda p: p.detach())), training.model
+    weights = named(lambda model, name, param: whole(*owner(model, name), param.detach()))
+    return Trained(loss, gradients, weights), model

@@ -39,6 +39,8 @@ class Accumulation:
             watch: called with what the model returned for each of them.
         """
         total: torch.Tensor | None = None
+        if replicas := self._model.__dict__.get("replicas"):
+            replicas.passes = len(batches)
         for number, batch in enumerate(batches):
             self._announce(number == len(batches) - 1)
             if device is not None:
@@ -51,10 +53,8 @@ class Accumulation:
         return total / len(batches)
 
     def _announce(self, last: bool) -> None:
-        """Tells data parallelism whether another micro-batch follows."""
-        if self._zero <= 1 and hasattr(self._model, "set_requires_gradient_sync"):
-            self._model.set_requires_gradient_sync(last)
-        elif self._zero == 2 and hasattr(self._model, "set_reshard_after_backward"):
+        """Tells `fully_shard` whether another micro-batch follows."""
+        if self._zero == 2 and hasattr(self._model, "set_reshard_after_backward"):
             self._model.set_reshard_after_backward(last)
 
 

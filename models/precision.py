@@ -37,6 +37,8 @@ class Precision:
         self.pure = name == "bf16_pure"
         self.scaled = name == "fp16"
         """Whether the loss is scaled, as float16 needs it."""
+        self.gathered = torch.bfloat16 if name == "bf16" else None
+        """What parameters that are cut over replicas are gathered in; None: their own format."""
         self._device = device
         self._dtype = known[name]
         self._fixed: float | None = None

@@ -260,7 +260,8 @@ class Training:
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            sch.shard_data(zero=int(self.config.get("zero", 0)), gathered=self._gathered())
+            zero = int(self.config.get("zero", 0))
+            sch.shard_data(zero, gathered=self._gathered(), param_dtype=self.precision.gathered)
 
     def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""

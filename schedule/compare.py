@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..errors import ScheduleError
 from .collectives import Axis, all_gather
 from .forward import layers_of
+from .replicas import whole_gradient
 from .rounding import departure, largest
 from .schedule import find_module
 from .sharding import owner, whole
@@ -86,9 +87,11 @@ def run(
     # A weighting of the outputs says nothing that they do not say themselves, and nearly cancels by chance.
     if pipeline is not None or loss is not None or _has_loss(output):
         out.loss = _mean(value.detach(), axis)
+    replicas = model.__dict__.get("replicas")
+    elsewhere = replicas is not None and replicas.owners
     for name, param in named(model):
-        grad = None if param.grad is None else whole(*owner(model, name), param.grad)
-        out.gradients[name] = grad
+        missing = param.grad is None and not elsewhere
+        out.gradients[name] = None if missing else whole_gradient(model, name, param)
     if training and optimizer is not None:
         before = [(p, p.detach().clone()) for p in model.parameters()]
         optimizer.step()

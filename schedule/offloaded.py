@@ -20,11 +20,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Source: Rajbhandari et al., ZeRO-Offload (2021).
     """
 
-    def __init__(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], make: Make) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], make: Make) -> None:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        # ZeroRedundancyOptimizer gives groups.
-        flat = [p for each in params for p in (each["params"] if isinstance(each, dict) else [each])]
-        for param in flat:
+        for param in params:
             if not param.requires_grad:
                 continue
             # Of what FSDP cuts each rank steps its own piece, as a plain tensor: a DTensor on the CPU would

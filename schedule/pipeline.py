@@ -53,6 +53,10 @@ class Pipeline:
         """PyTorch's schedule object, made for the shapes of a batch and the number of micro-batches."""
         self._shapes: Any = None
 
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank whose gradients other stages add to, after the backward pass."""
+        return [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+
     def absent(self, path: str) -> bool:
         """Whether a module lives on another rank."""
         return any(

@@ -1,34 +1,50 @@
 """shard_data: data parallelism, with what each ZeRO stage cuts over the data-parallel ranks."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import Axis, axis_of
+from ..collectives import axis_of
 from ..registry import register_primitive
+from ..replicas import Replicas
 from ..schedule import Schedule
 
 
 @register_primitive
-def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None, gathered: Sequence[str] = ()) -> None:
+def shard_data(
+    sch: Schedule,
+    zero: int = 0,
+    blocks: str | None = None,
+    gathered: Sequence[str] = (),
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
     | zero | cut over the ranks | by |
     |---|---|---|
-    | 0 | nothing | DistributedDataParallel |
-    | 1 | optimizer state | the same, and ZeroRedundancyOptimizer |
+    | 0 | nothing | `Replicas`: buckets are reduced while the last backward pass of a step runs |
+    | 1 | optimizer state | the same, each parameter to the rank that updates it, and from there to all |
     | 2 | and gradients; parameters until the forward | `fully_shard`, whole from forward to backward |
     | 3 | and parameters between forward and backward | `fully_shard`, cut again after the forward |
+
+    At stage 3 the last block and what is in no block stay whole from forward to backward, which begins with
+    them; the next block is gathered while one is at work.
 
     Args:
         zero: the ZeRO stage, 0 to 3.
         blocks: pattern of the modules that are gathered one at a time at stages 2 and 3; by default the
             elements of the outermost module lists, and what remains together with the root.
         gathered: at stage 3, paths of those that stay whole from forward to backward, as at stage 2.
+        param_dtype: at stages 2 and 3, the format in which parameters are gathered and used, and to which the
+            inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
+        reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
+            parameters' otherwise.
 
     Raises:
         ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks. At `build`: stage
@@ -51,7 +67,15 @@ def shard_data(sch: Schedule, zero: int = 0, blocks: str | None = None, gathered
         sch.select(blocks)
     for path in gathered:
         sch[path]
-    sch.defer("data", _apply, zero=zero, blocks=blocks, gathered=tuple(gathered))
+    sch.defer(
+        "data",
+        _apply,
+        zero=zero,
+        blocks=blocks,
+        gathered=tuple(gathered),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+    )
 
 
 def _apply(
@@ -60,50 +84,54 @@ def _apply(
     context: Any,
     zero: int,
     blocks: str | None,
-    gathered: tuple[str, ...] = (),
+    gathered: tuple[str, ...],
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
 ) -> None:
-    axis = axis_of(sch.mesh, "dp")
-    if context.pipeline is not None:
-        _replicate_stages(sch, module, context, axis, zero)
-        return
     if zero <= 1:
-        from torch.distributed._composable.replicate import replicate
-
-        device = {"device_id": context.device} if context.device.type == "cuda" else {}
-        replicate(module, process_group=axis.group, **device)
-        if zero == 1 and context.optimizer is not None:
-            context.optimizer = _redundancy_free(context.optimizer, axis.group)
+        _replicate(sch, module, context, zero, reduce_dtype)
         return
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = sch.mesh["dp"]
+    if param_dtype is not None and reduce_dtype is None:
+        reduce_dtype = torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    shard = partial(fully_shard, mesh=sch.mesh["dp"], mp_policy=policy)
+    pipeline = context.pipeline
+    if pipeline is not None:
+        # A stage's forward ends early, so that hooks on the root do not run: each part is cut by itself.
+        if pipeline.tied_within:
+            raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
+        for unit in pipeline.units:
+            if not pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
+                shard(unit.module, reshard_after_forward=zero == 3)
+        return
     chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
     whole = {id(sch[path].module) for path in gathered}
+    # The backward pass begins with the last block and what is in no block.
+    whole |= {id(each) for each in (module, *chosen[-1:])}
     for each in [*chosen, module]:
-        fully_shard(each, mesh=mesh, reshard_after_forward=zero == 3 and id(each) not in whole)
+        shard(each, reshard_after_forward=zero == 3 and id(each) not in whole)
+    for block, following in pairwise(chosen):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
 
 
-def _replicate_stages(sch: Schedule, module: nn.Module, context: Any, axis: Axis, zero: int) -> None:
-    """Data parallelism around a pipeline: a stage's forward ends early, and hooks on the root do not run."""
-    if zero >= 2:
-        from torch.distributed.fsdp import fully_shard
-
-        if context.pipeline.tied_within:
-            raise ScheduleError(f"shard_data: {no_tied_stages(context.pipeline.tied_within)}")
-        for unit in context.pipeline.units:
-            if not context.pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
-                fully_shard(unit.module, mesh=sch.mesh["dp"], reshard_after_forward=zero == 3)
-        return
-
-    def average() -> None:
-        for param in module.parameters():
-            if param.grad is not None:
-                dist.all_reduce(param.grad, group=axis.group)
-                param.grad.div_(axis.size)
-
-    context.pipeline.after_step.append(average)
-    if zero == 1 and context.optimizer is not None:
-        context.optimizer = _redundancy_free(context.optimizer, axis.group)
+def _replicate(
+    sch: Schedule, module: nn.Module, context: Any, zero: int, reduce_dtype: torch.dtype | None
+) -> None:
+    pipeline = context.pipeline
+    late = pipeline.tied_parameters() if pipeline is not None else ()
+    owned = zero == 1
+    replicas = Replicas(module.parameters(), axis_of(sch.mesh, "dp"), owned, late, reduce_dtype)
+    if pipeline is not None:
+        replicas.by_itself = False
+        replicas.passes = pipeline.micro_batches
+        pipeline.after_step.append(replicas.finish)
+    make = context.optimizer
+    if owned and make is not None:
+        context.optimizer = lambda params: replicas.optimizer(make)
+    module.__dict__["replicas"] = replicas
 
 
 def no_tied_stages(tied: str) -> str:
@@ -118,20 +146,3 @@ def outermost_blocks(root: nn.Module) -> list[nn.Module]:
     if isinstance(root, nn.ModuleList):
         return list(root)
     return [block for child in root.children() for block in outermost_blocks(child)]
-
-
-def _redundancy_free(make: Any, group: Any) -> Any:
-    def optimizer(params: Any) -> torch.optim.Optimizer:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        # The class argument may be any function that makes an optimizer of parameter groups.
-        return ZeroRedundancyOptimizer(params, optimizer_class=_from_groups(make), process_group=group)
-
-    return optimizer
-
-
-def _from_groups(make: Any) -> Any:
-    def construct(groups: Any, **defaults: Any) -> torch.optim.Optimizer:
-        return make(groups)
-
-    return construct

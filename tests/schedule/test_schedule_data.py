@@ -46,8 +46,8 @@ def check_stage(make, name, zero, axes, seed):
     expected = numeric.trained(plain, reference, lambda: passes(plain, tokens))
     found = numeric.trained(model, optimizer, lambda: passes(model, share))
     numeric.hold(numerics.compare(expected, found, allowance(plain, tokens.numel()), tokens.numel()))
-    inner = optimizer.optim if zero == 1 else optimizer
-    local = [v.to_local() if hasattr(v, "to_local") else v for s in inner.state.values() for v in s.values()]
+    state = optimizer.state
+    local = [v.to_local() if hasattr(v, "to_local") else v for s in state.values() for v in s.values()]
     return sum(v.numel() for v in local), sum(p.numel() for p in plain.parameters())
 
 

@@ -235,8 +235,7 @@ def replaced_item(mapping, key, value):
 
 def gradients_are_not_reduced(training):
     """Over replicas that are kept whole."""
-    never = lambda last: training.model.set_requires_gradient_sync(False)  # noqa: E731
-    return replaced(training._passes, "_announce", never)
+    return replaced(training.model.replicas, "buckets", [])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from redline.models import numerics
 from redline.schedule import rounding
+from redline.schedule.replicas import whole_gradient
 from redline.schedule.sharding import owner, whole
 
 MARGIN = 3.0
@@ -79,8 +80,7 @@ def same(found, expected, allowed, what="the output"):
 def gradients(model):
     """Gradients by name, whole; all ranks call it. Zero where there is none."""
     found = model.named_parameters(remove_duplicate=False)
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in found}
-    return {name: whole(*owner(model, name), grad) for name, grad in grads.items()}
+    return {name: whole_gradient(model, name, param).clone() for name, param in found}
 
 
 def weights(model):

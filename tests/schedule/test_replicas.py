@@ -1,0 +1,183 @@
+"""Replicas average their gradients once a step, in buckets, while the backward pass still runs."""
+
+import copy
+
+import numeric
+import pytest
+import torch
+import torch.distributed as dist
+from redline.models import numerics
+from redline.schedule import build, create_schedule
+from redline.schedule.rounding import allowance, unit_roundoff
+from torch import nn
+
+
+class Tower(nn.Module):
+    """Layers of which some may be left out of the forward pass."""
+
+    def __init__(self, layers=4, width=8, bias=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(layers))
+
+    def forward(self, x, without=()):
+        for number, layer in enumerate(self.layers):
+            if number not in without:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def data(seed=0, size=4, width=8):
+    """The whole batch, and this rank's half of it."""
+    whole = torch.randn(2 * size, width, generator=torch.Generator().manual_seed(seed))
+    return whole, whole.chunk(2)[dist.get_rank()]
+
+
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+def replicated(model, zero=0, make=torch.optim.AdamW, **options):
+    sch = create_schedule(model, mesh())
+    sch.shard_data(zero, **options)
+    return build(sch, optimizer=make, device="cpu")
+
+
+def tower(**sizes):
+    torch.manual_seed(0)
+    return Tower(**sizes)
+
+
+class Exchanges:
+    """Counts collectives, and notes what the backward pass has reached when each starts."""
+
+    def __init__(self, patch, *names):
+        self.calls = []
+        for name in names:
+            patch.setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name, function):
+        def call(tensor, *args, **kwargs):
+            self.calls.append((name, tensor.numel(), tensor.dtype))
+            return function(tensor, *args, **kwargs)
+
+        return call
+
+
+def check_buckets(zero):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.schedule.replicas.BUCKET_BYTES", 2 * (8 * 8 + 8) * 4)
+        model, optimizer = replicated(tower(), zero)
+        made = Exchanges(patch, "all_reduce", "reduce", "broadcast")
+        model.replicas.passes = 3
+        begun = []
+        first = model.layers[0].weight
+        first.register_hook(lambda grad: begun.append(len(made.calls)))
+        for seed in range(3):
+            model(data(seed)[1]).sum().backward()
+            assert bool(made.calls) == (seed == 2)  # only the last pass of a step sends anything
+        sent = [size for _, size, _ in made.calls]
+        held = sum(each.grad is not None for each in model.parameters())
+        optimizer.step()
+        return sent, begun[-1], held, [name for name, *_ in made.calls], optimizer.state
+
+
+def test_gradients_travel_in_buckets_once_a_step_while_the_backward_pass_runs(two):
+    for sent, begun, held, names, _ in two.run(check_buckets, 0):
+        # Two layers a bucket, and behind them a number a parameter.
+        assert sent == [2 * 72 + 4, 2 * 72 + 4] and names == ["all_reduce"] * 2
+        assert begun == 1  # the last two layers' bucket, before the first layer's gradient is there
+        assert held == 8
+
+
+def test_with_owners_a_parameter_is_reduced_to_one_rank_and_sent_from_it(two):
+    found = two.run(check_buckets, 1)
+    for _, begun, _, names, _ in found:
+        assert begun >= 1
+        assert names == ["reduce"] * (len(names) // 2) + ["broadcast"] * (len(names) // 2)
+    # Each rank has gradients and state of what it owns, which is half.
+    assert [held for *_, held, _, _ in found] == [4, 4]
+    assert [len(state) for *_, state in found] == [4, 4]
+
+
+def check_training(zero, seed, layers, without, bias):
+    """Replicas of which rank r leaves out the layers `without[r]`, and one process that does the same."""
+    torch.manual_seed(seed)
+    plain = Tower(layers, bias=bias)
+    model, optimizer = replicated(copy.deepcopy(plain), zero, numerics.adamw)
+    whole, mine = data(seed)
+    before = copy.deepcopy(plain.state_dict())
+
+    def of_replica(each, x, rank):
+        return each(x, without[rank]).pow(2).mean()
+
+    def passes():
+        loss = of_replica(model, mine, dist.get_rank())
+        loss.backward()
+        both = [torch.empty_like(loss) for _ in range(2)]
+        dist.all_gather(both, loss.detach())
+        return sum(both) / 2
+
+    def alone():
+        loss = sum(of_replica(plain, x, rank) for rank, x in enumerate(whole.chunk(2))) / 2
+        loss.backward()
+        return loss
+
+    allowed = allowance(plain, len(whole))
+    expected = numeric.trained(plain, numerics.adamw(plain.parameters()), alone)
+    found = numeric.trained(model, optimizer, passes)
+    numeric.hold(numerics.compare(expected, found, allowed, len(whole)))
+    unused = set.intersection(*map(set, without))
+    return all(torch.equal(model.layers[at].weight, before[f"layers.{at}.weight"]) for at in unused)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("without", [[[3], [3]], [[2], []], [[0], [1, 3]]], ids=["none", "one", "others"])
+def test_what_some_replicas_do_not_use_is_averaged_and_what_none_uses_left_alone(two, seed, zero, without):
+    # AdamW would shrink what no replica uses, had it a gradient of zeros.
+    assert all(two.run(check_training, zero, seed, 4, without, True))
+
+
+def test_a_rank_that_owns_nothing_trains_along(two, seed):
+    assert all(two.run(check_training, 1, seed, 1, [[], []], False))
+
+
+def check_format(seed):
+    torch.manual_seed(seed)
+    plain = Tower()
+    with pytest.MonkeyPatch.context() as patch:
+        model, _ = replicated(copy.deepcopy(plain), reduce_dtype=torch.bfloat16)
+        made = Exchanges(patch, "all_reduce")
+        whole, mine = data(seed)
+        model(mine).mean().backward()
+    plain(whole).mean().backward()
+    expected = {name: each.grad for name, each in plain.named_parameters()}
+    found = {name: each.grad for name, each in model.named_parameters()}
+    # Each half is rounded, and their sum.
+    numeric.same(found, expected, 3 * unit_roundoff(torch.bfloat16))
+    rounded = any(not torch.equal(expected[name], found[name]) for name in found)
+    return {dtype for *_, dtype in made.calls}, {each.dtype for each in found.values()}, rounded
+
+
+def test_gradients_can_travel_in_bfloat16_and_are_kept_in_float32(two, seed):
+    for sent, kept, rounded in two.run(check_format, seed):
+        assert sent == {torch.bfloat16} and kept == {torch.float32} and rounded
+
+
+def check_step_with_owners():
+    model, optimizer = replicated(tower(), 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model(data()[1]).sum().backward()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    optimizer.step()
+    scheduler.step()
+    both = [torch.empty_like(model.layers[0].weight) for _ in range(2)]
+    dist.all_gather(both, model.layers[0].weight.detach())
+    moved = all(not torch.equal(before[name], each) for name, each in model.named_parameters())
+    return torch.equal(*both), moved, optimizer.param_groups[0]["lr"]
+
+
+def test_after_a_step_with_owners_all_ranks_have_the_same_weights(two):
+    for same, moved, rate in two.run(check_step_with_owners):
+        assert same and moved and rate == pytest.approx(5e-4)
