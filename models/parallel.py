@@ -75,8 +75,9 @@ def declare(
             when=dp > 1,
             others=(),
             help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
-            # On the CPU the buffers of sharded parameters can take more than sharding saves.
-            monotone_memory=0 if device.type == "cpu" else -1,
+            # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
+            # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
+            monotone_memory=0,
         )
     if any(tp > 1 for tp, _ in ways):
         space.flag(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
+from ..results.meaning import EXCHANGES
 from .batches import Batch, Step, part, to_device
 from .precision import Precision
 from .workload import Workload
@@ -18,9 +19,8 @@ Watch = Callable[[Any], None] | None
 class Accumulation:
     """Micro-batches one after the other; gradients add up.
 
-    Replicas (ZeRO 0 and 1) average their gradients with the last micro-batch only. From ZeRO 2 on they are
-    reduced to each rank's shard with every micro-batch, since keeping them whole until the last would take
-    the memory that ZeRO 2 is there to save; the parameters of ZeRO 2 stay gathered until the last.
+    What replicas exchange meanwhile is `results.meaning.EXCHANGES`: gradients that are whole on every rank are
+    averaged with the last micro-batch only, and weights that are gathered once a step stay so until then.
     """
 
     def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, zero: int) -> None:
@@ -54,7 +54,7 @@ class Accumulation:
 
     def _announce(self, last: bool) -> None:
         """Tells `fully_shard` whether another micro-batch follows."""
-        if self._zero == 2 and hasattr(self._model, "set_reshard_after_backward"):
+        if EXCHANGES[self._zero].gathered == "step" and hasattr(self._model, "set_reshard_after_backward"):
             self._model.set_reshard_after_backward(last)
 
 

@@ -5,10 +5,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError, unknown
+from ..results.meaning import FORMATS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+def dtype_of(name: str) -> "torch.dtype":
+    """PyTorch's name of a number format: `fp32`, `bf16` or `fp16`."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 class Precision:
@@ -29,18 +37,15 @@ class Precision:
     def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
         import torch
 
-        known = {"fp32": None, "bf16": torch.bfloat16, "bf16_pure": None}
-        if device.type == "cuda":
-            known["fp16"] = torch.float16
+        known = ("fp32", "bf16", "bf16_pure", *(("fp16",) if device.type == "cuda" else ()))
         if name not in known:
             raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
-        self.pure = name == "bf16_pure"
-        self.scaled = name == "fp16"
+        formats = FORMATS[name]
+        self.pure = formats.weights == "bf16"
+        self.scaled = formats.autocast == "fp16"
         """Whether the loss is scaled, as float16 needs it."""
-        self.gathered = torch.bfloat16 if name == "bf16" else None
-        """What parameters that are cut over replicas are gathered in; None: their own format."""
         self._device = device
-        self._dtype = known[name]
+        self._dtype = dtype_of(formats.autocast) if formats.autocast else None
         self._fixed: float | None = None
         self._scaler: Any = None
         if self.scaled and ranks > 1:

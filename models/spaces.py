@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpaceError, unknown
-from ..results.lossy import LOSSY_PRECISIONS
+from ..results.lossy import LOSSY
+from ..results.meaning import REDUCED
 from ..space import Space
 from . import parallel
 from .blame import blamed
@@ -110,6 +111,15 @@ def default_space(
         accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
         space.require(together * accumulate == total, f"global batch {total}")
     parallel.compose(space, workload, device, facts.parallel)
+    if max(spread.replicas) > 1 and "lossy" in allow:
+        space.choice(
+            "reduce_dtype",
+            REDUCED,
+            # Gradients of bf16 weights are in it anyway.
+            when=(space["dp"] > 1) & (space["precision"] != "bf16_pure"),
+            others=(),
+            help="what gradients travel in between replicas; bf16 is lossy",
+        )
     return space
 
 
@@ -188,9 +198,12 @@ def precisions(device: Device, *, lossy: bool = False) -> tuple[list[str], list[
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
     """Of each knob of a workload's space that has some, the values that trade accuracy for speed."""
-    knob = space.by_name.get("precision")
-    found = [value for value in (knob.values if knob is not None else ()) if value in LOSSY_PRECISIONS]
-    return {"precision": found} if found else {}
+    found = {}
+    for name, lossy in LOSSY.items():
+        knob = space.by_name.get(name)
+        if values := [value for value in (knob.values if knob is not None else ()) if value in lossy]:
+            found[name] = values
+    return found
 
 
 def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
@@ -205,7 +218,7 @@ def lossy_beyond(space: Space) -> list[str]:
     """The lossy values that the space would accept and does not hold, as `knob=value`."""
     knob = space.by_name.get("precision")
     others = knob.others or () if knob is not None else ()
-    return [f"precision={value}" for value in others if value in LOSSY_PRECISIONS and value not in knob.values]
+    return [f"precision={value}" for value in others if value in LOSSY["precision"] and value not in knob.values]
 
 
 class _Recorder(Mapping[str, Any]):

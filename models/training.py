@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
+from ..results.meaning import REDUCED, formats_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
-from .precision import Precision
+from .precision import Precision, dtype_of
 from .workload import Workload
 from .world import World
 
@@ -169,6 +170,8 @@ class Training:
             raise WorkloadError(f"zero must be a stage from 0 to 3, but is {zero!r}")
         if offload not in ("none", "optimizer"):
             raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
+        if (reduced := config.get("reduce_dtype", "fp32")) not in REDUCED:
+            raise WorkloadError(unknown("reduce_dtype", reduced, REDUCED))
         ranks = self.world.dp
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
@@ -260,8 +263,13 @@ class Training:
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            zero = int(self.config.get("zero", 0))
-            sch.shard_data(zero, gathered=self._gathered(), param_dtype=self.precision.gathered)
+            formats = formats_of(self.config)
+            sch.shard_data(
+                zero=int(self.config.get("zero", 0)),
+                gathered=self._gathered(),
+                param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
+                reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
+            )
 
     def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""

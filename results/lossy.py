@@ -7,12 +7,15 @@ has some, which of its values in the space they are; from there every trial know
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-LOSSY_PRECISIONS: Mapping[str, str] = {
-    "bf16_pure": "there are no fp32 master weights",
-    "fp8": "matrix products are computed in 8 bits",
+LOSSY: Mapping[str, Mapping[Any, str]] = {
+    "precision": {
+        "bf16_pure": "there are no fp32 master weights",
+        "fp8": "matrix products are computed in 8 bits",
+    },
+    "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
 }
-"""Values of the standard knob `precision` that are another training than float32's, and why: small updates are
-lost, or what is multiplied is rounded coarsely. Autocast (`bf16`, `fp16`) keeps fp32 weights and sums."""
+"""Of the standard knobs, values that are another training than float32's, and why: small updates are lost, or what
+is multiplied or added up is rounded coarsely. Autocast (`bf16`, `fp16`) keeps fp32 weights and sums."""
 
 Lossy = Mapping[str, Sequence[Any]]
 """Of each knob that has some, its lossy values."""

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from .common import note_attention, note_lora, note_partial_checkpointing, note_pipeline, note_pure_bf16
+from .common import (
+    note_attention,
+    note_lora,
+    note_partial_checkpointing,
+    note_pipeline,
+    note_pure_bf16,
+    note_reduction,
+)
 from .hosts import PORT
 from .setup import Setup
 from .target import Target, hashed
@@ -122,6 +129,8 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
 
 
 def _note_the_rest(setup: Setup) -> None:
+    hook = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
+    note_reduction(setup, hook)
     note_lora(setup)
     if setup.micro_batch is not None:
         setup.note(

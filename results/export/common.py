@@ -30,6 +30,12 @@ def note_pipeline(setup: Setup) -> None:
         )
 
 
+def note_reduction(setup: Setup, instead: str) -> None:
+    """States that gradients travel between replicas in another format."""
+    if setup.dp > 1:
+        setup.note_unless_neutral("reduce_dtype", instead)
+
+
 def note_gpipe(setup: Setup, done: str) -> None:
     """States that a pipeline's forwards do not all come first."""
     if setup.order_of_stages() == "gpipe":

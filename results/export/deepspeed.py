@@ -33,6 +33,9 @@ def config(setup: Setup) -> dict[str, Any]:
     zero = _zero(setup)
     out["zero_optimization"] = zero
     out |= _precision(setup, zero["stage"])
+    setup.knob("reduce_dtype")
+    if setup.dp > 1:
+        out["communication_data_type"] = setup.formats.reduced
     if setup.tp > 1:
         out["tensor_parallel"] = {"autotp_size": setup.tp}
         setup.note(

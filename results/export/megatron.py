@@ -74,12 +74,19 @@ def _precision(setup: Setup) -> list[str]:
         )
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
-    return {
+    out = {
         "bf16": ["--bf16"],
         "bf16_pure": ["--bf16"],
         "fp16": ["--fp16"],
         "fp8": ["--bf16", "--fp8-format hybrid"],
     }.get(precision, [])
+    setup.knob("reduce_dtype")
+    reduced = setup.formats.reduced if setup.dp > 1 else None
+    if reduced == "bf16" and "--bf16" in out:
+        out.append("--grad-reduce-in-bf16")
+    elif reduced == "bf16":
+        setup.note(f"reduce_dtype=bf16 has no counterpart with precision={precision}: gradients travel in float32")
+    return out
 
 
 def _recomputation(setup: Setup) -> list[str]:

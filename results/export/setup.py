@@ -5,7 +5,8 @@ from typing import Any
 
 from ...errors import UsageError
 from ..columns import fold
-from ..lossy import LOSSY_PRECISIONS, lossy_values
+from ..lossy import LOSSY, lossy_values
+from ..meaning import Formats, formats_of
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -25,6 +26,7 @@ NEUTRAL: Mapping[str, Any] = {
     "fused_optimizer": None,
     "kernels": False,
     "offload": "none",
+    "reduce_dtype": "fp32",
 }
 """The standard knobs at the value that asks nothing of a framework."""
 
@@ -111,11 +113,11 @@ class Setup:
             out.append(ending(self.trial))
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
-        precision = self.config.get("precision")
-        known = {"precision"} if precision in LOSSY_PRECISIONS else set()
-        if known:
-            why = LOSSY_PRECISIONS[precision]
-            out.append(f"precision={precision} is another training than fp32 or bf16: {why}")
+        known = {name for name, lossy in LOSSY.items() if self.config.get(name) in lossy}
+        for name in sorted(known):
+            value = self.config[name]
+            exact = "fp32 or bf16" if name == "precision" else "without"
+            out.append(f"{name}={value} is another training than {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
             what = lossy_values(self.config, others)
             out.append(f"{what} trades accuracy for speed: another training than without")
@@ -125,6 +127,12 @@ class Setup:
         """The value of a standard knob, neutral where the configuration does not have it."""
         self._used.add(name)
         return self.config.get(name, NEUTRAL[name])
+
+    @property
+    def formats(self) -> Formats:
+        """In which formats it was trained, and gradients were reduced."""
+        self._used.add("precision")
+        return formats_of(self.config)
 
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""

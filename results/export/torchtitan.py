@@ -2,7 +2,7 @@
 
 import shlex
 
-from .common import note_lora, note_partial_checkpointing
+from .common import note_lora, note_partial_checkpointing, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -75,8 +75,9 @@ def _precision(setup: Setup, give) -> None:
     if precision in ("fp16", "fp8"):
         how = "; a Float8LinearConverter in its configuration gives fp8" if precision == "fp8" else ""
         setup.note(f"precision={precision} has no flag in torchtitan: bfloat16 is set{how}")
-    give("training.dtype", "bfloat16" if precision == "bf16_pure" else "float32")
+    give("training.dtype", {"fp32": "float32", "bf16": "bfloat16"}[setup.formats.weights])
     give("training.mixed_precision_param", "float32" if precision == "fp32" else "bfloat16")
+    note_reduction(setup, "torchtitan reduces in float32 only")
 
 
 def _shell(setup: Setup, comment: str) -> str:

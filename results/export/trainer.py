@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from .common import note_attention, note_lora, note_pipeline, note_pure_bf16
+from .common import note_attention, note_lora, note_pipeline, note_pure_bf16, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -94,6 +94,8 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
 
 
 def _note_the_rest(setup: Setup) -> None:
+    hook = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16) of accelerate asks for it"
+    note_reduction(setup, hook)
     note_pipeline(setup)
     note_lora(setup)
     if setup.tp > 1:

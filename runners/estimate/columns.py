@@ -8,14 +8,15 @@ import numpy as np
 
 from ...errors import UsageError, unknown
 from ...models.families.standard import BLOCK_KNOBS
+from ...results.meaning import REDUCED
 from .setup import OFFLOADS, PIPELINES, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
     "tp": int, "pp": int, "zero": int, "micro_batch": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
-_WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule")
-_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES}
+_WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
+_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES, "reduce_dtype": REDUCED}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Columns:
     kernels: np.ndarray
     offload: np.ndarray
     pipeline_schedule: np.ndarray
+    reduce_dtype: np.ndarray
     checkpoint_blocks: np.ndarray
     """Text, or None where `checkpoint_ratio` holds."""
     gathered_blocks: np.ndarray
@@ -108,7 +110,8 @@ def columns(
     for name, kind in _NUMBERS.items():
         values[name] = table.numbers(name, kind, getattr(setup, name))
     for name in _WORDS:
-        default = setup.pipeline if name == "pipeline_schedule" else getattr(setup, name)
+        default = {"pipeline_schedule": setup.pipeline, "reduce_dtype": setup.reduce_dtype or "fp32"}.get(name)
+        default = getattr(setup, name) if default is None else default
         values[name] = table.words(name, default)
         if name in _KNOWN:
             for value in set(values[name].tolist()) - set(_KNOWN[name]):

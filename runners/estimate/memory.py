@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...results.meaning import EXCHANGES, FORMATS
 from .columns import Columns
 from .constants import Constants
 from .model_facts import ModelFacts, Part, PerToken
@@ -38,23 +39,37 @@ class Formats:
     """All states of the optimizer."""
     compute: int
     """Weights in products."""
+    gathered: int
+    """Weights that are cut over replicas, where they are gathered."""
 
 
 def formats(setup: TrainingSetup, precision: str) -> Formats:
     """What each element takes at `precision` under the setup's conventions."""
-    pure = precision == "bf16_pure"
-    parameter = BYTES[setup.parameter_dtype] if setup.parameter_dtype else 2 if pure else 4
+    own = FORMATS[precision]
+    parameter = BYTES[setup.parameter_dtype or own.weights]
     master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
-    gradient = BYTES[setup.gradient_dtype] if setup.gradient_dtype else parameter
+    kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
+    compute = parameter if own.compute == own.weights else 2
     # torch's optimizers keep their states in the dtype of what they update.
     state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
     return Formats(
         parameter=parameter,
-        gradient=gradient,
+        gradient=BYTES[kept],
         master=master,
         optimizer=OPTIMIZERS[setup.optimizer] * state,
-        compute=parameter if precision == "fp32" or pure else 2,
+        compute=compute,
+        gathered=BYTES[own.gathered] if setup.own else compute,
     )
+
+
+def cut(what: str, zero: np.ndarray) -> np.ndarray:
+    """Where replicas share `what` among them: booleans, of the shape of `zero`."""
+    return np.array([what in each.cut for each in EXCHANGES])[zero]
+
+
+def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
+    """Where weights are collected `when` an `Exchange` says so: booleans, of the shape of `zero`."""
+    return np.array([each.gathered == when for each in EXCHANGES])[zero]
 
 
 def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
@@ -137,9 +152,11 @@ def stage_peak(
     none = np.zeros(len(tp))
 
     # States, divided over the replicas as ZeRO's stage says.
-    state_share = np.where(zero >= 1, dp, 1.0)
-    gradient_share = np.where(zero >= 2, dp, 1.0)
-    weight_share = np.where(zero >= 3, dp, 1.0)
+    state_share = np.where(cut("optimizer", zero), dp, 1.0)
+    gradient_share = np.where(cut("gradients", zero), dp, 1.0)
+    # Weights that are whole from forward to backward only are so beside the pieces that are updated.
+    beside = setup.own & gathered_at("step", zero) & (dp > 1)
+    weight_share = np.where(cut("weights", zero) | beside, dp, 1.0)
     parameters = weights * form.parameter / weight_share
     gradients = weights * form.gradient / gradient_share
     on_host = cols.offload == "optimizer"
@@ -161,8 +178,9 @@ def stage_peak(
         (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks),
         start=none,
     )
-    gathered = np.where(zero >= 3, (2 * block + ends + kept) * form.compute, 0.0)
-    gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.compute), gathered)
+    gathered = np.where(zero >= 3, (2 * block + ends + kept) * form.gathered, 0.0)
+    gathered = np.where(zero >= 3, np.minimum(gathered, weights * form.gathered), gathered)
+    gathered = np.where(beside, weights * form.gathered, gathered)
     scattered = np.where((zero >= 2) & (dp > 1), np.minimum(2 * block + ends, weights) * form.gradient, 0.0)
     # Without views into them, DistributedDataParallel's buckets are a second copy of the gradients.
     bucket = np.where(
@@ -173,7 +191,8 @@ def stage_peak(
         0.0,
     )
     buffers = gathered + np.maximum(scattered, bucket)
-    weight_copies = np.where(zero >= 3, 0.0, weight_copies)  # gathered in that dtype already
+    if form.gathered == form.compute:
+        weight_copies = np.where((zero >= 3) | beside, 0.0, weight_copies)  # gathered in that dtype already
 
     # Activations of the micro-batches in flight.
     gpipe = cols.pipeline_schedule == "gpipe"

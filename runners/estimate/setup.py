@@ -133,6 +133,13 @@ class TrainingSetup:
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 
+    @property
+    def own(self) -> bool:
+        """Whether replicas exchange what redline's own training exchanges, in its formats (`results/meaning.py`).
+        Conventions of another framework are not that."""
+        given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
+        return self.framework == "redline" and given == (None,) * 3 and self.master_weights in (None, "none")
+
     def but(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""
         return replace(self, **changes)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...results.meaning import EXCHANGES, REDUCED, formats_of
 from .columns import Columns
 from .constants import Constants
 from .hardware import Hardware
-from .memory import BYTES, formats, local_parameters, per_token
+from .memory import BYTES, Formats, cut, formats, gathered_at, local_parameters, per_token
 from .model_facts import Matmul, ModelFacts, Part
 from .setup import TrainingSetup
 from .stages import Stage, alike, staged
@@ -246,6 +247,16 @@ def stage_times(
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
 
+def _travels(cols: Columns, form: Formats, setup: TrainingSetup, precision: str) -> np.ndarray:
+    """Bytes of an element of a gradient on its way between replicas, shape (n,)."""
+    if not setup.own:
+        return np.full(len(cols), float(BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient))
+    wide, narrow = (
+        BYTES[formats_of({"precision": precision, "reduce_dtype": each}).reduced] for each in REDUCED
+    )
+    return np.where(cols.reduce_dtype == "bf16", float(narrow), float(wide))
+
+
 def _stage_time(
     stage: Stage, pp: int, facts: ModelFacts, cols: Columns, work: Mapping[int, _Work], setup: TrainingSetup,
     hardware: Hardware, constants: Constants,
@@ -318,9 +329,8 @@ def _stage_time(
         bubble = idle * (slot + 2 * hop)
 
     # Data parallel.
-    grad_width = BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient
-    gradient = weights * grad_width
-    weight = weights * form.compute
+    gradient = weights * _travels(cols, form, setup, facts.precision)
+    weight = weights * form.gathered
     # Shards of gradients and weights go block by block, and what is in no block by itself.
     pieces = 1.0 + sum(count for _, count in stage.blocks)
     scatter = data.gather(gradient, fixed_cost, np.where(zero >= 2, pieces, 1.0))
@@ -328,10 +338,14 @@ def _stage_time(
     reduce = np.where(zero == 0, data.reduce(gradient, fixed_cost), scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else none
-    # Under ZeRO 2 and 3 every micro-batch scatters its gradients.
-    times = np.where(zero >= 2, accum, 1.0)
+    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES])[zero]
+    times = np.where(each_pass, accum, 1.0)
     exposed = times * np.maximum(reduce - window, reduce * (1 - constants.max_overlap))
-    data_time = np.where(dp > 1, exposed + np.where((zero == 1) | (zero == 2), gather, 0.0), 0.0)
+    behind = gathered_at("update", zero)
+    ahead_of_step = gathered_at("step", zero)
+    if not setup.own:  # others collect all weights once they are updated
+        behind, ahead_of_step = behind | ahead_of_step, ahead_of_step & False
+    data_time = np.where(dp > 1, exposed + np.where(behind, gather, 0.0), 0.0)
     nodes = np.maximum(devices / hardware.devices_per_node, 1.0)
     # Ranks wait for the slowest of them.
     data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
@@ -343,16 +357,21 @@ def _stage_time(
     inside = sum(
         (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none
     )
-    missing = gathers * (
-        1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
-    )
+    share = 1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
+    missing = gathers * share
+    if setup.own and pp == 1 and stage.blocks:
+        # It begins with the last block and what is in none, which are whole too.
+        last = stage.blocks[-1][0]
+        left = (inside - (last.parameters - last.sharded + last.sharded / tp)) * (1 - cols.gathered_ratio)
+        missing = data.gather(left * form.gathered, fixed_cost, (pieces - 2) * (1 - cols.gathered_ratio))
     gather_backward = np.maximum(
         missing - backward * constants.max_overlap, missing * (1 - constants.max_overlap)
     )
-    gather_time = np.where((zero >= 3) & (dp > 1), accum * (gather_forward + gather_backward), 0.0)
+    gather_time = np.where(gathered_at("pass", zero), accum * (gather_forward + gather_backward), 0.0)
+    gather_time = np.where(ahead_of_step, gather_forward, gather_time) * (dp > 1)
 
     # Update: reads and writes every state once, several times where operators are not fused.
-    share = np.where((zero >= 1) & (dp > 1), dp, 1.0)
+    share = np.where(cut("optimizer", zero), dp, 1.0)
     states = weights / share * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
     passes = np.where(cols.fused_optimizer, 1.0, 3.0)
     on_host = cols.offload == "optimizer"

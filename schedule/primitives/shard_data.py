@@ -102,9 +102,13 @@ def _apply(
         # A stage's forward ends early, so that hooks on the root do not run: each part is cut by itself.
         if pipeline.tied_within:
             raise ScheduleError(f"shard_data: {no_tied_stages(pipeline.tied_within)}")
-        for unit in pipeline.units:
-            if not pipeline.absent(unit.path) and any(True for _ in unit.module.parameters()):
-                shard(unit.module, reshard_after_forward=zero == 3)
+        here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
+        for part in here:
+            if any(True for _ in part.parameters()):
+                shard(part, reshard_after_forward=zero == 3)
+                if zero == 2:  # whole until the last micro-batch
+                    part.set_reshard_after_backward(False)
+                    pipeline.after_step.append(part.reshard)
         return
     chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
     whole = {id(sch[path].module) for path in gathered}

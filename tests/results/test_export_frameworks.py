@@ -389,6 +389,7 @@ MEGATRON_FLAGS = {
     "--window-size": str,
     "--hidden-dropout": float,
     "--attention-dropout": float,
+    "--grad-reduce-in-bf16": bool,
 }
 """Flags of megatron/training/arguments.py in megatron-core 0.19, with their types or choices: that parser
 itself needs Python 3.12."""

@@ -234,3 +234,17 @@ def test_more_stages_than_blocks_is_an_error_by_name():
     table = made.table([{"pp": 16, "micro_batch": 1}, {"pp": 4, "micro_batch": 1}])
     assert table.throughput[0] == 0 and table.probability_fits[0] == 0 and not table.fits[0]
     assert table.throughput[1] > 0
+
+
+def test_zero_2_has_the_pieces_it_updates_beside_the_weights_it_gathers():
+    parameters = 6_738_415_616
+    for precision, width in (("fp32", 4), ("bf16", 2)):
+        setup = TrainingSetup(seq_len=4096, devices=64, global_batch=64, precision=precision)
+        found = terms(setup=setup, zero=2, micro_batch=1)
+        assert found["parameters"] * MIB == pytest.approx(parameters * 4 / 64)
+        assert found["buffers"] * MIB >= parameters * width
+        whole = [sum(terms(setup=setup, zero=zero, micro_batch=1).values()) for zero in range(4)]
+        # In float32 these pieces are what ZeRO 2 has more than ZeRO 1, whose weights are whole as well.
+        assert whole[0] > whole[1] and whole[2] > whole[3]
+        assert whole[2] - whole[1] == pytest.approx(parameters * 4 / 64 / MIB, rel=0.2) or precision == "bf16"
+        assert precision == "fp32" or whole[1] > whole[2]

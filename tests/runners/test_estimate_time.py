@@ -153,8 +153,8 @@ def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
         return found["parameter gathers"], found["data parallel"]
 
     waits = np.array(gathers(3, 30.0)) - np.array(gathers(3, 20.0))
-    # 32 blocks and the rest: gathered for forward and for backward, and as often scattered.
-    assert waits[0] == pytest.approx(2 * 33 * 63 * 10e-6)
+    # 32 blocks and the rest: gathered for forward and, but for the last and the rest, for backward; all scattered.
+    assert waits[0] == pytest.approx((33 + 31) * 63 * 10e-6)
     assert waits[1] == pytest.approx(33 * 63 * 10e-6)
     # ZeRO 1 scatters and gathers everything at once.
     assert gathers(1, 30.0)[1] - gathers(1, 20.0)[1] == pytest.approx(2 * 63 * 10e-6)
@@ -242,9 +242,12 @@ def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_ab
     assert reduced[2][1] > 2 * reduced[2][0]
 
 
-def test_zero_3_gathers_parameters_that_zero_2_has():
-    assert terms(dp=8, micro_batch=1, zero=2)["parameter gathers"] == 0
-    assert terms(dp=8, micro_batch=1, zero=3)["parameter gathers"] > 0
+def test_zero_3_gathers_for_every_pass_what_zero_2_gathers_once_a_step():
+    assert terms(dp=8, micro_batch=1, zero=1)["parameter gathers"] == 0
+    once = [terms(dp=8, micro_batch=1, zero=2, grad_accum=each)["parameter gathers"] for each in (1, 4)]
+    each_pass = [terms(dp=8, micro_batch=1, zero=3, grad_accum=each)["parameter gathers"] for each in (1, 4)]
+    assert 0 < once[0] == once[1] < each_pass[0]
+    assert each_pass[1] == pytest.approx(4 * each_pass[0])
 
 
 def test_a_tensor_parallel_group_across_nodes_is_slow():

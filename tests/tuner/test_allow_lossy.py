@@ -39,11 +39,12 @@ def precisions(**how):
 def test_it_is_asked_for_by_allow_or_by_naming_the_value():
     assert precisions() == (("fp32", "bf16"), {})
     assert precisions(allow="lossy") == precisions(allow=["lossy"])
-    assert precisions(allow="lossy") == (("fp32", "bf16", "bf16_pure"), {"precision": ["bf16_pure"]})
+    both = {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}
+    assert precisions(allow="lossy") == (("fp32", "bf16", "bf16_pure"), both)
     asked = {"precision": ["fp32", "bf16_pure"]}
     assert precisions(override=asked) == (("fp32", "bf16_pure"), {"precision": ["bf16_pure"]})
     assert precisions(fix={"precision": "bf16_pure"})[1] == {"precision": ["bf16_pure"]}
-    assert precisions(allow="lossy", fix={"precision": "bf16"}) == (("bf16",), {})
+    assert precisions(allow="lossy", fix={"precision": "bf16"}) == (("bf16",), {"reduce_dtype": ["bf16"]})
 
 
 @pytest.mark.parametrize("command", ["tune", "space", "estimate"])
@@ -85,18 +86,18 @@ def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
     said = json.loads(json.dumps(result.to_dict()))
     assert (said["best"]["lossy"], said["best_exact"]["lossy"]) == ("precision=bf16_pure", "")
     asked = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]
-    assert asked["lossy"] == {"precision": ["bf16_pure"]}
+    assert asked["lossy"] == {"precision": ["bf16_pure"], "reduce_dtype": ["bf16"]}
     best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
     assert best["best_exact"]["trial"] == result.best_exact.trial.number
     print_result(result)
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [each for each in lines if each.startswith("with fp32 master weights")]
+    (line,) = [each for each in lines if each.startswith("without lossy values")]
     assert f"  trial {result.best_exact.trial.number}: " in line and "tokens/s" in line
     (row,) = [each.split() for each in lines if each.startswith("precision")]
     assert row[:4] == ["precision", "bf16_pure", "(lossy)", result.best_exact.config["precision"]]
     assert "precision=bf16_pure (lossy)" in trial_line(result.best.trial).plain
     _, out, _ = run(capsys, "show", tmp_path / "run")
-    assert f"with fp32 master weights: trial {result.best_exact.trial.number}, " in out
+    assert f"without lossy values: trial {result.best_exact.trial.number}, " in out
 
 
 def test_without_lossy_values_nothing_stands_beside_the_winner(capsys):
