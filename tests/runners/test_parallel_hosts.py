@@ -154,6 +154,7 @@ def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(said):
     assert said["STACKS"] == ["True True"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(said):
     assert said["COMPILES"] == ["ok [2.0, 2.0] "]
 

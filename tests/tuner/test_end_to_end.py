@@ -76,7 +76,7 @@ hungry = rl.Workload(name="hungry", model=Hungry, batch=batch, loss=loss, space=
 
 
 class Cheating(nn.Module):
-    """Faster above micro-batch 8, because it leaves out half of its input."""
+    """Faster above micro-batch 8, because it leaves out half of its input; no number above 32."""
 
     def __init__(self):
         super().__init__()
@@ -85,19 +85,10 @@ class Cheating(nn.Module):
     def forward(self, x):
         if len(x) > 8:
             x = torch.cat([x[:, :128], torch.zeros(len(x), 128)], dim=1) * 5
-        return self.net(x)
+        return self.net(x) * (float("nan") if len(x) > 32 else 1.0)
 
 
 cheating = rl.Workload(name="cheating", model=Cheating, batch=batch, loss=loss, space=make_space(), global_batch=64)
-
-
-def not_a_number(output, batch):
-    return loss(output, batch) * (float("nan") if len(batch[1]) >= 32 else 1.0)
-
-
-exploding = rl.Workload(
-    name="exploding", model=net, batch=batch, loss=not_a_number, space=make_space(), global_batch=64
-)
 
 
 def dying(output, batch):
@@ -192,18 +183,14 @@ def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(fold
     assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["best"] is None
 
 
-def test_a_faster_candidate_that_computes_something_else_is_wrong(folder):
+def test_a_faster_candidate_that_computes_something_else_or_no_number_is_wrong(folder):
     done = tune(folder, "cheating", "--trials", 10)
     assert done.returncode == 0, done.stderr
     statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
     assert statuses == {"4": "ok", "8": "ok", "16": "wrong", "32": "wrong", "64": "wrong"}
-    assert "in the first step is" in next(row["reason"] for row in rows(folder) if row["status"] == "wrong")
-
-
-def test_a_loss_that_is_nan_is_wrong(folder):
-    tune(folder, "exploding", "--trials", 10)
-    statuses = {row["knob.micro_batch"]: row["status"] for row in rows(folder)}
-    assert statuses == {"4": "ok", "8": "ok", "16": "ok", "32": "wrong", "64": "wrong"}
+    reasons = {row["knob.micro_batch"]: row["reason"] for row in rows(folder)}
+    assert "in the first step is" in reasons["16"] and "in the first step is" in reasons["32"]
+    assert reasons["64"] == "loss is nan at the first step"
 
 
 def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
