@@ -39,6 +39,10 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2·dp2": {"pp": 2, "dp": 2, "grad_accum": 2},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2},
     "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
+    "kernels": {"kernels": True, "grad_accum": 2},
+    "tp2+kernels": {"tp": 2, "kernels": True},
+    "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
+    "pp2+kernels": {"pp": 2, "grad_accum": 4, "kernels": True},
 }
 """Every combination of the table by its name: knobs, absent ones neutral."""
 
@@ -169,6 +173,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
         reasons.append(support.zero)
     if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
         reasons.append(support.zero_in_stages)
+    if config.get("kernels"):
+        reasons.append(support.kernels)
     return next((reason for reason in reasons if reason), "")
 
 

@@ -21,7 +21,7 @@ import contextlib
 import math
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -257,22 +257,29 @@ class _Probed:
         import torch
 
         from ..schedule.collectives import all_reduce
+        from ..schedule.unformed import UnformedLogits
         from ..schedule.vocabulary import SplitLogits
 
         loss = output if isinstance(output, torch.Tensor) else _named(output, "loss")
         if loss is not None:
             self.loss_roundoff = torch.finfo(loss.dtype).eps / 2
-        logits, low, axis = _logits_of(output), 0, None
+        logits, axis = _logits_of(output), None
         if logits is None or logits.dim() < 2 or logits.shape[0] != size:
             return  # nothing tells which of them belong to which sample
-        self.width = logits.shape[-1]
-        if isinstance(logits, SplitLogits):
-            axis, low, self.width = logits.axis, logits.axis.rank * logits.shape[-1], logits.vocabulary
-            logits = logits.as_subclass(torch.Tensor)
-        signs = self._sign("logits", self.width)[low : low + logits.shape[-1]]
+        self.width, columns = logits.shape[-1], logits.shape[-1]
+        pieces: Iterable[torch.Tensor]
+        if isinstance(logits, UnformedLogits):
+            # As the loss forms them, a few tokens at a time.
+            axis, self.width, pieces = logits.product.axis, logits.product.vocabulary, logits.chunks()
+        elif isinstance(logits, SplitLogits):
+            axis, self.width, pieces = logits.axis, logits.vocabulary, [logits.as_subclass(torch.Tensor).detach()]
+        else:
+            pieces = [logits.detach()]
+        low = 0 if axis is None else axis.rank * columns
+        signs = self._sign("logits", self.width)[low : low + columns]
         with torch.no_grad(), torch.autocast(self.training.device.type, enabled=False):
             # Signs are exact in any format. Columns with which a piece is filled up have none.
-            found = (logits.detach()[..., : signs.shape[0]] @ signs.to(logits.dtype)).float()
+            found = torch.cat([(each[..., : signs.shape[0]] @ signs.to(each.dtype)).float() for each in pieces])
             found = found if axis is None else all_reduce(found, axis)
             seen.append(found.reshape(size, -1, PROJECTIONS))
 

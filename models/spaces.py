@@ -15,6 +15,7 @@ from .device import Device, fusion_obstacle
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support
 from .huggingface import Architecture
+from .kernels import kernels_obstacle
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
 
@@ -100,6 +101,8 @@ def default_space(
             )
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
         space.flag("fusion", help="compile each repeated block")
+    if "kernels" in facts.followed:
+        space.flag("kernels", help="compute the loss from hidden states, never holding all logits")
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     together = micro
@@ -257,9 +260,8 @@ def _schedule_facts(workload: Workload) -> _Facts:
     sch = create_schedule(skeleton(workload))
     schedule = workload.schedule or generic_schedule
     if isinstance(schedule, StandardSchedule):
-        return _Facts(
-            followed=set(KNOBS), blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch)
-        )
+        followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
+        return _Facts(followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch))
     count = len(generic_schedule.blocks(sch))
     recorder = _Recorder(NEUTRAL)
     with blamed(f"{workload.name}: schedule(sch, config)"):

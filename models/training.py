@@ -10,6 +10,7 @@ from ..results.meaning import REDUCED, formats_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
+from .parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision, dtype_of
 from .workload import Workload
@@ -25,8 +26,6 @@ MAX_STEPS_OF_DATA = 8
 """Steps whose data is made ahead of time and then repeated."""
 MAX_BYTES_OF_DATA = 64 * 1024 * 1024
 """Data kept on the device; more than this stays in host memory and is copied for each micro-batch."""
-_NOT_YET = {"kernels": False}
-"""Standard knobs that nothing follows yet, with the value at which they do nothing."""
 
 
 class Training:
@@ -158,13 +157,6 @@ class Training:
 
     def _sizes(self) -> None:
         config, workload = self.config, self.workload
-        own = workload.schedule is not None and not isinstance(workload.schedule, StandardSchedule)
-        for name, neutral in _NOT_YET.items():
-            # A schedule of somebody's own may follow any knob.
-            if config.get(name, neutral) != neutral and not own:
-                raise WorkloadError(
-                    f"knob '{name}' must be {neutral!r}: nothing follows {config[name]!r} yet"
-                )
         zero, offload = config.get("zero", 0), config.get("offload", "none")
         if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
             raise WorkloadError(f"zero must be a stage from 0 to 3, but is {zero!r}")
@@ -192,8 +184,12 @@ class Training:
 
     def _check_composition(self) -> None:
         """Refuses what does not go together; the default space declares the same."""
+        if self.config.get("kernels", False) and self.world.pp > 1 and int(self.config.get("zero", 0)) >= 2:
+            raise WorkloadError(f"kernels=true and zero={self.config['zero']} in a pipeline: {HEAD_IS_CUT_AGAIN}")
         if not self.precision.scaled:
             return
+        if self.config.get("kernels", False):
+            raise WorkloadError(f"kernels=true and precision=fp16: {SCALED_TOO_LATE}; use bf16")
         for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
             if value:
                 raise WorkloadError(

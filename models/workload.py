@@ -32,6 +32,7 @@ NEUTRAL = Config(
     checkpoint_ratio=0.0,
     precision="fp32",
     fusion=False,
+    kernels=False,
     fused_optimizer=True,
 )
 """The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
@@ -135,7 +136,7 @@ class Workload:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.source is None:
             return super().__reduce_ex__(protocol)
-        cached = {name: self.__dict__[name] for name in ("flops", "id") if name in self.__dict__}
+        cached = {name: self.__dict__[name] for name in ("flops", "forms_logits", "id") if name in self.__dict__}
         return _from_source, (self.source, self.name, self.spec, self.global_batch, cached)
 
     @cached_property
@@ -264,6 +265,13 @@ class Workload:
         from .flops import count_flops
 
         return count_flops(self)
+
+    @cached_property
+    def forms_logits(self) -> str:
+        """Why the logits of its head have to be formed, empty where its loss can do without: `kernels.formed_logits`."""
+        from .kernels import formed_logits
+
+        return formed_logits(self)
 
     def with_name(self, name: str, spec: str) -> "Workload":
         """A copy that is called `name` and was asked for as `spec`."""

@@ -18,6 +18,7 @@ from .replicas import whole_gradient
 from .rounding import departure, largest
 from .schedule import find_module
 from .sharding import owner, whole
+from .unformed import UnformedLogits, formed
 from .vocabulary import SplitLogits, whole_logits
 
 Loss = Callable[..., torch.Tensor]
@@ -179,7 +180,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def floats(output: Any) -> list[torch.Tensor]:
     """The floating-point tensors of an output, in order, whole where they are cut over the vocabulary."""
     leaves = [each for each in tree_flatten(_plain(output))[0] if isinstance(each, torch.Tensor)]
-    return [whole_logits(each).detach() for each in leaves if each.is_floating_point()]
+    return [whole_logits(formed(each)).detach() for each in leaves if each.is_floating_point()]
 
 
 def scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None, batch: Any) -> torch.Tensor:
@@ -196,7 +197,7 @@ def scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None, batch
         return output.loss
     total = torch.zeros(())
     leaves = [each for each in tree_flatten(_plain(output))[0] if isinstance(each, torch.Tensor)]
-    for each in leaves:
+    for each in map(formed, leaves):
         if each.is_floating_point() and each.requires_grad:
             generator = torch.Generator().manual_seed(each.dim())
             value = whole_logits(each)
@@ -297,7 +298,7 @@ def _no_dropout(model: nn.Module) -> Iterator[None]:
 def _recorded(model: nn.Module, record: dict[str, torch.Tensor]) -> Iterator[None]:
     def note(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = floats(output) if not isinstance(output, SplitLogits) else []
+            found = floats(output) if not isinstance(output, (SplitLogits, UnformedLogits)) else []
             if found and path not in record:
                 record[path] = found[0].clone()
 

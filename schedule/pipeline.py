@@ -275,6 +275,7 @@ class Stage(nn.Module):
             pipeline.watch(output)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
+            first = getattr(first, "hidden", first)  # of logits that are not formed
             self._check(received, (first,))
             return first
         loss = getattr(output, "loss", None)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ...schedule import Schedule
 
 
-KNOBS = ("checkpoint_ratio", "fusion")
+KNOBS = ("checkpoint_ratio", "fusion", "kernels")
 """Knobs that rewrite the model on one device, and that a StandardSchedule follows."""
 BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
 """Knobs that name blocks by their indices, as `0-3,7` or `none`: those that are recomputed, in place of
@@ -40,6 +40,8 @@ class Support:
     """Why the optimizer's state cannot live in host memory."""
     zero_in_stages: str = ""
     """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
+    kernels: str = ""
+    """Why the logits cannot be left unformed."""
     padding: Callable[[int], str] = lambda ranks: ""
     """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
 
@@ -55,6 +57,7 @@ class StandardSchedule:
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
     | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
+    | `kernels` | the loss is computed from hidden states, without the logits of a whole micro-batch |
 
     Raises (when called):
         ScheduleError: the model cannot be cut so; `support` tells beforehand.
@@ -90,6 +93,8 @@ class StandardSchedule:
             for block in blocks or [sch]:
                 # Shapes do not change in training, so nothing is gained by code for any shape.
                 block.compile(dynamic=False)
+        if config.get("kernels", False):
+            head_of(sch, blocks).fused_loss()
 
     def support(self, sch: "Schedule") -> Support:
         """What can be done with a model, found by trying on a copy of it without weights.
@@ -109,6 +114,7 @@ class StandardSchedule:
             zero="",
             offload="",
             zero_in_stages=self._tied_stages(sch) if not staged(2)[0] else "",
+            kernels=self._try(sch, {"kernels": True}, tp=1)[0],
             padding=lambda ranks: cut(ranks)[1],
         )
 
@@ -211,6 +217,28 @@ def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[
         if block.path in last:
             stages.append([])
     return stages
+
+
+def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
+    """The projection to the vocabulary: the one that transformers knows; in another model the widest linear layer
+    outside of its blocks that makes more features than it takes.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    from torch import nn
+
+    known, head = getattr(sch.module, "get_output_embeddings", None), None
+    inside = {each for block in blocks for each in block.module.modules()}
+    paths = {module: path for path, module in sch.module.named_modules() if module not in inside}
+    if known is not None:
+        head = known()
+    elif blocks:  # without any, what is compiled is the whole model
+        wide = [each for each in paths if isinstance(each, nn.Linear) and each.out_features > each.in_features]
+        head = max(wide, key=lambda each: each.out_features, default=None)
+    if head is None or head not in paths:
+        raise ScheduleError("kernels: the model has no projection to a vocabulary whose logits could be left unformed")
+    return sch[paths[head]]
 
 
 def indices_of(text: str, count: int) -> list[int]:

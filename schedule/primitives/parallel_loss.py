@@ -9,6 +9,7 @@ from ...errors import ScheduleError
 from ..registry import register_primitive
 from ..schedule import Schedule
 from ..sharding import shards_of
+from ..unformed import UnformedLogits
 from ..vocabulary import SplitLogits
 from .kinds import output_of
 from .shard import tensor_parallel
@@ -41,4 +42,6 @@ class _Split:
         self.vocabulary = vocabulary
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if isinstance(output, UnformedLogits):
+            return output.cut(self.axis, self.vocabulary)
         return SplitLogits.of(output, self.axis, self.vocabulary)

@@ -37,6 +37,7 @@ def test_a_cpu_has_its_knobs_and_no_others(cpu, compiler):
         "precision": ("fp32",),
         "attention": ("sdpa", "eager"),
         "fusion": (False, True),
+        "kernels": (False, True),
         "fused_optimizer": (False, True),
     }
 

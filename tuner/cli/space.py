@@ -34,6 +34,7 @@ def space(
     allow: tuple[str, ...],
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    from ...models.kernels import kernels_obstacle
     from ...models.spaces import lossy_beyond
     from ...space import Space
     from ..tuning import resolve_task
@@ -62,6 +63,8 @@ def space(
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
     if left := lossy_beyond(task.space) if task.workload is not None else ():
         click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
+    if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
+        click.echo(f"\nwithout kernels: {kernels_obstacle(task.workload)}")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:

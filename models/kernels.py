@@ -1,0 +1,91 @@
+"""The knob `kernels`: whether the logits of a workload's head can be left unformed, and whether that pays."""
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ScheduleError, WorkloadError
+from .batches import Step, each_tensor, make_batch
+from .families import generic_schedule
+from .families.standard import StandardSchedule, head_of
+from .huggingface import quiet
+from .reduction import UNABLE
+from .workload import Workload
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..schedule import Schedule
+
+LARGE_HEAD = 4
+"""Logits of a token for each feature from which on they matter: a feed-forward part has as many numbers."""
+_LOOKED_AT = 2
+"""Blocks of a list that run to see what a loss does with logits: the first may differ from the rest."""
+
+
+def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
+    """Why a workload's space is without `kernels`; empty where it has it.
+
+    Args:
+        workload: of a schedule of its own, or of a StandardSchedule.
+        sch: a schedule of its skeleton, where there is one.
+    """
+    from ..schedule import create_schedule
+    from .skeleton import skeleton
+
+    schedule = workload.schedule or generic_schedule
+    if not isinstance(schedule, StandardSchedule):
+        return "the workload's own schedule does not look at it"
+    sch = sch or create_schedule(skeleton(workload))
+    if why := schedule.support(sch).kernels:
+        return why
+    head = head_of(sch, schedule.blocks(sch)).module
+    if head.out_features < LARGE_HEAD * head.in_features:
+        return f"{head.out_features:,} logits a token are too few for it to pay"
+    return workload.forms_logits
+
+
+def formed_logits(workload: Workload) -> str:
+    """Why the logits of a workload's head would be formed all the same, empty where they are not.
+
+    Its loss is computed for one sample of fake tensors, behind the first blocks of the model.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers.initialization import no_init_weights
+
+    from ..schedule import create_schedule
+    from ..schedule.partition import by_shapes_alone
+    from ..schedule.primitives.fused_loss import formed_for
+
+    schedule = workload.schedule or generic_schedule
+    batch = make_batch(workload, 1, 0)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.random.fork_rng(devices=[]), quiet(), fake:
+            with no_init_weights():
+                model = by_shapes_alone(workload.build_model(workload.probe).train())
+            sch = create_schedule(model)
+            blocks = schedule.blocks(sch)
+            head = head_of(sch, blocks).fused_loss().module
+            _shorten(model, [each.path for each in blocks])
+            step, fakes = Step(workload, model), each_tensor(batch, fake.from_tensor)
+            args, kwargs = step.inputs(fakes)
+            step.loss(model(*args, **kwargs), fakes)
+    except (WorkloadError, ScheduleError):
+        raise
+    except UNABLE as error:
+        text = " ".join(str(error).split())[:200]
+        return f"what its loss does with logits cannot be seen without running it ({type(error).__name__}: {text})"
+    uses = formed_for(head)
+    if formed := sorted(name for name, was in uses.items() if was):
+        return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"
+    return "" if uses else "its loss takes no logits"
+
+
+def _shorten(model: "nn.Module", blocks: list[str]) -> None:
+    """Leaves the lists of blocks their first members: of what follows, only form matters."""
+    from torch import nn
+
+    for path in {each.rpartition(".")[0] for each in blocks}:
+        members: Any = model.get_submodule(path)
+        if isinstance(members, nn.ModuleList):
+            del members[_LOOKED_AT:]

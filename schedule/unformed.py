@@ -1,0 +1,328 @@
+"""Logits that are not formed, and their cross-entropy from hidden states, a few tokens at a time.
+
+Notation:
+
+| symbol | meaning | shape |
+|---|---|---|
+| N, C | tokens of a micro-batch, and of a chunk | |
+| H, V | hidden size, vocabulary (this rank's piece of it where it is cut) | |
+| h | hidden states | (N, H) |
+| W, b | weight and bias of the head | (V, H), (V,) |
+| z | logits of a chunk, h W^T + b | (C, V) |
+| p | softmax(z) | (C, V) |
+| g | gradient of the loss with respect to z: (p - onehot) / N | (C, V) |
+
+The loss is a scalar, so its gradient is known up to the factor that backward brings. The forward pass thus forms
+the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the sum of g;
+backward only multiplies. No product is done twice, and of N x V numbers there are never more than C x V.
+
+Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, FusedLinearCrossEntropy.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from ..errors import ScheduleError
+from .collectives import Axis, all_reduce
+from .vocabulary import SplitLogits
+
+LEAST_CHUNK = 64
+"""Tokens of the smallest chunk: below it products are too thin to be fast."""
+
+
+def chunk_tokens(hidden: int) -> int:
+    """C. A chunk adds its part to the weight's gradient, V x H numbers, after it wrote some V x C: with half as
+    many tokens as features the one costs no more than the other, and the logits take half of that gradient."""
+    return max(LEAST_CHUNK, hidden // 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """What logits are the product of, and in which format."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    """Of the products: autocast's, or the hidden states' own."""
+    axis: Axis | None
+    """Over which the vocabulary is cut; None where it is whole."""
+    vocabulary: int
+    """Tokens in all."""
+    formed_for: dict[str, bool]
+    """Functions that took logits, by name: whether these were formed for it."""
+
+    @property
+    def rows(self) -> int:
+        """Of the weight those that stand for a token: the rest fill up the last rank's piece."""
+        size = self.weight.shape[0]
+        before = 0 if self.axis is None else self.axis.rank * size
+        return min(max(self.vocabulary - before, 0), size)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of some hidden states, as the head itself would give them."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+
+
+class UnformedLogits(torch.Tensor):
+    """Stands for the logits of hidden states, of shape (..., V).
+
+    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format, shape, or to
+    take a part of the tokens keeps them unformed. Any other function gets the logits themselves, formed for it:
+    the result is right, but takes the memory. They take no part in autograd themselves, what is computed from them
+    does.
+    """
+
+    hidden: torch.Tensor
+    product: Product
+
+    @staticmethod
+    def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "UnformedLogits":
+        """The logits of hidden states (..., H), said to be of `dtype`, by default what the product gives."""
+        shape = (*hidden.shape[:-1], product.weight.shape[0])
+        made = torch.Tensor._make_wrapper_subclass(
+            UnformedLogits, shape, dtype=dtype or product.dtype, device=hidden.device
+        )
+        made.hidden, made.product = hidden, product
+        return made
+
+    def cut(self, axis: Axis, vocabulary: int) -> "UnformedLogits":
+        """As this rank's piece of logits that are cut over the vocabulary."""
+        return UnformedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
+
+    def formed(self) -> torch.Tensor:
+        """The logits; SplitLogits where they are cut."""
+        logits = self.product(self.hidden).to(self.dtype)
+        cut = self.product.axis
+        return logits if cut is None else SplitLogits.of(logits, cut, self.product.vocabulary)
+
+    def chunks(self) -> Iterator[torch.Tensor]:
+        """The logits of C tokens after another, each (C, V), as the loss forms them; without gradient."""
+        flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
+        product = replace(self.product, weight=self.product.weight.detach())
+        for part in flat.split(chunk_tokens(flat.shape[-1])):
+            yield product(part)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT or _is_property(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], cls) and func in _KEPT:
+            kept = _KEPT[func](*args, **kwargs)
+            if kept is not NotImplemented:
+                return kept
+
+        def form(logits: UnformedLogits) -> torch.Tensor:
+            logits.product.formed_for[getattr(func, "__name__", str(func))] = True
+            return logits.formed()
+
+        args, kwargs = tree_map_only(UnformedLogits, form, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # what a wrapper is made and printed with
+            (logits,) = args
+            return UnformedLogits.of(logits.hidden.detach(), logits.product, logits.dtype)
+        raise ScheduleError(f"fused_loss: {func} asks for the memory of logits that are not formed")
+
+
+def formed(value: torch.Tensor) -> torch.Tensor:
+    """Logits that are not formed, formed; any other tensor as it is."""
+    return value.formed() if isinstance(value, UnformedLogits) else value
+
+
+_ABOUT = frozenset(
+    {
+        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
+        torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_complex,
+        torch.is_complex, torch.numel, torch.Tensor.get_device, torch.Tensor.__len__,
+    }
+)  # fmt: skip
+"""Functions that ask for no values."""
+_PROPERTIES = frozenset(
+    ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu",
+     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "names")
+)  # fmt: skip
+
+
+def _is_property(func: Any) -> bool:
+    descriptor = getattr(func, "__self__", None)
+    return getattr(func, "__name__", "") == "__get__" and getattr(descriptor, "__name__", "") in _PROPERTIES
+
+
+def _as(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda logits: UnformedLogits.of(logits.hidden, logits.product, dtype)
+
+
+def _to(logits: UnformedLogits, *args: Any, **kwargs: Any) -> Any:
+    """Another format. Another device, or a copy, is of the logits themselves."""
+    if len(args) + len(kwargs) != 1 or not set(kwargs) <= {"dtype", "device"}:
+        return NotImplemented
+    (wanted,) = (*args, *kwargs.values())
+    if isinstance(wanted, torch.dtype):
+        return _as(wanted)(logits)
+    here = isinstance(wanted, (str, torch.device)) and torch.device(wanted) == logits.device
+    return logits if here else NotImplemented
+
+
+def _reshape(logits: UnformedLogits, *shape: Any, **kwargs: Any) -> Any:
+    """Another arrangement of the tokens."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    whole = (logits.shape[-1], logits.product.vocabulary)
+    if kwargs or not sizes or not all(isinstance(each, int) for each in sizes) or sizes[-1] not in whole:
+        return NotImplemented
+    hidden = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
+    return UnformedLogits.of(hidden, logits.product, logits.dtype)
+
+
+def _flatten(logits: UnformedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = logits.dim()
+    if end_dim % dims == dims - 1:
+        return NotImplemented
+    return UnformedLogits.of(logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype)
+
+
+def _index(logits: UnformedLogits, index: Any) -> Any:
+    """Some of the tokens, all of the vocabulary."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, bool) or not (each is ... or isinstance(each, (int, slice))) for each in parts):
+        return NotImplemented
+    reaches = len(parts) == logits.dim() or (... in parts and parts[-1] is not ...)
+    if reaches and parts[-1] != slice(None):
+        return NotImplemented
+    return UnformedLogits.of(logits.hidden[index], logits.product, logits.dtype)
+
+
+def _contiguous(logits: UnformedLogits, **kwargs: Any) -> Any:
+    return NotImplemented if kwargs else logits
+
+
+def _cross_entropy(
+    input: UnformedLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy` of class indices; input: (N, V)."""
+    usual = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not usual or target.is_floating_point() or input.dim() != 2 or reduction not in ("mean", "sum"):
+        return NotImplemented
+    product, device = input.product, input.hidden.device.type
+    product.formed_for.setdefault("cross_entropy", False)
+    # As autocast has it for the cross-entropy of logits that are formed.
+    dtype = torch.float32 if torch.is_autocast_enabled(device) else input.dtype
+    mean = reduction == "mean"
+    loss = _Loss.apply(
+        input.hidden, product.weight, product.bias, target, product, ignore_index, mean, torch.is_grad_enabled()
+    )
+    return loss.to(dtype)
+
+
+_KEPT: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    torch.Tensor.float: _as(torch.float32),
+    torch.Tensor.to: _to,
+    torch.Tensor.view: _reshape,
+    torch.Tensor.reshape: _reshape,
+    torch.Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.__getitem__: _index,
+}
+
+
+class _Loss(torch.autograd.Function):
+    """The mean, or the sum, of -log p of each token's target; forward forms the gradients too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+        product: Product, ignore_index: int, mean: bool, differentiable: bool,
+    ) -> Any:  # fmt: skip
+        dtype, exact = product.dtype, torch.promote_types(product.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = product.rows
+            narrow = weight[:rows].to(dtype)
+            shift = None if bias is None else bias[:rows].to(dtype)
+            kept = target != ignore_index
+            count = kept.sum() if mean else torch.ones_like(kept.sum())
+            # Where all tokens are ignored their mean is no number, but its gradient is zero.
+            share = torch.where(kept, 1.0 / count.to(exact), 0.0)
+            wanted = [differentiable and each for each in ctx.needs_input_grad[:3]]
+            to_hidden = torch.empty_like(hidden) if wanted[0] else None
+            to_weight = weight.new_zeros(weight.shape, dtype=exact) if wanted[1] else None
+            to_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if wanted[2] else None
+            total = torch.zeros((), dtype=exact, device=hidden.device)
+            size = chunk_tokens(hidden.shape[-1])
+            for start in range(0, target.shape[0], size):
+                here = slice(start, start + size)
+                states = hidden[here].to(dtype)
+                logits = F.linear(states, narrow, shift).to(exact)
+                losses = _to_gradients(logits, target[here].where(kept[here], 0), product)
+                total += losses.where(kept[here], 0).sum()
+                if not any(wanted):
+                    continue
+                logits *= share[here].unsqueeze(-1)
+                if to_bias is not None:
+                    to_bias[:rows] += logits.sum(0)
+                gradient = logits.to(dtype)
+                del logits
+                if to_hidden is not None:
+                    to_hidden[here] = gradient @ narrow
+                if to_weight is not None and dtype == exact:
+                    to_weight[:rows].addmm_(gradient.t(), states)
+                elif to_weight is not None:
+                    to_weight[:rows] += gradient.t() @ states
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        ctx.gradients = (to_hidden, to_weight, to_bias)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.gradients is None:
+            raise ScheduleError("fused_loss: its gradients are formed once, so backward can be called once only")
+        found, ctx.gradients = ctx.gradients, None
+        return (*(None if each is None else each.mul_(grads[0]) for each in found), *[None] * 5)
+
+
+def _to_gradients(logits: torch.Tensor, target: torch.Tensor, product: Product) -> torch.Tensor:
+    """The losses of tokens (C,); `logits` become p - onehot in place."""
+    axis, local = product.axis, logits.shape[-1]
+    top = logits.amax(-1) if local else logits.new_full(target.shape, -torch.inf)
+    if axis is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
+        target = target - axis.rank * product.weight.shape[0]
+    logits -= top.unsqueeze(-1)
+    mine = (target >= 0) & (target < local)
+    # Of a vocabulary that is whole each target must be there, which the lookup checks.
+    index = (target if axis is None else target.where(mine, 0)).unsqueeze(-1)
+    at = logits.gather(-1, index).squeeze(-1) * mine if local else torch.zeros_like(top)
+    logits.exp_()
+    total = logits.sum(-1)
+    if axis is not None:
+        total, at = all_reduce(torch.stack([total, at]), axis).unbind(0)
+    logits /= total.unsqueeze(-1)
+    if local:
+        logits.scatter_add_(-1, index, -mine.to(logits.dtype).unsqueeze(-1))
+    return total.log() - at
