@@ -33,13 +33,19 @@ from .collectives import Axis, all_reduce
 from .vocabulary import SplitLogits
 
 LEAST_CHUNK = 64
-"""Tokens of the smallest chunk: below it products are too thin to be fast."""
+"""Tokens of the smallest chunk of a large micro-batch: below it products are too thin to be fast."""
 
 
-def chunk_tokens(hidden: int) -> int:
-    """C. A chunk adds its part to the weight's gradient, V x H numbers, after it wrote some V x C: with half as
-    many tokens as features the one costs no more than the other, and the logits take half of that gradient."""
+def most_chunk(hidden: int) -> int:
+    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after it wrote some
+    V x C: with half as many tokens as features the one costs no more than the other, and the logits take half of
+    that gradient."""
     return max(LEAST_CHUNK, hidden // 2)
+
+
+def chunk_tokens(hidden: int, tokens: int) -> int:
+    """C. Even few tokens are at least two chunks, so that any micro-batch, a probe's too, goes the same way."""
+    return max(1, min(most_chunk(hidden), -(-tokens // 2)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +113,7 @@ class UnformedLogits(torch.Tensor):
         """The logits of C tokens after another, each (C, V), as the loss forms them; without gradient."""
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         product = replace(self.product, weight=self.product.weight.detach())
-        for part in flat.split(chunk_tokens(flat.shape[-1])):
+        for part in flat.split(chunk_tokens(flat.shape[1], flat.shape[0])):
             yield product(part)
 
     @classmethod
@@ -273,7 +279,7 @@ class _Loss(torch.autograd.Function):
             to_weight = weight.new_zeros(weight.shape, dtype=exact) if wanted[1] else None
             to_bias = weight.new_zeros(weight.shape[:1], dtype=exact) if wanted[2] else None
             total = torch.zeros((), dtype=exact, device=hidden.device)
-            size = chunk_tokens(hidden.shape[-1])
+            size = chunk_tokens(hidden.shape[1], hidden.shape[0])
             for start in range(0, target.shape[0], size):
                 here = slice(start, start + size)
                 states = hidden[here].to(dtype)

@@ -15,6 +15,7 @@ from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 from .trace_record import AttentionCall, Region, Tally, Trace
 from .tracing import trace
 from .uncollected import uncollected
+from .unformed_facts import unformed
 
 
 class TracingError(WorkloadError):
@@ -50,13 +51,15 @@ class TracedFacts:
             TracingError: the model cannot be traced; says at which operator.
             WorkloadError: it cannot be built, or its batch or loss is not what it must be.
         """
-        variant = (precision, attention, fusion, kernels)
+        if kernels:
+            return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
+        variant = (precision, attention, fusion)
         if variant in self._failed:
             raise self._failed[variant]
         if variant not in self._known:
             try:
                 self._known[variant] = trace_facts(
-                    self.workload, precision=precision, attention=attention, fusion=fusion, kernels=kernels,
+                    self.workload, precision=precision, attention=attention, fusion=fusion,
                     device_type=self.device_type, folder=self.folder, steps=self._steps,
                 )  # fmt: skip
             except WorkloadError as error:
@@ -66,11 +69,12 @@ class TracedFacts:
 
     def is_known(self, variant: tuple[Any, ...]) -> bool:
         """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
-        disk."""
+        disk: what `kernels` changes follows from what is known without."""
+        precision, attention, fusion, _ = variant
+        variant = (precision, attention, fusion)
         if variant in self._known:
             return True
-        precision, attention, fusion, kernels = variant
-        named = {"precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels}
+        named = {"precision": precision, "attention": attention, "fusion": fusion}
         found = facts_cache.load(
             facts_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder
         )
@@ -80,7 +84,7 @@ class TracedFacts:
 
     def add(self, found: Mapping[tuple[Any, ...], ModelFacts]) -> None:
         """Takes over variants that another process traced."""
-        self._known.update(found)
+        self._known.update({variant[:3]: facts for variant, facts in found.items()})
 
 
 def trace_facts(
@@ -118,17 +122,15 @@ def trace_facts(
         attention = "sdpa" if attention is None else attention
     elif attention is None or workload.model.default_attention == "eager":
         attention = workload.model.default_attention
-    variant = {
-        "precision": precision, "attention": attention, "fusion": fusion, "kernels": kernels,
-        "device": device_type,
-    }  # fmt: skip
+    if kernels:
+        named = {"precision": precision, "attention": attention, "fusion": fusion, "device_type": device_type}
+        return unformed(trace_facts(workload, **named, folder=folder, cached=cached, steps=steps))
+    variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
     key = facts_cache.key_of(workload.id, variant)
     found = facts_cache.load(key, folder) if cached else None
     if found is not None:
         return found
-    made = _trace(
-        workload, precision, attention, fusion, kernels, device_type, {} if steps is None else steps
-    )
+    made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps)
     if cached:
         facts_cache.store(key, made, folder)
     return made
@@ -140,7 +142,6 @@ def _trace(
     precision: str,
     attention: str,
     fusion: bool,
-    kernels: bool,
     device_type: str,
     steps: "dict[tuple[str, str], tuple[Layout, Trace]]",
 ) -> ModelFacts:
@@ -164,7 +165,6 @@ def _trace(
         precision=precision,
         attention=attention,
         fusion=fusion,
-        kernels=kernels,
         **_head(seen, layout),
         notes=tuple(layout.notes),
     )

@@ -32,7 +32,8 @@ def trace_ahead(source: TracedFacts, variants: Iterable[tuple[Any, ...]]) -> Non
     hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-    for variant in variants:
+    # What kernels change follows from the facts without.
+    for variant in dict.fromkeys((*each[:3], False) for each in variants):
         if not source.is_known(variant):
             # Those that differ in fusion alone share a trace.
             groups.setdefault(variant[:2], []).append(variant)

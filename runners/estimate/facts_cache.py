@@ -13,7 +13,7 @@ from typing import Any
 from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
-VERSION = 2
+VERSION = 3
 """Raised whenever tracing comes to see other things, so that older files are not read."""
 
 

@@ -213,20 +213,24 @@ def stage_peak(
         rebuilt = np.maximum(rebuilt, np.where(ratio > 0, whole, 0.0))
     loss_parts = none
     spike = none
+    formed = none
     loss_tp = tp if setup.parallel_loss in (None, True) else np.ones(len(tp))
     for each in stage.ends:
         is_loss = each.role in ("head", "loss")
         amount = per_token(each.saved, each, loss_tp if is_loss else tp, sequence, seq)
         if is_loss:
             loss_parts = loss_parts + amount
-            spike = np.maximum(spike, per_token(each.transient, each, loss_tp, sequence, seq))
+            own = per_token(each.transient, each, loss_tp, sequence, seq)
+            spike = np.maximum(spike, own * np.minimum(0.5, each.chunk / tokens) if each.chunk else own)
+            # Of a single micro-batch it is the gradient that stays.
+            formed = formed + np.where(cols.grad_accum > 1, each.transient_fixed / loss_tp, 0.0)
         else:
             kept = kept + amount
     # Only the gpipe schedule has several micro-batches behind the head at once.
     loss_flying = np.where(gpipe, flying, np.minimum(flying, 1.0))
     activations = kept * tokens * flying
     checkpoints = boundaries * tokens * flying
-    loss = (loss_parts * loss_flying + spike) * tokens * constants.loss_factor
+    loss = (loss_parts * loss_flying + spike) * tokens * constants.loss_factor + formed
     recomputation = np.maximum(working, rebuilt) * tokens
     # The loss is done with before the last block is recomputed or differentiated.
     at_loss = loss >= recomputation

@@ -173,6 +173,7 @@ def _part_work(
         memory_back = 2 * memory
     else:
         memory_back = per_token(part.traffic_backward, part, tp, sequence, seq) * tokens / bandwidth
+    chunks = np.maximum(np.ceil(tokens / part.chunk), 2.0) if part.chunk else 1.0
     return _Work(
         matmul,
         attention,
@@ -180,7 +181,7 @@ def _part_work(
         back,
         2.5 * attention,
         memory_back,
-        zero + part.kernels * constants.launch_us * 1e-6,
+        zero + part.kernels * constants.launch_us * 1e-6 * chunks,
     )
 
 

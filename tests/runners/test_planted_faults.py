@@ -50,6 +50,16 @@ OWN = {
     ),
     "t5-tiny": (faults.causal_mask_is_dropped, faults.dropout_is_off, faults.dropout_is_twice_as_strong),
 }
+UNFORMED = (
+    faults.every_other_chunk_gives_no_gradient,
+    faults.losses_of_a_chunk_are_of_one_token,
+    faults.the_heads_gradient_is_of_one_chunk,
+    faults.attention_of_one_block_is_zeroed,
+    faults.one_head_is_lost,
+    faults.labels_are_shifted,
+    faults.loss_is_not_averaged_over_micro_batches,
+)
+"""With `kernels`, whose logits the probe forms itself."""
 DP, PP = {"dp": 2, "micro_batch": 8, "grad_accum": 2}, {"pp": 2, "micro_batch": 8, "grad_accum": 4}
 TP = {"tp": 2, "micro_batch": 8, "grad_accum": 4}
 ON_TWO = (
@@ -63,6 +73,8 @@ ON_TWO = (
     (faults.one_block_is_skipped, PP),
     (faults.labels_are_shifted, PP),
     (faults.a_stage_is_not_updated, PP),
+    (faults.partial_sums_are_not_added, {**TP, "kernels": True}),
+    (faults.pipeline_does_not_average_the_loss, {**PP, "kernels": True}),
 )
 
 
@@ -106,6 +118,31 @@ def test_a_planted_fault_is_found(subject, name, fault):
     # It is the fault that was found.
     if fault in (EVERYWHERE[0], EVERYWHERE[-3], OWN[name][0], OWN[name][-1]):
         assert verdict(together([take(training)]), expected) == ""
+
+
+@pytest.fixture(scope="module")
+def unformed():
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = Training(workload(name), {"micro_batch": 8, "grad_accum": 4, "kernels": True}, CPU)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [*(("gpt2-tiny", fault) for fault in UNFORMED), ("bert-tiny", faults.the_heads_bias_is_forgotten)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_is_found_without_all_logits(subject, unformed, name, fault):
+    _, expected = subject(name)
+    training = unformed(name)
+    with fault(training):
+        assert verdict(together([take(training)]), expected) != ""
+    assert verdict(together([take(training)]), expected) == ""
 
 
 def part_with(name, knobs, fault):
@@ -180,6 +217,9 @@ def run(pool, made, knobs):
         {"precision": "bf16", "micro_batch": 4},
         {"precision": "bf16_pure", "micro_batch": 32, "attention": "eager"},
         {"micro_batch": 1, "checkpoint_ratio": 0.5, "attention": "eager"},
+        {"micro_batch": 8, "kernels": True},
+        {"micro_batch": 16, "kernels": True, "precision": "bf16", "checkpoint_ratio": 0.5},
+        {"micro_batch": 32, "kernels": True, "precision": "bf16_pure"},
     ],
     ids=str,
 )

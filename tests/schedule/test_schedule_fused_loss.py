@@ -81,7 +81,7 @@ def run(model, loss, inputs, labels, half=False):
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("bias", [False, True], ids=["tied", "bias"])
 @pytest.mark.parametrize("loss", [masked, causal, shifted, summed])
-# Two chunks and a token, less than a chunk.
+# Two whole chunks and a token, two of less than that.
 @pytest.mark.parametrize("shape", [(3, 43), (1, 5)], ids=str)
 def test_loss_and_gradients_are_those_of_formed_logits(seed, shape, loss, bias, half):
     plain, fused = made(seed, bias)
@@ -219,7 +219,7 @@ def test_the_logits_of_a_micro_batch_are_never_there(half):
     logits = inputs.numel() * V * 4
     assert largest[plain] >= logits and peak[plain] >= 2 * logits
     # A chunk's, in float32 and in the head's format.
-    chunk = unformed.chunk_tokens(H) * V * 6
+    chunk = unformed.most_chunk(H) * V * 6
     assert largest[fused] < logits / 2
     # Besides, hidden states of the three layers with their gradients, and the gradient of the head.
     states, head = inputs.numel() * H * 4, V * H * 4

@@ -1,10 +1,13 @@
 """Faults that a candidate can have, to be planted one at a time: `with fault(training): ...`."""
 
+import itertools
 import re
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from redline.schedule import unformed
 from torch import nn
 
 ATTENTION = {
@@ -228,6 +231,48 @@ def replaced_item(mapping, key, value):
         yield
     finally:
         mapping[key] = before
+
+
+# Of a loss that is computed without all logits.
+
+
+def _of_chunks(change):
+    """`change(logits, losses)` of every chunk, where `logits` have become their gradients; returns the losses."""
+    real = unformed._to_gradients
+
+    def faulty(logits, target, product):
+        return change(logits, real(logits, target, product))
+
+    return replaced(unformed, "_to_gradients", faulty)
+
+
+def every_other_chunk_gives_no_gradient(training):
+    turns = itertools.cycle((1, 0))
+
+    def change(logits, losses):
+        logits *= next(turns)
+        return losses
+
+    return _of_chunks(change)
+
+
+def losses_of_a_chunk_are_of_one_token(training):
+    return _of_chunks(lambda logits, losses: losses[:1].expand_as(losses))
+
+
+@contextmanager
+def the_heads_bias_is_forgotten(training):
+    """In the logits that are looked at and in the loss."""
+    linear = nn.functional.linear
+    forget = lambda hidden, weight, bias=None: linear(hidden, weight)  # noqa: E731
+    with replaced(unformed, "F", SimpleNamespace(linear=forget)):
+        yield
+
+
+@contextmanager
+def the_heads_gradient_is_of_one_chunk(training):
+    with replaced(torch.Tensor, "addmm_", lambda self, first, second: self.copy_(first @ second)):
+        yield
 
 
 # On two ranks.
