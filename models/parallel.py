@@ -9,8 +9,9 @@ from .device import Device
 from .families.standard import Support
 from .workload import Workload
 
-HEAD_IS_CUT_AGAIN = "ZeRO 2 and 3 hold the head whole for its own forward only, before the loss needs it"
-"""Why `kernels` cannot be with them in a pipeline, where each part of a stage is cut by itself."""
+HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the loss needs it"
+"""Why `kernels` cannot be with ZeRO 2 and 3 in a pipeline, where each part of a stage is cut by itself, nor with
+ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
 
@@ -128,8 +129,11 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
             space.require(~half | (space["offload"] == "none"), "fp16 unscales gradients on the device")
         if "kernels" in names:
             space.require(~half | ~space["kernels"], SCALED_TOO_LATE)
-    if "kernels" in names and "zero" in names and "pp" in names:
-        space.require(~space["kernels"] | (space["zero"] < 2) | (space["pp"] == 1), HEAD_IS_CUT_AGAIN)
+    if "kernels" in names and "zero" in names:
+        if workload.loss is not None:
+            space.require(~space["kernels"] | (space["zero"] < 3), HEAD_IS_CUT_AGAIN)
+        if "pp" in names:
+            space.require(~space["kernels"] | (space["zero"] < 2) | (space["pp"] == 1), HEAD_IS_CUT_AGAIN)
 
 
 def _sequence_parallel(space: Space, workload: Workload, support: Support) -> None:

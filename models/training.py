@@ -184,12 +184,14 @@ class Training:
 
     def _check_composition(self) -> None:
         """Refuses what does not go together; the default space declares the same."""
-        if self.config.get("kernels", False) and self.world.pp > 1 and int(self.config.get("zero", 0)) >= 2:
-            raise WorkloadError(f"kernels=true and zero={self.config['zero']} in a pipeline: {HEAD_IS_CUT_AGAIN}")
+        kernels, zero = self.config.get("kernels", False), int(self.config.get("zero", 0))
+        least = 2 if self.world.pp > 1 else 3 if self.workload.loss is not None else 4
+        if kernels and self.world.dp > 1 and zero >= least:
+            raise WorkloadError(f"kernels=true does not go with zero={zero} here: {HEAD_IS_CUT_AGAIN}")
         if not self.precision.scaled:
             return
-        if self.config.get("kernels", False):
-            raise WorkloadError(f"kernels=true and precision=fp16: {SCALED_TOO_LATE}; use bf16")
+        if kernels:
+            raise WorkloadError(f"kernels=true does not go with precision=fp16: {SCALED_TOO_LATE}; use bf16")
         for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
             if value:
                 raise WorkloadError(

@@ -32,7 +32,7 @@ from ..errors import ScheduleError
 from .collectives import Axis, all_reduce
 from .vocabulary import SplitLogits
 
-LEAST_CHUNK = 64
+LEAST_CHUNK = 128
 """Tokens of the smallest chunk of a large micro-batch: below it products are too thin to be fast."""
 
 

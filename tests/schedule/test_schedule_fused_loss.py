@@ -81,8 +81,8 @@ def run(model, loss, inputs, labels, half=False):
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("bias", [False, True], ids=["tied", "bias"])
 @pytest.mark.parametrize("loss", [masked, causal, shifted, summed])
-# Two whole chunks and a token, two of less than that.
-@pytest.mark.parametrize("shape", [(3, 43), (1, 5)], ids=str)
+# Two whole chunks and two tokens; three tokens and two.
+@pytest.mark.parametrize("shape", [(3, 86), (1, 5)], ids=str)
 def test_loss_and_gradients_are_those_of_formed_logits(seed, shape, loss, bias, half):
     plain, fused = made(seed, bias)
     inputs, labels = data(seed, *shape)
@@ -139,7 +139,7 @@ def last_chunk_is_left_out(patch):
 
     def fault(logits, target, product):
         losses = real(logits, target, product)
-        return losses if len(losses) == 64 else losses + logits.zero_().sum()
+        return losses if len(losses) == 128 else losses + logits.zero_().sum()
 
     patch.setattr(unformed, "_to_gradients", fault)
 
@@ -166,7 +166,7 @@ def test_a_fault_is_noticed(seed, monkeypatch, fault):
     with torch.no_grad():
         plain.head.bias.uniform_(-1, 1)
         fused.head.bias.copy_(plain.head.bias)
-    inputs, labels = data(seed, 3, 43)
+    inputs, labels = data(seed, 3, 86)
     expected = run(plain, masked, inputs, labels)[1]
     with monkeypatch.context() as patch:
         fault(patch)

@@ -64,7 +64,8 @@ def space(
     if left := lossy_beyond(task.space) if task.workload is not None else ():
         click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
-        click.echo(f"\nwithout kernels: {kernels_obstacle(task.workload)}")
+        why = kernels_obstacle(task.workload).removeprefix("kernels: ")
+        click.echo(f"\nwithout kernels: {why}")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:
