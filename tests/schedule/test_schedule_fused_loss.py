@@ -1,11 +1,11 @@
 """fused_loss: the cross-entropy of a head, and its gradients, without the logits of a micro-batch."""
 
 import copy
-import weakref
 
 import pytest
 import redline as rl
 import torch
+from live import Live
 from numeric import caught, gradients, same, within
 from redline.errors import ScheduleError
 from redline.schedule import rounding, unformed
@@ -13,7 +13,6 @@ from redline.schedule.primitives.fused_loss import formed_for
 from redline.schedule.unformed import UnformedLogits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 H, V = 16, 97
 
@@ -177,34 +176,6 @@ def test_a_fault_is_noticed(seed, monkeypatch, fault):
 
 
 # Memory
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that are still there."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.largest, self.seen = 0, 0, 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(each, torch.Tensor):
-                self.add(each.untyped_storage())
-        return out
-
-    def add(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.seen:
-            return
-        self.seen.add(key)
-        self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-        weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key, size):
-        self.seen.discard(key)
-        self.now -= size
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
