@@ -74,7 +74,8 @@ def formed_logits(workload: Workload) -> str:
         raise
     except UNABLE as error:
         text = " ".join(str(error).split())[:200]
-        return f"what its loss does with logits cannot be seen without running it ({type(error).__name__}: {text})"
+        what = f"{type(error).__name__}: {text}"
+        return f"what its loss does with logits cannot be seen without running it ({what})"
     uses = formed_for(head)
     if formed := sorted(name for name, was in uses.items() if was):
         return f"its loss takes logits by {', '.join(formed)}, for which they have to be formed"

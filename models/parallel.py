@@ -10,8 +10,8 @@ from .families.standard import Support
 from .workload import Workload
 
 HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the loss needs it"
-"""Why `kernels` cannot be with ZeRO 2 and 3 in a pipeline, where each part of a stage is cut by itself, nor with
-ZeRO 3 where the loss is not the model's own."""
+"""Why `kernels` cannot be with ZeRO 2 and 3 in a pipeline, where each part of a stage is cut by itself, nor
+with ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
 

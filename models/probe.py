@@ -272,14 +272,16 @@ class _Probed:
             # As the loss forms them, a few tokens at a time.
             axis, self.width, pieces = logits.product.axis, logits.product.vocabulary, logits.chunks()
         elif isinstance(logits, SplitLogits):
-            axis, self.width, pieces = logits.axis, logits.vocabulary, [logits.as_subclass(torch.Tensor).detach()]
+            axis, self.width = logits.axis, logits.vocabulary
+            pieces = [logits.as_subclass(torch.Tensor).detach()]
         else:
             pieces = [logits.detach()]
         low = 0 if axis is None else axis.rank * columns
         signs = self._sign("logits", self.width)[low : low + columns]
         with torch.no_grad(), torch.autocast(self.training.device.type, enabled=False):
             # Signs are exact in any format. Columns with which a piece is filled up have none.
-            found = torch.cat([(each[..., : signs.shape[0]] @ signs.to(each.dtype)).float() for each in pieces])
+            columns = signs.shape[0]
+            found = torch.cat([(each[..., :columns] @ signs.to(each.dtype)).float() for each in pieces])
             found = found if axis is None else all_reduce(found, axis)
             seen.append(found.reshape(size, -1, PROJECTIONS))
 

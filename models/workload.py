@@ -136,7 +136,8 @@ class Workload:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.source is None:
             return super().__reduce_ex__(protocol)
-        cached = {name: self.__dict__[name] for name in ("flops", "forms_logits", "id") if name in self.__dict__}
+        known = ("flops", "forms_logits", "id")
+        cached = {name: self.__dict__[name] for name in known if name in self.__dict__}
         return _from_source, (self.source, self.name, self.spec, self.global_batch, cached)
 
     @cached_property
@@ -268,7 +269,7 @@ class Workload:
 
     @cached_property
     def forms_logits(self) -> str:
-        """Why the logits of its head have to be formed, empty where its loss can do without: `kernels.formed_logits`."""
+        """Why the logits of its head have to be formed; empty where its loss can do without. Found once."""
         from .kernels import formed_logits
 
         return formed_logits(self)

@@ -12,9 +12,9 @@ Notation:
 | p | softmax(z) | (C, V) |
 | g | gradient of the loss with respect to z: (p - onehot) / N | (C, V) |
 
-The loss is a scalar, so its gradient is known up to the factor that backward brings. The forward pass thus forms
-the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the sum of g;
-backward only multiplies. No product is done twice, and of N x V numbers there are never more than C x V.
+The loss is a scalar, so its gradient is known up to the factor that backward brings. The forward pass thus
+forms the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the sum
+of g; backward only multiplies. No product is done twice, and of N x V numbers there are never more than C x V.
 
 Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, FusedLinearCrossEntropy.
 """
@@ -37,14 +37,14 @@ LEAST_CHUNK = 128
 
 
 def most_chunk(hidden: int) -> int:
-    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after it wrote some
-    V x C: with half as many tokens as features the one costs no more than the other, and the logits take half of
-    that gradient."""
+    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after some passes
+    over V x C: with half as many tokens as features the one costs about as much as the others, and the logits
+    take half of that gradient."""
     return max(LEAST_CHUNK, hidden // 2)
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
-    """C. Even few tokens are at least two chunks, so that any micro-batch, a probe's too, goes the same way."""
+    """C. Even few tokens are two chunks at least, so that any micro-batch, a probe's too, goes the same way."""
     return max(1, min(most_chunk(hidden), -(-tokens // 2)))
 
 
@@ -80,10 +80,10 @@ class Product:
 class UnformedLogits(torch.Tensor):
     """Stands for the logits of hidden states, of shape (..., V).
 
-    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format, shape, or to
-    take a part of the tokens keeps them unformed. Any other function gets the logits themselves, formed for it:
-    the result is right, but takes the memory. They take no part in autograd themselves, what is computed from them
-    does.
+    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format, shape,
+    or to take a part of the tokens keeps them unformed. Any other function gets the logits themselves, formed for
+    it: the result is right, but takes the memory. They take no part in autograd themselves, what is computed from
+    them does.
     """
 
     hidden: torch.Tensor
@@ -101,7 +101,9 @@ class UnformedLogits(torch.Tensor):
 
     def cut(self, axis: Axis, vocabulary: int) -> "UnformedLogits":
         """As this rank's piece of logits that are cut over the vocabulary."""
-        return UnformedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
+        return UnformedLogits.of(
+            self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype
+        )
 
     def formed(self) -> torch.Tensor:
         """The logits; SplitLogits where they are cut."""
@@ -155,9 +157,10 @@ def formed(value: torch.Tensor) -> torch.Tensor:
 
 _ABOUT = frozenset(
     {
-        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
-        torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.is_complex,
-        torch.is_complex, torch.numel, torch.Tensor.get_device, torch.Tensor.__len__,
+        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.numel,
+        torch.Tensor.nelement, torch.Tensor.element_size, torch.Tensor.is_floating_point,
+        torch.is_floating_point, torch.Tensor.is_complex, torch.is_complex, torch.Tensor.get_device,
+        torch.Tensor.__len__,
     }
 )  # fmt: skip
 """Functions that ask for no values."""
@@ -201,7 +204,9 @@ def _flatten(logits: UnformedLogits, start_dim: int = 0, end_dim: int = -1) -> A
     dims = logits.dim()
     if end_dim % dims == dims - 1:
         return NotImplemented
-    return UnformedLogits.of(logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype)
+    return UnformedLogits.of(
+        logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype
+    )
 
 
 def _index(logits: UnformedLogits, index: Any) -> Any:
@@ -239,7 +244,14 @@ def _cross_entropy(
     dtype = torch.float32 if torch.is_autocast_enabled(device) else input.dtype
     mean = reduction == "mean"
     loss = _Loss.apply(
-        input.hidden, product.weight, product.bias, target, product, ignore_index, mean, torch.is_grad_enabled()
+        input.hidden,
+        product.weight,
+        product.bias,
+        target,
+        product,
+        ignore_index,
+        mean,
+        torch.is_grad_enabled(),
     )
     return loss.to(dtype)
 
@@ -308,7 +320,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.gradients is None:
-            raise ScheduleError("fused_loss: its gradients are formed once, so backward can be called once only")
+            raise ScheduleError(
+                "fused_loss: its gradients are formed once, so backward can be called once only"
+            )
         found, ctx.gradients = ctx.gradients, None
         return (*(None if each is None else each.mul_(grads[0]) for each in found), *[None] * 5)
 

@@ -220,8 +220,8 @@ def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[
 
 
 def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
-    """The projection to the vocabulary: the one that transformers knows; in another model the widest linear layer
-    outside of its blocks that makes more features than it takes.
+    """The projection to the vocabulary: the one that transformers knows; in another model the widest linear
+    layer outside of its blocks that makes more features than it takes.
 
     Raises:
         ScheduleError: there is none.
@@ -234,10 +234,13 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
     if known is not None:
         head = known()
     elif blocks:  # without any, what is compiled is the whole model
-        wide = [each for each in paths if isinstance(each, nn.Linear) and each.out_features > each.in_features]
+        linear = [each for each in paths if isinstance(each, nn.Linear)]
+        wide = [each for each in linear if each.out_features > each.in_features]
         head = max(wide, key=lambda each: each.out_features, default=None)
     if head is None or head not in paths:
-        raise ScheduleError("kernels: the model has no projection to a vocabulary whose logits could be left unformed")
+        raise ScheduleError(
+            "kernels: the model has no projection to a vocabulary whose logits could be left unformed"
+        )
     return sch[paths[head]]
 
 

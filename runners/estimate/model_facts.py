@@ -105,11 +105,11 @@ class Part:
     kernels: float = 0.0
     """Kernels launched in forward, products and attention included; backward counts twice."""
     chunk: int = 0
-    """Tokens that are done at a time, 0 for all at once: `transient` is of so many at most, half of a micro-batch
-    where that is less, and `kernels` are launched for every chunk."""
+    """Tokens that are done at a time, 0 for all at once: `transient` is of so many at most, half of a
+    micro-batch where that is less, and `kernels` are launched for every chunk."""
     transient_fixed: float = 0.0
-    """Bytes live beside `transient` whatever the batch, divided like it: the gradient of a weight that is formed in
-    forward, before it is added to what earlier micro-batches left."""
+    """Bytes live beside `transient` whatever the batch, divided like it: the gradient of a weight that is
+    formed in forward, before it is added to what earlier micro-batches left."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

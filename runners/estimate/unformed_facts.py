@@ -1,14 +1,15 @@
 """What the knob `kernels` changes: the loss without the logits of a micro-batch.
 
-Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a hidden state, c bytes of a number in the
-products, 4 or 2. See `schedule/unformed.py` for what is computed.
+Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes of one
+in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
 
 | of the head | in bytes |
 |---|---|
 | kept for backward, a token | r H, the gradient of its hidden state, in place of c H, its input |
 | there with a chunk, a token of it | 4 V, and c V beside it where c is not 4 |
 | there while the loss is formed | 4 V H, the gradient of the weight |
-| moved, a token | 40 V by operators on a chunk, 12 V by its casts where c is not 4, and what a chunk adds to the weight's gradient: 8 V H / C, or (c + c + 8) V H / C |
+| moved, a token, on a chunk | 40 V by operators, 12 V by casts where c is not 4 |
+| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C where c is not 4 |
 """
 
 from dataclasses import replace
@@ -27,7 +28,8 @@ def unformed(facts: ModelFacts) -> ModelFacts:
 
     head = _head(facts)
     if head is None:
-        return replace(facts, kernels=True, notes=(*facts.notes, "kernels: no head onto a vocabulary; as without it"))
+        note = "kernels: no head onto a vocabulary; as without it"
+        return replace(facts, kernels=True, notes=(*facts.notes, note))
     chunk, width = most_chunk(head.k), 4 if facts.precision == "fp32" else 2
     state = 2 if facts.precision == "bf16_pure" else 4
     added = (8 if width == 4 else 2 * width + 8) * head.n * head.k / chunk
@@ -58,4 +60,3 @@ def _head(facts: ModelFacts) -> Matmul | None:
     found = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
     found = [item for item in found if item.n == facts.vocabulary]
     return found[-1] if found and has_loss else None
-

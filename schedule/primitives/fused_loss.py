@@ -18,12 +18,12 @@ from .sync import syncs_of
 def fused_loss(sch: Schedule) -> None:
     """Leaves this module's logits unformed and computes their cross-entropy from its input, chunk by chunk.
 
-    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The model's own
-    loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of a few tokens at a
-    time, and in the same pass the gradients. Any other use of them forms the logits as usual.
+    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The model's
+    own loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of a few tokens
+    at a time, and in the same pass the gradients. Any other use of them forms the logits as usual.
 
     Raises:
-        ScheduleError: the module is no `nn.Linear`; its loss is fused already; its output is exchanged between ranks.
+        ScheduleError: the module is no `nn.Linear`; its loss is fused already; ranks exchange its output.
     """
     label, module = f"fused_loss on '{sch.name}'", sch.module
     if type(module) is not nn.Linear:
@@ -31,7 +31,7 @@ def fused_loss(sch: Schedule) -> None:
     if layers_of(module, FusedLoss):
         raise ScheduleError(f"{label}: the loss of a head is fused once, and it already is")
     if any(mode in ("fwd_post", "bwd_pre") for mode, _, _ in syncs_of(module)):
-        raise ScheduleError(f"{label}: ranks exchange its logits, for which they would be formed; use parallel_loss")
+        raise ScheduleError(f"{label}: ranks exchange its logits, which forms them; use parallel_loss")
     add_layer(module, FusedLoss())
 
 

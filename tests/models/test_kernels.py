@@ -26,7 +26,8 @@ class Blocks(nn.Module):
     def __init__(self, size=V):
         super().__init__()
         self.embed = nn.Embedding(V, H)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Linear(2 * H, H)) for _ in range(3))
+        layer = lambda: nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Linear(2 * H, H))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(3))
         self.norm, self.out = nn.LayerNorm(H), nn.Linear(H, size)
 
     def forward(self, tokens):
@@ -46,12 +47,14 @@ def fused(output, batch):
 
 
 def own(loss=fused, **more):
-    return rl.Workload(**{"model": Blocks, "batch": batch, "loss": loss, "global_batch": 8, "seq_len": 8, **more})
+    return rl.Workload(
+        **{"model": Blocks, "batch": batch, "loss": loss, "global_batch": 8, "seq_len": 8, **more}
+    )
 
 
 HEADS = {
-    "gpt2-tiny": "lm_head", "bert-tiny": "cls.predictions.decoder", "t5-tiny": "lm_head", "llama-tiny": "lm_head",
-    "mixtral-tiny": "lm_head",
+    "gpt2-tiny": "lm_head", "bert-tiny": "cls.predictions.decoder", "t5-tiny": "lm_head",
+    "llama-tiny": "lm_head", "mixtral-tiny": "lm_head",
 }  # fmt: skip
 
 
@@ -77,13 +80,24 @@ def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
     [
         (workload("vit-tiny"), "no projection to a vocabulary"),
         (workload("wide-resnet-tiny"), "no projection to a vocabulary"),
-        (own(model=lambda: nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V))), "no projection to a vocabulary"),
         (
-            own(model=lambda: Blocks(32), loss=lambda output, batch: fused(F.pad(output, (0, V - 32)), batch)),
+            own(model=lambda: nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V))),
+            "no projection to a vocabulary",
+        ),
+        (
+            own(
+                model=lambda: Blocks(32), loss=lambda output, batch: fused(F.pad(output, (0, V - 32)), batch)
+            ),
             "32 logits a token are too few",
         ),
-        (own(loss=lambda output, batch: F.cross_entropy(output.transpose(1, 2), batch[1])), "takes logits by transpose"),
-        (own(loss=lambda output, batch: -output.log_softmax(-1)[..., 0].mean()), "takes logits by log_softmax"),
+        (
+            own(loss=lambda output, batch: F.cross_entropy(output.transpose(1, 2), batch[1])),
+            "takes logits by transpose",
+        ),
+        (
+            own(loss=lambda output, batch: -output.log_softmax(-1)[..., 0].mean()),
+            "takes logits by log_softmax",
+        ),
         (own(loss=lambda output, batch: output.argmax().item()), "cannot be seen without running"),
         (own(schedule=lambda sch, config: config.get("fusion")), "own schedule does not look at it"),
     ],
@@ -127,13 +141,16 @@ def test_what_it_does_not_go_with_is_a_constraint_with_a_reason(cpu, cuda):
     with pytest.raises(SpaceError, match="cuts the head again behind its forward"):
         default_space(own(), cpu, 2).config(kernels=True, zero=3)
     for made, knobs, ranks in (
-        (workload("gpt2-tiny"), {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2}, 4), (own(), {"dp": 2, "zero": 3}, 2),
+        (workload("gpt2-tiny"), {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2}, 4),
+        (own(), {"dp": 2, "zero": 3}, 2),
     ):  # fmt: skip
         with pytest.raises(WorkloadError, match="cuts the head again behind its forward"):
             Training(made, {**knobs, "kernels": True}, torch.device("cpu"), world_size=ranks)
 
 
-@pytest.mark.parametrize("knobs", [{"precision": "bf16"}, {"precision": "bf16_pure"}, {"checkpoint_ratio": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{"precision": "bf16"}, {"precision": "bf16_pure"}, {"checkpoint_ratio": 1.0}], ids=str
+)
 def test_it_trains_as_without(seed, knobs):
     made = numerics.tiny("gpt2")
     assert numerics.departure(made, {**knobs, "kernels": True, "grad_accum": 2}, seed).holds

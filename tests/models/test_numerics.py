@@ -46,7 +46,8 @@ def imported():
 
 def hold(pool, family, combination, seed):
     cell = numerics.tiny(family), numerics.COMBINATIONS[combination], seed
-    for found in [numeric.departure(*cell)] if numerics.ranks(combination) == 1 else pool.run(numeric.departure, *cell):
+    alone = numerics.ranks(combination) == 1
+    for found in [numeric.departure(*cell)] if alone else pool.run(numeric.departure, *cell):
         numeric.hold(found)
 
 
@@ -67,7 +68,8 @@ def test_every_family_in_every_combination(two, four, seed, family, combination)
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
             ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "pp2·dp2"), ("albert", "tp2"), ("vit", "tp2"),
             ("wide_resnet", "tp2"), ("t5", "pp2·dp2"),
-            *((family, ranks) for family in ("vit", "wide_resnet") for ranks in ("kernels", "tp2", "zero3", "pp2")),
+            *((family, ranks) for family in ("vit", "wide_resnet")
+              for ranks in ("kernels", "tp2", "zero3", "pp2")),
         }  # fmt: skip
         assert combination != "tp2", reason
         return

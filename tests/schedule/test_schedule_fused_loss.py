@@ -116,7 +116,9 @@ def test_another_ignored_label_is_ignored(seed):
     plain, fused = made(seed)
     inputs, labels = data(seed, 2, 40)
     labels[labels == -100] = 3
-    expected, found = (run(m, lambda z, y: masked(z, y, ignore_index=3), inputs, labels) for m in (plain, fused))
+    expected, found = (
+        run(m, lambda z, y: masked(z, y, ignore_index=3), inputs, labels) for m in (plain, fused)
+    )
     same(found[1], expected[1], rounding.allowance(plain, labels.numel()))
 
 
@@ -158,7 +160,12 @@ def gradient_of_the_weight_is_of_one_chunk(patch):
 
 @pytest.mark.parametrize(
     "fault",
-    [last_chunk_is_left_out, bias_is_forgotten, target_is_not_taken_off, gradient_of_the_weight_is_of_one_chunk],
+    [
+        last_chunk_is_left_out,
+        bias_is_forgotten,
+        target_is_not_taken_off,
+        gradient_of_the_weight_is_of_one_chunk,
+    ],
 )
 def test_a_fault_is_noticed(seed, monkeypatch, fault):
     plain, fused = made(seed, bias=True)
@@ -234,8 +241,9 @@ def test_a_loss_that_is_not_fused_is_right_all_the_same(seed, options):
 @pytest.mark.parametrize(
     ("take", "stays"),
     [
-        (lambda z: z[:, 1:], True), (lambda z: z[0], True), (lambda z: z[..., -1, :], True), (lambda z: z[..., 1], False),
-        (lambda z: z[:, :, :5], False), (lambda z: z[z.new_ones(2, 3).bool()], False), (lambda z: z.to(torch.bfloat16), True),
+        (lambda z: z[:, 1:], True), (lambda z: z[0], True), (lambda z: z[..., -1, :], True),
+        (lambda z: z[..., 1], False), (lambda z: z[:, :, :5], False),
+        (lambda z: z[z.new_ones(2, 3).bool()], False), (lambda z: z.to(torch.bfloat16), True),
         (lambda z: z.to("cpu"), True), (lambda z: z.view(6, V), True), (lambda z: z.reshape(-1, 3, V), True),
         (lambda z: z.view(-1), False), (lambda z: z.flatten(), False), (lambda z: z.transpose(1, 2), False),
     ],

@@ -237,7 +237,7 @@ def replaced_item(mapping, key, value):
 
 
 def _of_chunks(change):
-    """`change(logits, losses)` of every chunk, where `logits` have become their gradients; returns the losses."""
+    """`change(logits, losses)` of every chunk, whose `logits` are their gradients by then; returns losses."""
     real = unformed._to_gradients
 
     def faulty(logits, target, product):
