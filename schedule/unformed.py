@@ -13,8 +13,9 @@ Notation:
 | g | gradient of the loss with respect to z: (p - onehot) / N | (C, V) |
 
 The loss is a scalar, so its gradient is known up to the factor that backward brings. The forward pass thus
-forms the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the sum
-of g; backward only multiplies. No product is done twice, and of N x V numbers there are never more than C x V.
+forms the logits of a chunk, their losses, and at once what they give to the gradients, g W, g^T h and the
+sum of g; backward only multiplies. No product is done twice, and of N x V numbers there are never more than
+C x V.
 
 Source: Hsu et al., Liger Kernel (arXiv:2410.10989), section 3.2, FusedLinearCrossEntropy.
 """
@@ -37,14 +38,15 @@ LEAST_CHUNK = 128
 
 
 def most_chunk(hidden: int) -> int:
-    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after some passes
-    over V x C: with half as many tokens as features the one costs about as much as the others, and the logits
-    take half of that gradient."""
+    """C of a large micro-batch. A chunk adds its part to the weight's gradient, V x H numbers, after some
+    passes over V x C: with half as many tokens as features the one costs about as much as the others, and
+    the logits take half of that gradient."""
     return max(LEAST_CHUNK, hidden // 2)
 
 
 def chunk_tokens(hidden: int, tokens: int) -> int:
-    """C. Even few tokens are two chunks at least, so that any micro-batch, a probe's too, goes the same way."""
+    """C. Even few tokens are two chunks at least, so that any micro-batch, a probe's too, goes the same
+    way."""
     return max(1, min(most_chunk(hidden), -(-tokens // 2)))
 
 
@@ -80,11 +82,10 @@ class Product:
 class UnformedLogits(torch.Tensor):
     """Stands for the logits of hidden states, of shape (..., V).
 
-    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format, shape,
-    or to take a part of the tokens keeps them unformed. Any other function gets the logits themselves, formed for
-    it: the result is right, but takes the memory. They take no part in autograd themselves, what is computed from
-    them does.
-    """
+    `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format,
+    shape, or to take a part of the tokens keeps them unformed. Any other function gets the logits
+    themselves, formed for it: the result is right, but takes the memory. They take no part in autograd
+    themselves, what is computed from them does. """
 
     hidden: torch.Tensor
     product: Product

@@ -1,7 +1,7 @@
 """What the knob `kernels` changes: the loss without the logits of a micro-batch.
 
-Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes of one
-in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
+Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes
+of one in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
 
 | of the head | in bytes |
 |---|---|

@@ -18,9 +18,10 @@ from .sync import syncs_of
 def fused_loss(sch: Schedule) -> None:
     """Leaves this module's logits unformed and computes their cross-entropy from its input, chunk by chunk.
 
-    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The model's
-    own loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of a few tokens
-    at a time, and in the same pass the gradients. Any other use of them forms the logits as usual.
+    For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The
+    model's own loss code need not know: `torch.nn.functional.cross_entropy` of these logits forms those of
+    a few tokens at a time, and in the same pass the gradients. Any other use of them forms the logits as
+    usual.
 
     Raises:
         ScheduleError: the module is no `nn.Linear`; its loss is fused already; ranks exchange its output.

@@ -281,7 +281,7 @@ def test_verify_holds_and_names_in_the_state_stay():
 
 def test_what_cannot_be_fused_is_refused():
     sch = rl.create_schedule(Model())
-    with pytest.raises(ScheduleError, match="must be an nn.Linear, but is a Embedding"):
+    with pytest.raises(ScheduleError, match=r"must be an nn\.Linear, but is a Embedding"):
         sch["embed"].fused_loss()
     sch["head"].fused_loss()
     with pytest.raises(ScheduleError, match="fused once"):
