@@ -20,7 +20,8 @@ from redline.tuner.tuning import resolve_task
 
 H100 = find_hardware("h100-80gb")
 FIX = {
-    "attention": "sdpa", "fusion": False, "offload": "none", "fused_optimizer": True, "checkpoint_ratio": 0.0,
+    "attention": "sdpa", "fusion": False, "kernels": False, "offload": "none", "fused_optimizer": True,
+    "checkpoint_ratio": 0.0,
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     out = tmp_path / "run"
     fix = {
         "tp": 1, "pp": 1, "zero": 1, "micro_batch": 2, "precision": "bf16", "attention": "sdpa", "fusion": False,
-        "offload": "none", "fused_optimizer": True,
+        "offload": "none", "fused_optimizer": True, "kernels": False,
     }  # fmt: skip
     asked = {
         "runner": "simulate", "hardware": "a100-40gb", "devices": 8, "seq_len": 1024, "global_batch": 64, "fix": fix,
@@ -232,7 +232,8 @@ def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_i
     shape = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
     small = LlamaConfig(**shape, num_hidden_layers=12, vocab_size=512, max_position_embeddings=64)
     workload = hugging_face(small, name="small", seq_len=64, global_batch=32)
-    fix = {"micro_batch": 32, "precision": "fp32", "attention": "sdpa", "fused_optimizer": True, "fusion": False}
+    fix = {"micro_batch": 32, "precision": "fp32", "attention": "sdpa", "fused_optimizer": True, "fusion": False,
+           "kernels": False}  # fmt: skip
     asked = {
         "runner": "local", "override": {"checkpoint_ratio": [0.0, 1.0]}, "trials": 2, "patience": 0,
         "measure_time": "0.5s", "fix": fix,

@@ -16,7 +16,7 @@ from redline.tuner.cli import main
 
 NARROW = {
     "global_batch": 1024,
-    "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "offload": "none", "fused_optimizer": True},
+    "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "kernels": False, "offload": "none", "fused_optimizer": True},
 }
 
 
