@@ -279,6 +279,26 @@ def test_verify_holds_and_names_in_the_state_stay():
     assert [each.primitive for each in again.tree.steps] == ["fused_loss"]
 
 
+def verify_in_pieces():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(0)
+    sch = rl.create_schedule(Model(bias=True), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    inputs, labels = data(0, 3, 50)
+    # Logits of both, and the loss of the pieces; 97 tokens are filled up to 98.
+    with rl.verify(sch, inputs), rl.verify(sch, inputs, loss=lambda logits: masked(logits, labels)):
+        sch["head"].shard(["weight", "bias"], axis=0, pad=True).sync("bwd_post", "all_reduce")
+        sch["head"].parallel_loss().fused_loss()
+    with pytest.raises(ScheduleError, match="ranks exchange its logits"):
+        other = rl.create_schedule(nn.Sequential(nn.Linear(H, 96)), sch.mesh)
+        other["0"].shard(["weight", "bias"], axis=0).sync("fwd_post", "all_gather", axis=-1).fused_loss()
+    return True
+
+
+def test_verify_holds_over_a_vocabulary_in_pieces(two):
+    assert two.run(verify_in_pieces) == [True, True]
+
+
 def test_what_cannot_be_fused_is_refused():
     sch = rl.create_schedule(Model())
     with pytest.raises(ScheduleError, match=r"must be an nn\.Linear, but is a Embedding"):
@@ -299,3 +319,37 @@ def test_a_label_beyond_the_vocabulary_is_an_error_as_usual():
     _, fused = made(0)
     with pytest.raises(RuntimeError, match="out of bounds"):
         masked(fused(torch.arange(6).view(2, 3)), torch.full((6,), V))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+def test_on_a_gpu_it_is_the_same_in_less_memory(seed, half):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    tokens, hidden, vocabulary = 4096, 128, 8192
+    torch.manual_seed(seed)
+    plain = nn.Linear(hidden, vocabulary).cuda()
+    sch = rl.create_schedule(nn.Sequential(copy.deepcopy(plain)))
+    sch["0"].fused_loss()
+    fused, _ = rl.build(sch, device=torch.device("cuda"))
+    states, target = (
+        torch.randn(tokens, hidden, device="cuda"),
+        torch.randint(vocabulary, (tokens,), device="cuda"),
+    )
+    loss, grads, peak = {}, {}, {}
+    for model in (plain, fused):
+        mine = states.clone().requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss[model] = F.cross_entropy(model(mine), target)
+        loss[model].backward()
+        peak[model] = torch.cuda.max_memory_allocated() - before
+        grads[model] = {
+            "states": mine.grad,
+            "weight": next(p.grad for p in model.parameters() if p.dim() > 1),
+        }
+    allowed = rounding.allowance(plain, tokens, dtype=torch.bfloat16 if half else None)
+    within(abs(loss[fused] / loss[plain] - 1), rounding.loss_allowance(allowed, tokens), "the loss")
+    same(grads[fused], grads[plain], allowed)
+    assert peak[fused] < tokens * vocabulary * 4 / 2 < peak[plain]
