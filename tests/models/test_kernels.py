@@ -186,3 +186,13 @@ def of_logits(output, batch):
 def test_a_loss_outside_of_the_model_works_behind_a_pipeline(two):
     for found in two.run(in_stages, of_logits):
         assert found.holds and found.parameters, found
+
+
+def in_shards(knobs):
+    return numerics.departure(numerics.tiny("llama"), {"dp": 2, "kernels": True, **knobs})
+
+
+@pytest.mark.parametrize("knobs", [{"zero": 2, "precision": "bf16"}, {"zero": 3, "precision": "bf16"}], ids=str)
+def test_a_head_that_is_gathered_in_bf16_gives_what_it_must(two, knobs):
+    for found in two.run(in_shards, knobs):
+        assert found.holds and found.parameters, found
