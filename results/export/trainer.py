@@ -3,7 +3,15 @@
 import json
 from typing import Any
 
-from .common import note_attention, note_lora, note_pipeline, note_pure_bf16, note_reduction
+from .common import (
+    adamw,
+    no_fsdp_on_a_cpu,
+    note_attention,
+    note_lora,
+    note_pipeline,
+    note_pure_bf16,
+    note_reduction,
+)
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -28,6 +36,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
     fused = setup.knob("fused_optimizer")
     if fused is not None:
         out["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+    out |= _optimizer(setup)
     if sharded:
         out["fsdp"] = True
         out["fsdp_config"] = _fsdp(setup)
@@ -35,11 +44,18 @@ def arguments(setup: Setup) -> dict[str, Any]:
         setup.note_unless_neutral(
             "offload", "the Trainer offloads with FSDP only (or see the target deepspeed)"
         )
+        if setup.processes > 1:
+            # By default the Trainer looks for parameters without a gradient in every step; what was found to
+            # train has none.
+            out["ddp_find_unused_parameters"] = False
     if setup.knob("kernels"):
         out["use_liger_kernel"] = True
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
+    # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.
+    out["logging_nan_inf_filter"] = False
     if setup.device_type == "cpu":
         out["use_cpu"] = True
+        out["dataloader_pin_memory"] = False
     _note_the_rest(setup)
     return out
 
@@ -55,8 +71,29 @@ def _precision(setup: Setup) -> dict[str, Any]:
     return {"bf16": {"bf16": True}, "fp8": {"bf16": True}, "fp16": {"fp16": True}}.get(precision, {})
 
 
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    # Clipping was not measured. The Trainer computes the norm that it needs for that all the same.
+    out: dict[str, Any] = {"max_grad_norm": 0.0}
+    if given := adamw(setup):
+        out |= {
+            "learning_rate": given["lr"],
+            "lr_scheduler_type": "constant",
+            "adam_beta1": given["betas"][0],
+            "adam_beta2": given["betas"][1],
+            "adam_epsilon": given["eps"],
+            "weight_decay": given["weight_decay"],
+        }
+        setup.note(
+            "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that give "
+            "it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
+        )
+    return out
+
+
 def _shards(setup: Setup) -> bool:
     zero = setup.knob("zero")
+    if no_fsdp_on_a_cpu(setup):
+        return False
     if setup.dp > 1 and zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
     return setup.dp > 1 and zero > 0
@@ -136,5 +173,5 @@ TARGET = Target(
     checked=CHECKED,
     pipelines=False,
     use=_use,
-    start=lambda setup, file: f"{setup.hosts.torchrun()} train.py {file}",
+    start=lambda setup, file: f"{setup.torchrun()} train.py {file}",
 )
