@@ -115,7 +115,11 @@ class Task:
 
     def model(self) -> torch.nn.Module:
         with seeded(0, DEVICE), DEVICE:
-            return self._workload.build_model({"attention": self.options.attention}).train()
+            model = self._workload.build_model({"attention": self.options.attention}).train()
+        # For the Trainer, which otherwise takes the loss of these for a sum over labels.
+        if self._workload.model.task in ("masked", "seq2seq"):
+            model.accepts_loss_kwargs = False
+        return model
 
     def micro_batches(self, size: int, accumulate: int) -> list[list[dict[str, torch.Tensor]]]:
         """For each optimizer step this rank's micro-batches."""
@@ -193,8 +197,9 @@ def accelerate(task: Task) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=task.options.fused)
     loader = torch.utils.data.DataLoader(task.samples(size, accumulate), batch_size=size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    task.record.begin()
-    for batch in loader:
+    for number, batch in enumerate(loader):
+        if number == 0:
+            task.record.begin()  # only now: a loader that begins draws a seed
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)

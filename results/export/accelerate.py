@@ -73,8 +73,8 @@ def config(setup: Setup) -> dict[str, Any]:
 def _rendezvous(setup: Setup) -> dict[str, Any]:
     if _ranks_on_a_cpu(setup):
         setup.note(
-            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config): by the line above "
-            "torchrun starts them, and accelerate launch reads this file for each"
+            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config): by the line "
+            "above torchrun starts them, and accelerate launch reads this file for each"
         )
         return {"machine_rank": 0}
     if setup.hosts.count == 1:

@@ -6,17 +6,17 @@ from typing import Any
 from .setup import Setup, words
 
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-"""What trials train with where the workload has no optimizer of its own: torch.optim.AdamW, at a constant rate."""
+"""What trials train with where the workload has no optimizer of its own: AdamW, at a constant rate."""
 
 
 def adamw(setup: Setup) -> Mapping[str, Any]:
-    """The optimizer's settings as they were measured; empty where they are the workload's own, or not known."""
+    """The optimizer's settings as they were measured; empty where they are the workload's or not known."""
     if setup.own_workload or not setup.spec:
         setup.note("the learning rate, weight decay and betas of the optimizer are yours to set")
         return {}
     setup.note(
-        f"the optimizer is as it was {setup.found}: AdamW with a constant rate of {ADAMW['lr']:g}, no clipping; a "
-        "rate and a schedule of your own cost nothing, clipping some"
+        f"the optimizer is as it was {setup.found}: AdamW with a constant rate of {ADAMW['lr']:g}, no "
+        "clipping; a rate and a schedule of your own cost nothing, clipping some"
     )
     return ADAMW
 
@@ -24,10 +24,11 @@ def adamw(setup: Setup) -> Mapping[str, Any]:
 def note_adamw(setup: Setup) -> None:
     """States that the optimizer is made in the user's code, and which it was."""
     fused = setup.knob("fused_optimizer")
-    known = {} if setup.own_workload or not setup.spec else {name: ADAMW[name] for name in ("lr", "weight_decay")}
-    settings = known if fused is None else {**known, "fused": bool(fused)}
+    settings: dict[str, Any] = {} if fused is None else {"fused": bool(fused)}
+    if setup.spec and not setup.own_workload:
+        settings = {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"], **settings}
     if settings:
-        arguments = ", ".join(["model.parameters()", *(f"{name}={value}" for name, value in settings.items())])
+        arguments = "model.parameters()" + "".join(f", {name}={value}" for name, value in settings.items())
         setup.note(f"the optimizer is made in your code; {setup.found} was torch.optim.AdamW({arguments})")
 
 
@@ -102,7 +103,7 @@ def no_fsdp_on_a_cpu(setup: Setup) -> bool:
     if setup.device_type != "cpu" or zero == 0 or setup.dp == 1:
         return False
     setup.note(
-        f"zero={zero} has no counterpart here: accelerate has no FSDP on a CPU, so the replicas are whole (DDP): "
-        f"more memory than {setup.found}"
+        f"zero={zero} has no counterpart here: accelerate has no FSDP on a CPU, so the replicas are whole "
+        f"(DDP): more memory than {setup.found}"
     )
     return True

@@ -38,6 +38,8 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.dp > 1:
         out["communication_data_type"] = setup.formats.reduced
     out |= _optimizer(setup, zero)
+    # By default it clips at 1, which was not measured.
+    out["gradient_clipping"] = 0.0
     # Its timer would wait for the device twice in every micro-batch.
     out["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
@@ -132,6 +134,12 @@ def _note_the_rest(setup: Setup) -> None:
     if setup.knob("fusion"):
         setup.note(
             "fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model"
+        )
+    if setup.device_type == "cpu" and setup.processes > 1:
+        setup.note(
+            "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "
+            "and keeps it in TORCH_EXTENSIONS_DIR; a start that was killed meanwhile leaves a lock there, "
+            "for which the next one waits"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "AutoTP keeps activations whole")

@@ -1,8 +1,8 @@
-"""Lightning: the YAML that its LightningCLI reads (https://lightning.ai/docs/pytorch/stable/cli/lightning_cli.html)."""
+"""Lightning: the YAML of its LightningCLI (https://lightning.ai/docs/pytorch/stable/cli/lightning_cli.html)."""
 
 from typing import Any
 
-from .common import adamw, note_attention, note_lora, note_pipeline
+from .common import adamw, note_attention, note_lora, note_pipeline, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -50,8 +50,8 @@ def _strategy(setup: Setup) -> Any:
         stage = "which shards the gradients too (ZeRO stage 2)" if zero == 1 else f"ZeRO stage {zero or 2}"
         setup.note(
             f"zero={zero}: your module's configure_model() shards it, {stage}: fully_shard(each, "
-            f"mesh=self.device_mesh['data_parallel'], reshard_after_forward={zero == 3}) of each block, then of "
-            "the model"
+            f"mesh=self.device_mesh['data_parallel'], reshard_after_forward={zero == 3}) of each block, then "
+            "of the model"
         )
     return {
         "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
@@ -71,10 +71,12 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
 
 def _note_the_rest(setup: Setup) -> None:
     note_lora(setup)
+    note_reduction(setup, "Lightning's DDP averages gradients in their own format; register a hook of your own")
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all blocks"
+            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all "
+            "blocks"
         )
     if setup.knob("fusion"):
         setup.note("fusion=true: compile each repeated block in your module, by block.compile()")

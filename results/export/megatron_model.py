@@ -5,7 +5,7 @@ from typing import Any
 
 from .setup import Setup, words
 
-# The llama3 rule as Megatron has it, and the factor by which it stretches rotary frequencies: no flag reaches either.
+# The llama3 rule as Megatron has it, and the factor it stretches frequencies by: no flag reaches either.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MEGATRON_FACTOR = 8
 _LLAMA = ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")

@@ -1,4 +1,4 @@
-"""A Python script on redline itself: builds the model with its schedule and trains it on a text, under torchrun."""
+"""A Python script on redline itself: the model with its schedule, trained on a text, under torchrun."""
 
 import pprint
 

@@ -109,7 +109,7 @@ class Setup:
         return ".py:" in self.spec
 
     def torchrun(self) -> str:
-        """torchrun with its options, for a shell, with as many threads for a rank on a CPU as it was measured with."""
+        """torchrun with its options, for a shell; a rank on a CPU has the threads it was measured with."""
         threads = self._cores // self.hosts.each
         # torchrun itself gives each of several ranks a single thread, and a rank alone all that there are.
         several = self.device_type == "cpu" and self.hosts.each > 1 and threads > 1

@@ -17,6 +17,9 @@ from .target import Target, hashed
 
 CHECKED = ("transformers", "5.23")
 
+AVERAGING = ("bert", "roberta", "albert", "t5")
+"""Families whose models average their loss themselves, though their forward takes whatever it is given."""
+
 
 def arguments(setup: Setup) -> dict[str, Any]:
     """Keyword arguments of transformers.TrainingArguments."""
@@ -84,8 +87,8 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
             "weight_decay": given["weight_decay"],
         }
         setup.note(
-            "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that give "
-            "it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
+            "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that "
+            "give it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
         )
     return out
 
@@ -135,6 +138,12 @@ def _note_the_rest(setup: Setup) -> None:
     note_reduction(setup, hook)
     note_pipeline(setup)
     note_lora(setup)
+    if setup.shape.get("family", "t5") in AVERAGING and setup.dp * (setup.grad_accum or 1) > 1:
+        setup.note(
+            "a model that averages its loss itself, as those for masked tokens and T5 do, needs "
+            "model.accepts_loss_kwargs = False before the Trainer is made: taken for a sum over labels, its "
+            "gradients would be replicas x grad_accum times as large"
+        )
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "

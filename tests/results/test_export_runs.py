@@ -1,13 +1,13 @@
 """What an export trains in the framework it names is what the dry run trained: on two ranks, step by step.
 
-Each framework trains llama-tiny and bert-tiny by the file that an export wrote, started by the line that the export
-names, in a script as the framework's documentation has it (`bench/export_trainers.py`). Weights are those of the
-dry run's seed, batches its batches, dropout (BERT's) its draws.
+Each framework trains llama-tiny and bert-tiny by the file that an export wrote, started by the line that
+the export names, in a script as the framework's documentation has it (`bench/export_trainers.py`). Weights
+are those of the dry run's seed, batches its batches, dropout (BERT's) its draws.
 
-Losses are held to what rounding may do (`schedule/rounding.py`). Frameworks sum gradients in another order, so
-that weights depart with the first update; what follows is granted as much again with every step, as there. A
-gradient that is nothing but rounding moves its weight by a whole learning rate either way, but as little as it
-does the loss feels that.
+Losses are held to what rounding may do (`schedule/rounding.py`). Frameworks sum gradients in another order,
+so that weights depart with the first update; what follows is granted as much again with every step, as
+there. A gradient that is nothing but rounding moves its weight by a whole learning rate either way, but as
+little as it does the loss feels that.
 """
 
 import json
@@ -130,7 +130,7 @@ def exported(target, model, folder):
     if target == "python":
         more += ["--log-every", "1"]
     else:
-        # Scripts of people differ in how they take their arguments; this one takes what they would write into it.
+        # This script takes as arguments what people would write into theirs.
         script = f"{ROOT / 'bench' / 'export_trainers.py'} {target} {name}"
         start = re.sub(r"train\.py\b.*", script, start)
         more += ["--model", model, "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH)]
@@ -171,13 +171,14 @@ def test_an_export_trains_what_the_dry_run_trained(target, model, dry_run, tmp_p
             optimizer["lr"], tuple(optimizer["betas"]), optimizer["eps"], optimizer["fused"],
         )  # fmt: skip
         # The Trainer spares biases and norms, which its file says.
-        assert weight_decay in ([optimizer["weight_decay"], 0.0] if target == "trainer" else [optimizer["weight_decay"]])
+        spared = {0.0} if target == "trainer" else set()
+        assert weight_decay in {optimizer["weight_decay"], *spared}
     assert found["optimizer"][0][4] == optimizer["weight_decay"]
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_another_training_is_told_from_it(model, dry_run, two):
-    """By the tolerances above. A learning rate hardly shows in losses of random tokens: settings are compared."""
+    """By the tolerances above. A learning rate hardly shows in losses of random tokens, and is compared."""
     losses, gradient, _ = dry_run(model)
     allowed, allowed_gradient = tolerances(model)
     doubled = two.run(train, model, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
