@@ -9,6 +9,8 @@ what the framework has no setting for. Losses are gathered when all is done; the
 
     losses      of each optimizer step, the mean over micro-batches and ranks
     step_ms     of each optimizer step but the first, on the slowest rank: from its predecessor's end to its own
+    cpu_ms      the same steps' processor time, on the rank that took most: what others do on the machine, and
+                waiting, are not in it
     gradient    Euclidean norm of the first step's gradient, averaged over micro-batches and ranks
     optimizer   for each group of parameters: class, learning rate, betas, epsilon, weight decay, fused, tensors
 """
@@ -43,6 +45,8 @@ class Record:
         """Of the micro-batches of each optimizer step."""
         self.ends: list[float] = []
         """When optimizer steps ended, s."""
+        self.used: list[float] = []
+        """Processor time until then, s."""
         self.gradient = 0.0
         """Norm of the first step's gradient."""
 
@@ -60,6 +64,7 @@ class Record:
         if CUDA:
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.used.append(time.process_time())
         self.losses.append([])
 
     def tell(self, optimizer: Any) -> None:
@@ -68,6 +73,7 @@ class Record:
         mine = (
             [float(sum(step) / len(step)) for step in self.losses if step],
             [(end - begin) * 1e3 for begin, end in itertools.pairwise(self.ends)],
+            [(end - begin) * 1e3 for begin, end in itertools.pairwise(self.used)],
         )
         ranks: list[Any] = [mine] * WORLD_SIZE
         if WORLD_SIZE > 1:
@@ -78,8 +84,9 @@ class Record:
             for group in optimizer.param_groups
         ]
         told = {
-            "losses": [sum(each) / WORLD_SIZE for each in zip(*(losses for losses, _ in ranks))],
-            "step_ms": [max(each) for each in zip(*(times for _, times in ranks))],
+            "losses": [sum(each) / WORLD_SIZE for each in zip(*(losses for losses, _, _ in ranks))],
+            "step_ms": [max(each) for each in zip(*(times for _, times, _ in ranks))],
+            "cpu_ms": [max(each) for each in zip(*(used for _, _, used in ranks))],
             "gradient": self.gradient,
             "optimizer": groups,
         }
@@ -111,13 +118,13 @@ class Task:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.record = Record()
-        self._workload = workload(options.model, seq_len=options.seq_len, global_batch=options.global_batch)
+        self.workload = workload(options.model, seq_len=options.seq_len, global_batch=options.global_batch)
 
     def model(self) -> torch.nn.Module:
         with seeded(0, DEVICE), DEVICE:
-            model = self._workload.build_model({"attention": self.options.attention}).train()
+            model = self.workload.build_model({"attention": self.options.attention}).train()
         # For the Trainer, which otherwise takes the loss of these for a sum over labels.
-        if self._workload.model.task in ("masked", "seq2seq"):
+        if self.workload.model.task in ("masked", "seq2seq"):
             model.accepts_loss_kwargs = False
         return model
 
@@ -145,7 +152,23 @@ class Task:
         return [{name: value[at] for name, value in batch.items()} for batch in whole for at in order]
 
     def _whole(self, step: int) -> dict[str, torch.Tensor]:
-        return make_batch(self._workload, self._workload.global_batch, step % MAX_STEPS_OF_DATA)
+        return make_batch(self.workload, self.workload.global_batch, step % MAX_STEPS_OF_DATA)
+
+
+def redline(task: Task) -> None:
+    """The loop that a dry run times, to compare processor time with."""
+    from redline.models import Training
+
+    if WORLD_SIZE > 1:
+        dist.init_process_group("nccl" if CUDA else "gloo")
+    names = ("micro_batch", "grad_accum", "attention")
+    config = {name: getattr(task.options, name) for name in names if getattr(task.options, name)}
+    config |= {"dp": WORLD_SIZE, "fused_optimizer": task.options.fused}
+    training = Training(task.workload, config, DEVICE, rank=RANK, world_size=WORLD_SIZE)
+    for _ in range(task.options.steps):
+        task.record.loss(training.step())
+        task.record.end(training.optimizer)
+    task.record.tell(training.optimizer)
 
 
 def trainer(task: Task) -> None:
@@ -278,7 +301,7 @@ def lightning(task: Task) -> None:
     task.record.tell(cli.trainer.optimizers[0])
 
 
-TRAINERS = {each.__name__: each for each in (trainer, accelerate, deepspeed, lightning)}
+TRAINERS = {each.__name__: each for each in (redline, trainer, accelerate, deepspeed, lightning)}
 
 
 def main() -> None:
