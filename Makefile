@@ -41,7 +41,7 @@ $(STAMP): setup.cfg pyproject.toml Makefile
 
 # What the tests need besides: frameworks that exports are held against, loggers, a browser's driver, the site's builder.
 $(TEST_STAMP): $(STAMP)
-	@# DeepSpeed is wanted for its configuration only.
+	@# DeepSpeed compiles what it needs when it is started.
 	DS_BUILD_OPS=0 $(PIP) --editable ".[test,docs,loggers,frameworks]"
 	touch $(TEST_STAMP)
 

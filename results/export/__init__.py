@@ -8,7 +8,7 @@ from ...errors import UsageError, unknown
 from .. import summary
 from ..columns import fold
 from ..measurement import Trial
-from . import accelerate, comments, deepspeed, megatron, plain, script, torchtitan, trainer
+from . import accelerate, comments, deepspeed, lightning, megatron, plain, script, torchtitan, trainer
 from .launch import LAUNCHES, Job
 from .setup import ending
 from .target import SUFFIXES, Export, Target
@@ -17,6 +17,7 @@ _TARGETS: tuple[Target, ...] = (
     accelerate.TARGET,
     trainer.TARGET,
     deepspeed.TARGET,
+    lightning.TARGET,
     torchtitan.TARGET,
     megatron.TARGET,
     script.TARGET,

@@ -3,6 +3,8 @@
 from typing import Any
 
 from .common import (
+    no_fsdp_on_a_cpu,
+    note_adamw,
     note_attention,
     note_lora,
     note_partial_checkpointing,
@@ -69,11 +71,12 @@ def config(setup: Setup) -> dict[str, Any]:
 
 
 def _rendezvous(setup: Setup) -> dict[str, Any]:
-    if setup.device_type == "cpu" and setup.processes > 1:
+    if _ranks_on_a_cpu(setup):
         setup.note(
-            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config); torchrun "
-            "starts them as well, but does not read this file: tell the Accelerator itself"
+            "accelerate launch starts several processes of a CPU by MPI only (mpirun_config): by the line "
+            "above torchrun starts them, and accelerate launch reads this file for each"
         )
+        return {"machine_rank": 0}
     if setup.hosts.count == 1:
         return {"machine_rank": 0}
     setup.note(
@@ -84,9 +87,15 @@ def _rendezvous(setup: Setup) -> dict[str, Any]:
     return {"machine_rank": 0, "main_process_ip": "FIRST-HOST", "main_process_port": PORT}
 
 
+def _ranks_on_a_cpu(setup: Setup) -> bool:
+    return setup.device_type == "cpu" and setup.processes > 1
+
+
 def _shards(setup: Setup) -> bool:
     zero = setup.knob("zero")
     if setup.dp == 1:
+        return False
+    if no_fsdp_on_a_cpu(setup):
         return False
     if zero == 0 and setup.tp > 1:
         setup.note("zero=0 beside tp: accelerate has no DDP with tp, so the replicas are sharded by FSDP2")
@@ -138,9 +147,7 @@ def _note_the_rest(setup: Setup) -> None:
             f"grad_accum={setup.grad_accum} is Accelerator(gradient_accumulation_steps={setup.grad_accum})"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
-    if setup.knob("fused_optimizer") is not None:
-        fused = bool(setup.knob("fused_optimizer"))
-        setup.note(f"fused_optimizer is your optimizer's: torch.optim.AdamW(..., fused={fused})")
+    note_adamw(setup)
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     setup.note_unless_neutral("kernels", "replace modules by fused ones yourself, for instance with Liger")
 
@@ -152,8 +159,10 @@ def _yaml(setup: Setup, comment: str) -> str:
 
 
 def _start(setup: Setup, file: str) -> str:
-    if setup.device_type == "cpu" and setup.processes > 1:
-        return f"ACCELERATE_USE_CPU=true {setup.hosts.torchrun()} train.py"
+    if _ranks_on_a_cpu(setup):
+        # For each rank by itself: what several have in common, torchrun has told them.
+        alone = "--num_machines 1 --num_processes 1"
+        return f"{setup.torchrun()} --no-python accelerate launch --config_file {file} {alone} train.py"
     own = ""
     if setup.hosts.count > 1:
         own = (

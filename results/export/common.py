@@ -1,6 +1,35 @@
 """What several frameworks cannot do in the same way."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from .setup import Setup, words
+
+ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""What trials train with where the workload has no optimizer of its own: AdamW, at a constant rate."""
+
+
+def adamw(setup: Setup) -> Mapping[str, Any]:
+    """The optimizer's settings as they were measured; empty where they are the workload's or not known."""
+    if setup.own_workload or not setup.spec:
+        setup.note("the learning rate, weight decay and betas of the optimizer are yours to set")
+        return {}
+    setup.note(
+        f"the optimizer is as it was {setup.found}: AdamW with a constant rate of {ADAMW['lr']:g}, no "
+        "clipping; a rate and a schedule of your own cost nothing, clipping some"
+    )
+    return ADAMW
+
+
+def note_adamw(setup: Setup) -> None:
+    """States that the optimizer is made in the user's code, and which it was."""
+    fused = setup.knob("fused_optimizer")
+    settings: dict[str, Any] = {} if fused is None else {"fused": bool(fused)}
+    if setup.spec and not setup.own_workload:
+        settings = {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"], **settings}
+    if settings:
+        arguments = "model.parameters()" + "".join(f", {name}={value}" for name, value in settings.items())
+        setup.note(f"the optimizer is made in your code; {setup.found} was torch.optim.AdamW({arguments})")
 
 
 def note_attention(setup: Setup, how: str) -> None:
@@ -66,3 +95,15 @@ def note_pure_bf16(setup: Setup) -> None:
         "precision=bf16_pure keeps the weights in bfloat16 too: load the model with dtype=torch.bfloat16 "
         "(here mixed precision is off)"
     )
+
+
+def no_fsdp_on_a_cpu(setup: Setup) -> bool:
+    """Whether replicas would be sharded on a CPU, which accelerate refuses; states that they are not."""
+    zero = setup.knob("zero")
+    if setup.device_type != "cpu" or zero == 0 or setup.dp == 1:
+        return False
+    setup.note(
+        f"zero={zero} has no counterpart here: accelerate has no FSDP on a CPU, so the replicas are whole "
+        f"(DDP): more memory than {setup.found}"
+    )
+    return True

@@ -1,10 +1,11 @@
 """DeepSpeed: its JSON configuration (https://www.deepspeed.ai/docs/config-json/)."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .common import note_attention, note_gpipe, note_lora
+from .common import adamw, note_attention, note_gpipe, note_lora
 from .setup import Setup, words
 from .target import Target
 
@@ -36,6 +37,11 @@ def config(setup: Setup) -> dict[str, Any]:
     setup.knob("reduce_dtype")
     if setup.dp > 1:
         out["communication_data_type"] = setup.formats.reduced
+    out |= _optimizer(setup, zero)
+    # By default it clips at 1, which was not measured.
+    out["gradient_clipping"] = 0.0
+    # Its timer would wait for the device twice in every micro-batch.
+    out["timers"] = {"throughput": {"enabled": False}}
     if setup.tp > 1:
         out["tensor_parallel"] = {"autotp_size": setup.tp}
         setup.note(
@@ -95,6 +101,28 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
     return {}
 
 
+def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
+    fused, given = setup.knob("fused_optimizer"), adamw(setup)
+    if not given:
+        if fused is not None:
+            setup.note(
+                f"fused_optimizer={words(fused)} is your optimizer's: give deepspeed.initialize a "
+                f"torch.optim.AdamW(..., fused={bool(fused)})"
+            )
+        return {}
+    params = dict(given)
+    if "offload_optimizer" in zero:
+        setup.note(
+            "offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use"
+        )
+    else:
+        # PyTorch's own, as it was measured: DeepSpeed's fused one has to be compiled.
+        params["torch_adam"] = True
+        if fused:
+            params["fused"] = True
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
 def _note_the_rest(setup: Setup) -> None:
     note_lora(setup)
     ratio = setup.knob("checkpoint_ratio")
@@ -107,11 +135,11 @@ def _note_the_rest(setup: Setup) -> None:
         setup.note(
             "fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model"
         )
-    fused = setup.knob("fused_optimizer")
-    if fused is not None:
+    if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
-            f"fused_optimizer={words(fused)} is your optimizer's: give deepspeed.initialize a "
-            f"torch.optim.AdamW(..., fused={bool(fused)})"
+            "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "
+            "and keeps it in TORCH_EXTENSIONS_DIR; a start that was killed meanwhile leaves a lock there, "
+            "for which the next one waits"
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "AutoTP keeps activations whole")
@@ -127,9 +155,11 @@ def _json(setup: Setup, comment: str) -> str:
 def _start(setup: Setup, file: str) -> str:
     # DeepSpeed's own launcher would need a file of hosts and ssh between them; torchrun's variables will do.
     if setup.hosts.count > 1 or setup.device_type == "cpu":
-        launcher = setup.hosts.torchrun()
+        launcher = setup.torchrun()
     else:
         launcher = f"deepspeed --num_gpus {setup.processes}"
+    if setup.device_type == "cpu":
+        launcher = f"DS_ACCELERATOR=cpu {launcher}"
     return f"{launcher} train.py --deepspeed_config {file}"
 
 

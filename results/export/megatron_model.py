@@ -5,8 +5,9 @@ from typing import Any
 
 from .setup import Setup, words
 
-# The llama3 rule as Megatron has it: of what stretches rotary frequencies only the factor can be told.
+# The llama3 rule as Megatron has it, and the factor it stretches frequencies by: no flag reaches either.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MEGATRON_FACTOR = 8
 _LLAMA = ("--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
 FAMILIES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (_LLAMA, ("silu",)),
@@ -113,7 +114,13 @@ def _positions(setup: Setup) -> list[str]:
         out.append(f"--rotary-percent {rope['partial_rotary_factor']:g}")
     kind = rope.get("rope_type", "default")
     if kind == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3_ROPE.items()):
-        out.append(f"--use-rope-scaling --rope-scaling-factor {rope['factor']:g}")
+        out.append("--use-rope-scaling")
+        if rope["factor"] != _MEGATRON_FACTOR:
+            setup.note(
+                f"rotary positions stretched by a factor of {rope['factor']:g}: Megatron parses "
+                f"--rope-scaling-factor, but its GPT is built with {_MEGATRON_FACTOR} all the same; set "
+                "rope_scaling_factor of its GPTModelConfig yourself"
+            )
     elif kind != "default":
         setup.note(f"rotary positions of the type {kind} are yours: with these flags they are plain ones")
     return out

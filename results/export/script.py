@@ -1,9 +1,10 @@
-"""A Python script on redline itself: builds the model with its schedule and trains it on a text, under torchrun."""
+"""A Python script on redline itself: the model with its schedule, trained on a text, under torchrun."""
 
 import pprint
 
 from ...errors import UsageError
 from ..files import plain
+from .common import ADAMW
 from .setup import Setup
 from .target import Target, hashed
 
@@ -32,8 +33,8 @@ CONFIG = <config>
 def main():
     parser = argparse.ArgumentParser(description=f"Trains {MODEL} in the configuration redline found.")
 <data_option>    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--warmup", type=int, default=10, help="steps over which the learning rate rises")
+    parser.add_argument("--lr", type=float, default=<lr>, help="learning rate")
+    parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
     parser.add_argument("--seed", type=int, default=<seed>, help="of weights and data")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines")
     parser.add_argument("--save", help="where the trained weights go, a file for torch.load")
@@ -53,16 +54,17 @@ def main():
 
     workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<lora><data>)
     training = Training(workload, CONFIG, device, seed=args.seed, rank=rank, world_size=world_size, fresh_data=True)
-    begin = time.perf_counter()
+    begin, reported = time.perf_counter(), 0
     for step in range(1, args.steps + 1):
         for group in training.optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         loss = training.step()
         if step % args.log_every == 0 or step in (1, args.steps):
             value = float(loss)  # reading it waits for the device
-            seconds, begin = time.perf_counter() - begin, time.perf_counter()
+            now, steps = time.perf_counter(), step - reported
+            ms, begin, reported = (now - begin) / steps * 1e3, now, step
             if rank == 0:
-                print(f"step {step}  loss {value:.4f}  {seconds:.2f} s", flush=True)
+                print(f"step {step}  loss {value:.6f}  {ms:.1f} ms a step", flush=True)
     if args.save:
         weights = {name: each.cpu() for name, each in full_state_dict(training.model).items()}
         if CONFIG.get("pp", 1) > 1:  # every stage has the weights of its layers
@@ -105,9 +107,10 @@ def _python(setup: Setup, comment: str) -> str:
         "seq_len": repr(setup.seq_len),
         "global_batch": repr(setup.global_batch),
         "devices": repr(setup.devices),
-        "start": repr(setup.hosts.torchrun()),
+        "start": repr(setup.torchrun()),
         "seed": repr(int(setup.seed)),
         "config": config,
+        "lr": repr(ADAMW["lr"]),
         "data_option": "" if own else _DATA,
         "lora": f", lora={setup.lora!r}" if setup.lora else "",
         "data": "" if own else ", data=args.data",
@@ -126,5 +129,5 @@ TARGET = Target(
     about="a training script on redline itself, with the model's schedule",
     stem="train",
     forms={"python": _python},
-    start=lambda setup, file: f"{setup.hosts.torchrun()} {file}",
+    start=lambda setup, file: f"{setup.torchrun()} {file}",
 )

@@ -89,6 +89,8 @@ class Setup:
         """Devices of a host; None where that is not known."""
         self.hosts = Hosts.of(self.processes, self.per_host)
         """The hosts that the exported file runs on."""
+        host = ((document or {}).get("environment") or {}).get("host") or {}
+        self._cores: int = host.get("cores") or 1
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
         if self.pp == 1:
             self._used.add("pipeline_schedule")
@@ -100,6 +102,18 @@ class Setup:
         if self.micro_batch is None or self.grad_accum is None:
             return None
         return self.micro_batch * self.grad_accum * self.dp
+
+    @property
+    def own_workload(self) -> bool:
+        """Whether what is trained is described in a file of somebody's own."""
+        return ".py:" in self.spec
+
+    def torchrun(self) -> str:
+        """torchrun with its options, for a shell; a rank on a CPU has the threads it was measured with."""
+        threads = self._cores // self.hosts.each
+        # torchrun itself gives each of several ranks a single thread, and a rank alone all that there are.
+        several = self.device_type == "cpu" and self.hosts.each > 1 and threads > 1
+        return f"{f'OMP_NUM_THREADS={threads} ' if several else ''}{self.hosts.torchrun()}"
 
     @property
     def found(self) -> str:

@@ -3,11 +3,22 @@
 import json
 from typing import Any
 
-from .common import note_attention, note_lora, note_pipeline, note_pure_bf16, note_reduction
+from .common import (
+    adamw,
+    no_fsdp_on_a_cpu,
+    note_attention,
+    note_lora,
+    note_pipeline,
+    note_pure_bf16,
+    note_reduction,
+)
 from .setup import Setup, words
 from .target import Target, hashed
 
 CHECKED = ("transformers", "5.23")
+
+AVERAGING = ("bert", "roberta", "albert", "t5")
+"""Families whose models average their loss themselves, though their forward takes whatever it is given."""
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
@@ -28,6 +39,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
     fused = setup.knob("fused_optimizer")
     if fused is not None:
         out["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+    out |= _optimizer(setup)
     if sharded:
         out["fsdp"] = True
         out["fsdp_config"] = _fsdp(setup)
@@ -35,11 +47,18 @@ def arguments(setup: Setup) -> dict[str, Any]:
         setup.note_unless_neutral(
             "offload", "the Trainer offloads with FSDP only (or see the target deepspeed)"
         )
+        if setup.processes > 1:
+            # By default the Trainer looks for parameters without a gradient in every step; what was found to
+            # train has none.
+            out["ddp_find_unused_parameters"] = False
     if setup.knob("kernels"):
         out["use_liger_kernel"] = True
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
+    # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.
+    out["logging_nan_inf_filter"] = False
     if setup.device_type == "cpu":
         out["use_cpu"] = True
+        out["dataloader_pin_memory"] = False
     _note_the_rest(setup)
     return out
 
@@ -55,8 +74,29 @@ def _precision(setup: Setup) -> dict[str, Any]:
     return {"bf16": {"bf16": True}, "fp8": {"bf16": True}, "fp16": {"fp16": True}}.get(precision, {})
 
 
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    # Clipping was not measured. The Trainer computes the norm that it needs for that all the same.
+    out: dict[str, Any] = {"max_grad_norm": 0.0}
+    if given := adamw(setup):
+        out |= {
+            "learning_rate": given["lr"],
+            "lr_scheduler_type": "constant",
+            "adam_beta1": given["betas"][0],
+            "adam_beta2": given["betas"][1],
+            "adam_epsilon": given["eps"],
+            "weight_decay": given["weight_decay"],
+        }
+        setup.note(
+            "the Trainer spares biases and norms from weight_decay, which was of all parameters: for that "
+            "give it an AdamW of your own, Trainer(optimizers=(optimizer, None))"
+        )
+    return out
+
+
 def _shards(setup: Setup) -> bool:
     zero = setup.knob("zero")
+    if no_fsdp_on_a_cpu(setup):
+        return False
     if setup.dp > 1 and zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
     return setup.dp > 1 and zero > 0
@@ -98,6 +138,12 @@ def _note_the_rest(setup: Setup) -> None:
     note_reduction(setup, hook)
     note_pipeline(setup)
     note_lora(setup)
+    if setup.shape.get("family", "t5") in AVERAGING and setup.dp * (setup.grad_accum or 1) > 1:
+        setup.note(
+            "a model that averages its loss itself, as those for masked tokens and T5 do, needs "
+            "model.accepts_loss_kwargs = False before the Trainer is made: taken for a sum over labels, its "
+            "gradients would be replicas x grad_accum times as large"
+        )
     if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: load the model with from_pretrained(..., tp_plan='auto') and pass "
@@ -136,5 +182,5 @@ TARGET = Target(
     checked=CHECKED,
     pipelines=False,
     use=_use,
-    start=lambda setup, file: f"{setup.hosts.torchrun()} train.py {file}",
+    start=lambda setup, file: f"{setup.torchrun()} train.py {file}",
 )

@@ -77,7 +77,8 @@ def value(arguments, flag):
 
 def test_the_targets_are_those_of_the_documentation():
     assert set(TARGETS) == {
-        "accelerate", "trainer", "deepspeed", "torchtitan", "megatron", "python", "yaml", "json", "env",
+        "accelerate", "trainer", "deepspeed", "lightning", "torchtitan", "megatron", "python", "yaml", "json",
+        "env",
     }  # fmt: skip
 
 

@@ -1,10 +1,14 @@
 """Exports are read by the frameworks' own loaders."""
 
 import argparse
+import ast
 import configparser
+import importlib.util
+import inspect
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,14 +17,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import redline
 from redline.models import workload
+from redline.models.numerics import FAMILIES, tiny
 from redline.models.presets import PRESETS
 from redline.models.shape import shape_of
 from redline.results import Measurement, Status, Trial
 from redline.results.export import export_targets, render
+from redline.results.export.common import ADAMW
 from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
+from redline.results.export.trainer import AVERAGING
 
 DOCUMENT = {
     "asked": {
@@ -165,6 +173,124 @@ def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
     assert (given.rdzv_backend, given.rdzv_endpoint) == ("static", "n1:4321")
 
 
+def test_on_a_cpu_accelerate_reads_its_file_for_every_rank(tmp_path):
+    """What it hands its script keeps how the ranks meet, which torchrun has told them."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    path = tmp_path / "config.yaml"
+    asked = {**DOCUMENT["asked"], "devices": {"type": "cpu", "used": 2, "per_host": 2}}
+    trial = Trial(number=0, config={"micro_batch": 1, "dp": 2, "precision": "bf16"}, measurement=None)
+    made = render("accelerate", trial, {"asked": asked}, file=str(path))
+    path.write_text(made.text)
+    arguments = shlex.split(made.use[-1].removeprefix("Start: "))
+    assert arguments[:6] == ["torchrun", "--nproc-per-node", "2", "--no-python", "accelerate", "launch"]
+    given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments[6:]))
+    assert not (given.multi_gpu or given.use_fsdp or given.use_deepspeed)
+    command, environment = prepare_simple_launcher_cmd_env(given)
+    assert command[-1] == "train.py"
+    assert (environment["ACCELERATE_USE_CPU"], environment["ACCELERATE_MIXED_PRECISION"]) == ("True", "bf16")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        assert environment.get(name) == os.environ.get(name)
+
+
+@pytest.mark.parametrize("target", ["accelerate", "trainer"])
+def test_replicas_are_whole_on_a_cpu_where_accelerate_has_no_fsdp(target):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    asked = {**DOCUMENT["asked"], "devices": {"type": "cpu", "used": 2}}
+    trial = Trial(number=0, config={"micro_batch": 1, "dp": 2, "zero": 3}, measurement=None)
+    made = render(target, trial, {"asked": asked})
+    assert "fsdp" not in "".join(line for line in made.text.splitlines() if not line.startswith("#")).lower()
+    assert "accelerate has no FSDP on a CPU" in " ".join(made.notes)
+
+
+@pytest.fixture(scope="module")
+def lightning_reads(tmp_path_factory):
+    """What LightningCLI makes of every configuration's export."""
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    folder = tmp_path_factory.mktemp("lightning")
+    code = """
+import json, sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+class CLI(LightningCLI):
+    def instantiate_trainer(self, **kwargs):
+        made.append(self.config_init["trainer"])
+        # One with these arguments would look for devices that there are none of here.
+        return Trainer(accelerator="cpu", devices=1, logger=False)
+
+for name, path in json.loads(sys.argv[1]).items():
+    made = []
+    cli = CLI(Module, run=False, save_config_callback=None, args=["--config", path])
+    given = cli.config["optimizer"]
+    strategy = made[0]["strategy"]
+    print("RESULT", json.dumps([name, {
+        **{key: made[0][key] for key in ("devices", "num_nodes", "precision", "accumulate_grad_batches")},
+        "strategy": strategy if isinstance(strategy, str) else type(strategy).__name__,
+        "sizes": [getattr(strategy, key, None) for key in ("_data_parallel_size", "_tensor_parallel_size")],
+        "optimizer": [given["class_path"], dict(given["init_args"])],
+    }]))
+"""
+    asked = {}
+    for number, name in enumerate(CONFIGURATIONS):
+        export("lightning", name, folder / f"{number}.yaml")
+        asked[name] = str(folder / f"{number}.yaml")
+    return results(code, asked, folder)
+
+
+@every_configuration
+def test_lightnings_cli_takes_its_file(name, lightning_reads):
+    config, made = CONFIGURATIONS[name], lightning_reads[name]
+    tp, replicas = config.get("tp", 1), config.get("dp", 1)
+    assert made["accumulate_grad_batches"] == config["grad_accum"]
+    assert made["devices"] * made["num_nodes"] == tp * replicas
+    precision = {"fp32": "32-true", "bf16": "bf16-mixed", "bf16_pure": "bf16-true"}
+    assert made["precision"] == precision[config.get("precision", "fp32")]
+    sharded = tp > 1 or (replicas > 1 and config.get("zero", 0) > 0)
+    assert made["strategy"] == ("ModelParallelStrategy" if sharded else "ddp" if replicas > 1 else "auto")
+    if sharded:
+        assert made["sizes"] == [replicas, tp]
+    kind, settings = made["optimizer"]
+    assert kind == "torch.optim.AdamW"
+    assert {key: settings[key] for key in ADAMW} == dict(ADAMW)
+    assert bool(settings["fused"]) is config.get("fused_optimizer", False)
+
+
+def test_the_optimizer_of_an_export_is_the_one_that_trials_have():
+    import torch
+
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    (group,) = workload("llama-tiny").make_optimizer(weights, fused=False).param_groups
+    assert {name: list(group[name]) if name == "betas" else group[name] for name in ADAMW} == dict(ADAMW)
+
+
+def test_the_trainer_is_told_of_models_that_average_their_loss_themselves():
+    """Their forward takes anything, and passes nothing on to a loss."""
+    found = {}
+    for family in FAMILIES:
+        if family == "wide_resnet":
+            continue
+        architecture = tiny(family).model
+        source = inspect.getsource(architecture.model_class.forward)
+        assert "**kwargs" in source.partition("->")[0]
+        found[family] = "self.loss_function(" not in source
+        shape = shape_of(architecture)
+        if shape is not None:
+            config = {"micro_batch": 1, "grad_accum": 2, "dp": 2}
+            trial = Trial(number=0, config=config, measurement=None)
+            notes = render("trainer", trial, {"asked": {"shape": shape}}).notes
+            assert any("accepts_loss_kwargs = False" in note for note in notes) is found[family], family
+    assert {family for family, itself in found.items() if itself} == set(AVERAGING)
+
+
 @pytest.mark.parametrize("form", ["yaml", "json"])
 @every_configuration
 def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
@@ -172,8 +298,10 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
     from transformers import HfArgumentParser, TrainingArguments
 
     path = tmp_path / f"args.{form}"
-    # A CPU's arguments, so that transformers does not refuse bf16 on this machine.
-    config = export("trainer", name, path, form, device="cpu")
+    config = export("trainer", name, path, form)
+    # So that transformers does not refuse bf16 on this machine.
+    read, write = (json.loads, json.dumps) if form == "json" else (yaml.safe_load, yaml.safe_dump)
+    path.write_text(write({**read(path.read_text()), "use_cpu": True}))
     parser = HfArgumentParser(TrainingArguments)
     (made,) = parser.parse_yaml_file(path) if form == "yaml" else parser.parse_json_file(path)
     assert made.per_device_train_batch_size == config["micro_batch"]
@@ -183,6 +311,10 @@ def test_the_trainers_arguments_are_parsed(name, form, tmp_path):
     assert bool(made.fsdp) is (config.get("zero", 0) > 0)
     if "fused_optimizer" in config:
         assert made.optim == "adamw_torch_fused"
+    assert (made.learning_rate, made.lr_scheduler_type) == (ADAMW["lr"], "constant")
+    assert [made.adam_beta1, made.adam_beta2] == ADAMW["betas"] and made.adam_epsilon == ADAMW["eps"]
+    assert (made.weight_decay, made.max_grad_norm) == (ADAMW["weight_decay"], 0.0)
+    assert made.logging_nan_inf_filter is False
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +344,8 @@ for name, (path, replicas, started) in json.loads(sys.argv[1]).items():
         "world": made.world_size, "stage": int(made.zero_config.stage), "bf16": made.bfloat16_config.enabled,
         "offload": made.zero_config.offload_optimizer is not None and str(made.zero_config.offload_optimizer.device),
         "tp": made.tensor_parallel_config.autotp_size, "stages": made.pipeline["stages"],
+        "clipping": made.gradient_clipping, "timers": made.timers_config.enabled,
+        "optimizer": [made.optimizer_name, made.optimizer_params],
         "gpus": launched.num_gpus, "script": [launched.user_script, *launched.user_args],
     }]))
 """
@@ -240,8 +374,68 @@ def test_deepspeed_accepts_its_config(name, deepspeed_reads):
     assert bool(made["offload"]) is (config.get("offload") == "optimizer")
     assert made["tp"] == (config["tp"] if "tp" in config else 0)
     assert made["stages"] == config.get("pp", "auto")
+    assert (made["clipping"], made["timers"]) == (0.0, False)
+    kind, settings = made["optimizer"]
+    offload = config.get("offload") == "optimizer"
+    assert kind == "adamw" and {name: settings[name] for name in ADAMW} == dict(ADAMW)
+    assert settings.get("torch_adam", False) is not offload
+    assert settings.get("fused", False) is config.get("fused_optimizer", False)
     assert made["gpus"] == config.get("tp", 1) * config.get("pp", 1) * replicas
     assert made["script"] == ["train.py", "--deepspeed_config", "deepspeed.json"]
+
+
+@every_configuration
+def test_deepspeed_knows_every_key_of_its_config(name, tmp_path):
+    """It passes over those that it does not know."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None:
+        pytest.skip("deepspeed is not installed")
+    if name == "tp, pp, dp":
+        pytest.skip("which is refused")
+    export("deepspeed", name, tmp_path / "config.json")
+    given = json.loads((tmp_path / "config.json").read_text())
+    assert given.pop("_comment")
+    # What its optimizers and PyTorch's take is held above by what they are made with.
+    given["optimizer"].pop("params")
+    known = texts(Path(found.origin).parent / "runtime") | texts(Path(found.origin).parent / "utils")
+    known |= texts(Path(found.origin).parent / "module_inject")
+    assert keys(given) <= known
+    assert not keys({"train_batch_sizes": 1}) <= known
+
+
+def keys(given):
+    """Keys of a mapping and of those within."""
+    return set(given) | {each for value in given.values() if isinstance(value, dict) for each in keys(value)}
+
+
+@cache
+def sources(folder):
+    return [ast.parse(path.read_text()) for path in Path(folder).rglob("*.py")]
+
+
+def texts(folder):
+    """Texts of a folder's sources, and names of fields that its classes have."""
+    found = set()
+    for tree in sources(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def reads(folder, without=()):
+    """(owner, name) of every attribute that a package's sources read, but for what stands in some folders."""
+    found = set()
+    for path in Path(folder).rglob("*.py"):
+        if path.relative_to(folder).parts[0] in without:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                found.add((getattr(owner, "attr", getattr(owner, "id", "")), node.attr))
+    return found
 
 
 WITHOUT_TRITON = """
@@ -305,6 +499,26 @@ def torchtitan_reads(tmp_path_factory):
     asked["qwen3"] = [*asked["ddp"]]
     asked["qwen3"][1:4:2] = TORCHTITAN_PRESETS["qwen3-0.6b"]
     return results(WITHOUT_TRITON + READ_BY_TORCHTITAN, asked, folder)
+
+
+def test_torchtitan_reads_every_setting_that_an_export_writes():
+    """Its parser takes what no training looks at, too."""
+    found = importlib.util.find_spec("torchtitan")
+    if found is None:
+        pytest.skip("torchtitan is not installed")
+    read = reads(Path(found.origin).parent, without=("config", "experiments"))
+    settings = set()
+    for name, config in CONFIGURATIONS.items():
+        devices = config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
+        measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
+        text = render("torchtitan", Trial(number=0, config=config, measurement=measured), DOCUMENT).text
+        settings |= set(re.findall(r"--(\w+\.\w+)", text))
+        assert settings, name
+    for setting in settings:
+        section, _, field = setting.partition(".")
+        owners = {section, f"{section}_config", "config"} - ({"config"} if field in ("dtype", "enable") else set())
+        assert any((owner, field.removeprefix("no_")) in read for owner in owners), setting
+    assert not any((owner, "mixed_precision_parameter") in read for owner in ("training", "config"))
 
 
 def test_torchtitan_has_the_models_that_both_have(torchtitan_reads):
@@ -381,7 +595,6 @@ MEGATRON_FLAGS = {
     "--rotary-base": int,
     "--rotary-percent": float,
     "--use-rope-scaling": bool,
-    "--rope-scaling-factor": float,
     "--swiglu": bool,
     "--disable-bias-linear": bool,
     "--add-qkv-bias": bool,
@@ -485,7 +698,7 @@ def test_megatron_is_told_what_else_makes_a_family():
         return parse(megatron_arguments(model, name, **more)[0])
 
     llama = of("llama3.2-1b")
-    assert (llama.rotary_base, llama.use_rope_scaling, llama.rope_scaling_factor) == (500000, True, 32.0)
+    assert (llama.rotary_base, llama.use_rope_scaling) == (500000, True)
     assert (llama.hidden_dropout, llama.attention_dropout, llama.norm_epsilon) == (0.0, 0.0, 1e-5)
     assert of("llama3-8b").use_rope_scaling is False
     assert (of("mixtral-8x7b").num_experts, of("mixtral-8x7b").moe_router_topk) == (8, 2)
@@ -506,8 +719,33 @@ def test_what_megatron_cannot_be_told_of_a_model_is_stated():
     assert "of the family opt only the sizes are known" in notes("opt-350m")
     assert "pp=3: 32 layers are no multiple of the stages" in notes("llama3-8b", pp=3)
     assert "no multiple" not in notes("llama3-8b", pp=4)
+    assert "by a factor of 32: Megatron parses --rope-scaling-factor, but" in notes("llama3.2-1b")
     assert "tp=2 with experts" in notes("mixtral-8x7b", tp=2)
     assert "tp=2 with experts" not in notes("mixtral-8x7b", tp=2, sequence_parallel=True)
+
+
+def test_megatron_reads_every_flag_that_an_export_writes():
+    """Its parser takes flags that no training looks at, too."""
+    try:
+        core = metadata.distribution("megatron-core")
+    except metadata.PackageNotFoundError:
+        pytest.skip("megatron-core is not installed (it needs Python 3.12)")
+    read = reads(Path(core.locate_file("megatron")))
+    stored = {  # flags that go by another name within
+        "no_gradient_accumulation_fusion": "gradient_accumulation_fusion", "fp8_format": "fp8",
+        "norm_epsilon": "layernorm_epsilon", "disable_bias_linear": "add_bias_linear",
+    }  # fmt: skip
+    flags = {
+        flag
+        for model, name in itertools.product(MODELS, CONFIGURATIONS)
+        for flag in megatron_arguments(model, name)[0]
+        if flag.startswith("--")
+    }
+    for flag in flags:
+        name = flag[2:].replace("-", "_")
+        # What a class of its own calls so is not yet what a flag gives it.
+        assert any((owner, stored.get(name, name)) in read for owner in ("args", "config")), flag
+    assert not any((owner, "rope_scaling_factor") in read for owner in ("args", "config"))
 
 
 READ_BY_MEGATRON = """

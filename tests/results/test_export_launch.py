@@ -18,7 +18,7 @@ from redline.results.export.launch import LAUNCHES
 
 CONFIG = {"tp": 8, "pp": 2, "dp": 4, "micro_batch": 1, "grad_accum": 4, "precision": "bf16", "zero": 1}
 STARTED = [name for name, target in export_targets().items() if target.start is not None]
-WITHOUT_PIPELINES = {"accelerate", "trainer"}
+WITHOUT_PIPELINES = {"accelerate", "trainer", "lightning"}
 STANDIN = """\
 #!/usr/bin/env bash
 printf '%s|' "${0##*/}" "$@" >> "$SEEN"
@@ -96,7 +96,7 @@ def test_devices_of_a_host_that_are_not_known_are_not_made_up():
 @pytest.mark.parametrize("target", sorted(set(export_targets()) - set(STARTED)))
 def test_what_starts_nothing_has_no_launch(target, launch):
     with pytest.raises(
-        UsageError, match=f"{target} starts nothing.*accelerate, trainer, deepspeed, torchtitan"
+        UsageError, match=f"{target} starts nothing.*accelerate, trainer, deepspeed, lightning, torchtitan"
     ):
         made(target, launch)
 
@@ -264,7 +264,24 @@ def test_on_cpus_no_gpus_are_asked_for():
     assert "gpus" not in made("python", "slurm", device="cpu").text
     assert "nvidia" not in made("python", "kubernetes", device="cpu").text
     text = made("accelerate", device="cpu", tp=1, pp=1, dp=2).text
-    assert "ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 train.py" in text and "by MPI only" in text
+    launched = "torchrun --nproc-per-node 2 --no-python accelerate launch --config_file accelerate.yaml"
+    assert launched in text and "by MPI only" in text
+
+
+@pytest.mark.parametrize("target", ["python", "trainer", "accelerate", "deepspeed", "lightning"])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "each"), [(16, 2, 8), (2, 2, None), (2, 4, None), (16, 1, None)]
+)
+def test_ranks_on_a_cpu_have_the_threads_they_were_measured_with(target, cores, ranks, each):
+    """torchrun itself gives one to each of several ranks, and all to one alone."""
+    devices = {"type": "cpu", "used": ranks, "per_host": ranks}
+    asked = {"model": "m", "workload": {"spec": "llama-tiny"}, "seq_len": 64, "devices": devices}
+    document = {"asked": asked, "environment": {"host": {"cores": cores}}}
+    trial = Trial(number=0, config={"micro_batch": 2, "grad_accum": 1, "dp": ranks}, measurement=None)
+    start = render(target, trial, document).use[-1]
+    assert re.findall(r"OMP_NUM_THREADS=(\d+) torchrun", start) == ([] if each is None else [str(each)])
+    devices["type"] = "cuda"
+    assert "OMP_NUM_THREADS" not in render(target, trial, document).text
 
 
 @pytest.mark.parametrize("target", ["python", "accelerate"])

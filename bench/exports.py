@@ -1,0 +1,219 @@
+"""Whether an export trains in its framework what the dry run trained, and as fast: side by side in one run.
+
+    python bench/exports.py                                  # llama-tiny and bert-tiny on two CPU ranks
+    python bench/exports.py --models llama-tiny --turns 5
+
+`redline tune` finds the winner, `redline export` writes it for every trainer, and the line that the export
+names starts it (bench/export_trainers.py is its train.py). In turns the dry run is repeated and every
+export trains, each in fresh processes; medians of steps are taken alike, of the slowest rank, and the
+median over turns counts. The first loss is held to the dry run's by `redline.schedule.rounding`: format,
+depth and number of tokens say how far rounding may bring two orders of the same sums.
+
+The table is printed, and kept as `bench/results/exports-DEVICES.md` with the command, the hardware and the
+versions. Blocks are not compiled (`--fix fusion=false`): compiled code draws its dropout otherwise, so that
+the first losses of a model with dropout could not be compared, and most trainers compile a model as a whole
+or not at all.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from redline.models import workload
+from redline.models.device import Device, detect, usable_cores
+from redline.results.environment import host, versions
+
+HERE = Path(__file__).resolve().parent
+FILES = {
+    "python": "train.py", "trainer": "trainer.yaml", "accelerate": "accelerate.yaml",
+    "deepspeed": "deepspeed.json", "lightning": "lightning.yaml",
+}  # fmt: skip
+"""What is exported: targets, and what their files are called."""
+WARM_UP = 2
+"""Steps of an export that do not count, the first of which is in no time."""
+
+
+@dataclass
+class Row:
+    """What was measured of a side."""
+
+    name: str
+    loss: float = float("nan")
+    """Of the first step."""
+    step_ms: list[float] = field(default_factory=list)
+    """Median step of each turn."""
+    failed: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.step_ms) if self.step_ms else float("nan")
+
+
+def main() -> None:
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("--models", nargs="+", default=["llama-tiny", "bert-tiny"])
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--trials", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=3, help="how often each side is measured")
+    parser.add_argument("--steps", type=int, default=16, help="steps of an export in a turn")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    device = detect()
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.models:
+            parts.append(compare(name, device, options, Path(folder, name)))
+            print(parts[-1], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"exports-{options.devices}x{device.type}.md"
+    title = f"# Exports on {options.devices} x {device.name}\n\n"
+    path.write_text(title + "\n".join(parts) + footer(options))
+    print(f"wrote {path}")
+
+
+def compare(name: str, device: Device, options: argparse.Namespace, folder: Path) -> str:
+    """Tunes a model, exports the winner, measures all sides; the section of the report."""
+    import yaml
+
+    folder.mkdir()
+    run = str(folder / "run")
+    redline = [sys.executable, "-m", "redline.tuner.cli"]
+    sizes = ["--devices", str(options.devices), "--global-batch", str(options.global_batch)]
+    how = ["--runner", "local", "--trials", str(options.trials), "--fix", "fusion=false", "--out", run]
+    subprocess.run([*redline, "tune", name, *sizes, *how], check=True, stdout=subprocess.DEVNULL)
+    config = yaml.safe_load(Path(run, "best.yaml").read_text())["best"]["configuration"]
+    print(f"{name}: {config}", flush=True)
+    starts = {}
+    for target, file in FILES.items():
+        done = subprocess.run(
+            [*redline, "export", run, "--to", target, "-o", str(folder / file)],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        (starts[target],) = re.findall(r"^Start: (.*)$", done.stderr, re.MULTILINE)
+    load = workload(name, global_batch=options.global_batch)
+    dry = Row("dry run")
+    rows = {target: Row(f"`{target}`") for target in FILES}
+    with runner(load, device, options) as trials:
+        for turn in range(options.turns):
+            measured = dry_run(trials, config, turn)
+            dry.loss = measured.loss
+            dry.step_ms.append(measured.step_ms)
+            for target, row in rows.items():
+                try:
+                    told = train(target, starts[target], config, name, options, folder)
+                except subprocess.CalledProcessError as error:
+                    row.failed = error.stderr.strip().splitlines()[-1][:200]
+                    print(f"{error.stdout[-1000:]}\n{error.stderr[-4000:]}\n{target} failed", flush=True)
+                    continue
+                row.loss = told["losses"][0]
+                row.step_ms.append(statistics.median(told["step_ms"][WARM_UP - 1 :]))
+    return report(load, config, dry, list(rows.values()))
+
+
+def runner(load: Any, device: Device, options: argparse.Namespace) -> Any:
+    from redline.runners.dispatch import TrialTerms
+    from redline.runners.local import LocalRunner
+
+    threads = max(1, usable_cores() // options.devices) if device.type == "cpu" else None
+    return LocalRunner(load, TrialTerms(device=device, devices=options.devices, threads=threads))
+
+
+def dry_run(trials: Any, config: dict[str, Any], number: int) -> Any:
+    from redline.results import Status
+    from redline.runners.runner import TrialRequest
+    from redline.space import Config
+
+    measured = trials.run(TrialRequest(config=Config(config), number=number))
+    if measured.status is not Status.OK:
+        raise SystemExit(f"the dry run ended as {measured.status}: {measured.reason}")
+    return measured
+
+
+def train(
+    target: str, start: str, config: dict[str, Any], name: str, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Starts an export by the line it names; the losses and the step times (ms) that its training told.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    more = ["--steps", str(options.steps)]
+    if target == "python":
+        more += ["--log-every", "1"]
+    else:
+        script = f"{HERE / 'export_trainers.py'} {target} {FILES[target]}"
+        start = re.sub(r" \S*train\.py\b.*", f" {script}", start)
+        more += ["--model", name, "--global-batch", str(options.global_batch)]
+        more += ["--micro-batch", str(config["micro_batch"]), "--grad-accum", str(config["grad_accum"])]
+        more += ["--attention", config["attention"]] if config.get("attention") else []
+        more += ["--fused"] if config.get("fused_optimizer") else []
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", f"{start} {shlex.join(more)}"],
+        cwd=folder, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if target == "python":
+        lines = re.findall(r"loss (\S+)  (\S+) ms", done.stdout)
+        return {"losses": [float(loss) for loss, _ in lines], "step_ms": [float(ms) for _, ms in lines[1:]]}
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
+    return json.loads(line)
+
+
+def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
+    """The section of a model, in Markdown."""
+    import torch
+    from redline.schedule.rounding import allowance, loss_allowance
+
+    tokens = load.global_batch * load.seq_len
+    with torch.device("meta"):
+        allowed = loss_allowance(allowance(load.build_model(config), tokens), tokens)
+    lines = [
+        f"## {load.name}",
+        "",
+        "| side | first loss | apart | equal | step, ms (turns) | tokens/s | of the dry run's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in (dry, *rows):
+        if not row.step_ms:
+            lines.append(f"| {row.name} | {row.failed} | | | | | |")
+            continue
+        apart = abs(row.loss / dry.loss - 1)
+        turns = ", ".join(f"{each:.0f}" for each in row.step_ms)
+        # The script prints six decimals.
+        equal = "" if row is dry else "yes" if apart <= allowed + 5e-7 / dry.loss else "**no**"
+        lines.append(
+            f"| {row.name} | {row.loss:.6f} | {'' if row is dry else f'{apart:.1e}'} | {equal} | "
+            f"{row.median:.1f} ({turns}) | {tokens / row.median * 1e3:,.0f} | {dry.median / row.median:.2f} |"
+        )
+    winner = ", ".join(f"{knob}={value}" for knob, value in config.items())
+    return "\n".join([*lines, "", f"Winner: {winner}. Equal is within {allowed:.1e} of the loss.", ""])
+
+
+def footer(options: argparse.Namespace) -> str:
+    """Where the numbers come from."""
+    where = host()
+    frameworks = ("accelerate", "deepspeed", "lightning")
+    known = {**versions(), **{name: metadata.version(name) for name in frameworks}}
+    return (
+        f"\nMedians of {options.turns} turns of {options.steps - WARM_UP} steps each.\n\n"
+        f"    {shlex.join(['python', *sys.argv])}\n\n"
+        f"{where['system']}, {where['cores']} cores, {where['memory_mib']:,} MiB. "
+        + ", ".join(f"{name} {version}" for name, version in known.items())
+        + ".\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

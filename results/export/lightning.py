@@ -1,0 +1,104 @@
+"""Lightning: the YAML of its LightningCLI (https://lightning.ai/docs/pytorch/stable/cli/lightning_cli.html)."""
+
+from typing import Any
+
+from .common import adamw, note_attention, note_lora, note_pipeline, note_reduction
+from .setup import Setup, words
+from .target import Target, hashed
+
+CHECKED = ("lightning", "2.6")
+
+_PRECISION = {"bf16": "bf16-mixed", "bf16_pure": "bf16-true", "fp16": "16-mixed", "fp8": "transformer-engine"}
+
+
+def config(setup: Setup) -> dict[str, Any]:
+    """The sections `trainer` and `optimizer`."""
+    note_pipeline(setup)
+    trainer: dict[str, Any] = {
+        "accelerator": "cpu" if setup.device_type == "cpu" else "gpu",
+        "devices": setup.hosts.each,
+        "num_nodes": setup.hosts.count,
+        "strategy": _strategy(setup),
+        "precision": _PRECISION.get(setup.knob("precision"), "32-true"),
+    }
+    if setup.micro_batch is not None:
+        trainer["accumulate_grad_batches"] = setup.grad_accum
+        setup.note(f"micro_batch={setup.micro_batch} is your DataLoader's batch_size")
+    else:
+        setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
+    # A bar that is drawn anew with every micro-batch takes time of the training.
+    trainer["enable_progress_bar"] = False
+    out: dict[str, Any] = {"trainer": trainer, **_optimizer(setup)}
+    _note_the_rest(setup)
+    return out
+
+
+def _strategy(setup: Setup) -> Any:
+    if setup.processes == 1:
+        return "auto"
+    zero = setup.knob("zero") if setup.dp > 1 else 0
+    if zero == 0 and setup.tp == 1:
+        return "ddp"
+    if zero == 0 and setup.dp > 1:
+        setup.note("zero=0 beside tp: Lightning has no DDP with tp, so shard the replicas by fully_shard too")
+    if setup.tp > 1:
+        setup.note(
+            f"tp={setup.tp}: your module's configure_model() cuts the model, by parallelize_module(model, "
+            "self.device_mesh['tensor_parallel'], plan)"
+        )
+    if setup.dp > 1:
+        stage = "which shards the gradients too (ZeRO stage 2)" if zero == 1 else f"ZeRO stage {zero or 2}"
+        setup.note(
+            f"zero={zero}: your module's configure_model() shards it, {stage}: fully_shard(each, "
+            f"mesh=self.device_mesh['data_parallel'], reshard_after_forward={zero == 3}) of each block, then "
+            "of the model"
+        )
+    return {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": setup.dp, "tensor_parallel_size": setup.tp},
+    }
+
+
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    fused, settings = setup.knob("fused_optimizer"), dict(adamw(setup))
+    if fused:
+        settings["fused"] = True
+    if not settings:
+        return {}
+    setup.note("the optimizer stands in this file: leave configure_optimizers() out of your module")
+    return {"optimizer": {"class_path": "torch.optim.AdamW", "init_args": settings}}
+
+
+def _note_the_rest(setup: Setup) -> None:
+    note_lora(setup)
+    note_reduction(setup, "Lightning's DDP averages gradients in their own format; register a hook of your own")
+    ratio = setup.knob("checkpoint_ratio")
+    if ratio:
+        setup.note(
+            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all "
+            "blocks"
+        )
+    if setup.knob("fusion"):
+        setup.note("fusion=true: compile each repeated block in your module, by block.compile()")
+    note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
+    setup.note_unless_neutral("offload", "the target deepspeed has it")
+    setup.note_unless_neutral("sequence_parallel", "cut activations by your own plan")
+    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself, for instance with Liger")
+
+
+def _yaml(setup: Setup, comment: str) -> str:
+    import yaml
+
+    return hashed(comment) + yaml.safe_dump(config(setup), sort_keys=False)
+
+
+TARGET = Target(
+    name="lightning",
+    about="config of LightningCLI: strategy, precision, accumulation, optimizer",
+    stem="lightning",
+    forms={"yaml": _yaml},
+    checked=CHECKED,
+    pipelines=False,
+    use=lambda file: "LightningCLI(YourModule, YourData) in train.py",
+    start=lambda setup, file: f"{setup.torchrun()} train.py fit --config {file}",
+)

@@ -1,0 +1,209 @@
+"""What an export trains in the framework it names is what the dry run trained: on two ranks, step by step.
+
+Each framework trains llama-tiny and bert-tiny by the file that an export wrote, started by the line that
+the export names, in a script as the framework's documentation has it (`bench/export_trainers.py`). Weights
+are those of the dry run's seed, batches its batches, dropout (BERT's) its draws.
+
+Losses are held to what rounding may do (`schedule/rounding.py`). Frameworks sum gradients in another order,
+so that weights depart with the first update; what follows is granted as much again with every step, as
+there. A gradient that is nothing but rounding moves its weight by a whole learning rate either way, but as
+little as it does the loss feels that.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numeric
+import pytest
+import redline
+from redline.results import Measurement, Status, Trial
+from redline.results.export import render
+from redline.results.export.common import ADAMW
+
+ROOT = Path(redline.__file__).parent
+CONFIG = {
+    "tp": 1, "pp": 1, "dp": 2, "zero": 0, "micro_batch": 4, "grad_accum": 2, "checkpoint_ratio": 0.0,
+    "precision": "fp32", "attention": "sdpa", "fusion": False, "fused_optimizer": True,
+}  # fmt: skip
+SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 16, 3
+FRAMEWORKS = {
+    "python": "torch", "trainer": "transformers", "accelerate": "accelerate", "deepspeed": "deepspeed",
+    "lightning": "lightning",
+}  # fmt: skip
+"""Targets, and the package that runs what they write."""
+RUNS = [
+    pytest.param(target, model, marks=() if quick else pytest.mark.slow, id=f"{target}, {model}")
+    for target in FRAMEWORKS
+    for model in ("llama-tiny", "bert-tiny")
+    for quick in [model == "llama-tiny" and target in ("python", "trainer")]
+]
+
+
+def document(model):
+    return {
+        "asked": {
+            "model": model,
+            "workload": {"id": "3f2a", "spec": model},
+            "seq_len": SEQ_LEN,
+            "global_batch": GLOBAL_BATCH,
+            "seed": 0,
+            "devices": {"type": "cpu", "used": 2, "per_host": 2},
+        }
+    }
+
+
+def workload(model):
+    return redline.workload(model, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
+
+
+def train(model, scale=1.0, shift=0, drawn=None):
+    """As a rank of a dry run trains: losses, norm of the first gradient, settings of the optimizer.
+
+    Args:
+        model: a preset.
+        scale: a wrong factor of the gradients.
+        shift: of which step later the first batch is.
+        drawn: a wrong seed of dropout.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from redline.models import Training
+
+    training = Training(workload(model), CONFIG, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
+    losses, gradient = [], None
+    training._step += shift
+    if drawn is not None:
+        torch.manual_seed(drawn)
+    for _ in range(STEPS):
+        losses.append(float(training.passes()))
+        for each in training.model.parameters():
+            each.grad.mul_(scale)
+        if gradient is None:
+            gradient = torch.stack([each.grad.double().norm() for each in training.model.parameters()]).norm()
+        training.update()
+    (group,) = training.optimizer.param_groups
+    return losses, float(gradient), {name: group[name] for name in (*ADAMW, "fused")}
+
+
+def tolerances(model):
+    """By the rule: of each step's loss, relative; of the first gradient's norm, relative."""
+    import torch
+
+    from redline.schedule.rounding import allowance, loss_allowance
+
+    rows = GLOBAL_BATCH * SEQ_LEN
+    with torch.device("meta"):
+        outputs = allowance(workload(model).build_model({"attention": "sdpa"}), rows)
+    return [loss_allowance(outputs, rows) * (2**step - 1) for step in range(1, STEPS + 1)], outputs
+
+
+@pytest.fixture(scope="module")
+def dry_run(two):
+    """What the dry run of a preset trains, made once."""
+    known = {}
+
+    def of(model):
+        if model not in known:
+            known[model] = two.run(train, model)[0]
+        return known[model]
+
+    return of
+
+
+def departures(found, expected):
+    return [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
+
+
+def exported(target, model, folder):
+    """Runs an export by the line it names; what its training told."""
+    measured = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
+    made = render(target, Trial(number=0, config=CONFIG, measurement=measured), document(model))
+    name = {"python": "train.py", "deepspeed": "deepspeed.json"}.get(target, f"{target}.yaml")
+    (folder / name).write_text(made.text)
+    start = made.use[-1].removeprefix("Start: ")
+    more = ["--steps", str(STEPS)]
+    if target == "python":
+        more += ["--log-every", "1"]
+    else:
+        # This script takes as arguments what people would write into theirs.
+        script = f"{ROOT / 'bench' / 'export_trainers.py'} {target} {name}"
+        start = re.sub(r"train\.py\b.*", script, start)
+        more += ["--model", model, "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH)]
+        more += ["--attention", "sdpa", "--micro-batch", "4", "--grad-accum", "2", "--fused"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # The package's folder stands for an installation of it.
+    environment["PYTHONPATH"] = f"{ROOT.parent}:{os.environ.get('PYTHONPATH', '')}"
+    # Each run meets on a port of its own.
+    start = start.replace("torchrun ", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 ", 1)
+    done = subprocess.run(
+        ["bash", "-c", f'{start} "$@"', "bash", *more],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=570, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    if target == "python":
+        return {"losses": [float(each) for each in re.findall(r"loss (\S+)", done.stdout)]}
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
+    return json.loads(line)
+
+
+@pytest.mark.parametrize(("target", "model"), RUNS)
+def test_an_export_trains_what_the_dry_run_trained(target, model, dry_run, tmp_path):
+    pytest.importorskip(FRAMEWORKS[target])
+    losses, gradient, optimizer = dry_run(model)
+    allowed, allowed_gradient = tolerances(model)
+    found = exported(target, model, tmp_path)
+    for step, departs in enumerate(departures(found["losses"], losses)):
+        # The script prints six decimals.
+        printed = 5e-7 / abs(losses[step]) if target == "python" else 0.0
+        numeric.within(departs, allowed[step] + printed, f"the loss of step {step + 1}")
+    if target == "python":
+        return
+    numeric.within(abs(found["gradient"] / gradient - 1), allowed_gradient, "the norm of the first gradient")
+    for kind, lr, betas, eps, weight_decay, fused, _ in found["optimizer"]:
+        assert kind == "AdamW"
+        assert (lr, tuple(betas), eps, fused) == (
+            optimizer["lr"], tuple(optimizer["betas"]), optimizer["eps"], optimizer["fused"],
+        )  # fmt: skip
+        # The Trainer spares biases and norms, which its file says.
+        spared = {0.0} if target == "trainer" else set()
+        assert weight_decay in {optimizer["weight_decay"], *spared}
+    assert found["optimizer"][0][4] == optimizer["weight_decay"]
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
+def test_another_training_is_told_from_it(model, dry_run, two):
+    """By the tolerances above. A learning rate hardly shows in losses of random tokens, and is compared."""
+    losses, gradient, _ = dry_run(model)
+    allowed, allowed_gradient = tolerances(model)
+    doubled = two.run(train, model, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
+    numeric.caught(abs(doubled / gradient - 1), allowed_gradient, "the norm of twice the gradient")
+    later = two.run(train, model, 1.0, 1)[0][0]
+    numeric.caught(departures(later, losses)[0], allowed[0], "the first loss on another batch")
+    other = two.run(train, model, 1.0, 0, 99)[0][0]
+    if model == "bert-tiny":
+        numeric.caught(departures(other, losses)[0], allowed[0], "the first loss with other dropout")
+    else:
+        assert other == losses  # there is none
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
+def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
+    from redline.models.device import detect
+    from redline.runners.dispatch import TrialTerms
+    from redline.runners.local import LocalRunner
+    from redline.runners.runner import TrialRequest
+    from redline.runners.timing import TimingPlan
+    from redline.space import Config
+
+    terms = TrialTerms(device=detect(), devices=2, threads=1, plan=TimingPlan(seconds=0.1))
+    with LocalRunner(workload(model), terms) as runner:
+        measured = runner.run(TrialRequest(config=Config(CONFIG), number=0))
+    assert measured.status is Status.OK, measured.reason
+    assert measured.loss == dry_run(model)[0][0]
