@@ -1,7 +1,7 @@
 """The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,12 +11,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
 from .collectives import Axis
-from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .orders import SCHEDULES, check
+from .partition import Board, Gate, Placement, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .schedule import Tree
 from .sharding import holders, is_dtensor
-
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""Classes of torch.distributed.pipelining by our names."""
 
 
 class Pipeline:
@@ -29,12 +27,14 @@ class Pipeline:
         self.num_stages = len(tree.cuts) + 1
         kind, micro_batches = tree.pipeline or (None, None)
         self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
+        self.order = SCHEDULES[self.kind]
         self.micro_batches = micro_batches or self.num_stages
-        _check(self.kind, self.num_stages, self.micro_batches, axis)
-        self.mine = range(axis.rank, self.num_stages, axis.size)
+        check(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
+        self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
+        self.mine = self.placement.held(axis.rank)
         """Indices of the stages on this rank."""
-        self.ties = _ties(tree.module, self.units, axis)
-        self.tied_within = tied_within(tree.module, self.units, axis.size)
+        self.ties = _ties(tree.module, self.units, self.placement, axis)
+        self.tied_within = tied_within(tree.module, self.units, self.placement)
         """A weight that several parts of one rank hold, of this or any other; empty where there is none."""
         self.board = Board(device, stages=self.num_stages)
         self.metas = [meta_copy(unit.module) for unit in self.units]
@@ -138,7 +138,7 @@ class Pipeline:
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         if last:
             total += torch.stack(losses).float().sum().detach()
-        source = dist.get_global_rank(self.axis.group, (self.num_stages - 1) % self.axis.size)
+        source = dist.get_global_rank(self.axis.group, self.placement.rank(self.num_stages - 1))
         dist.broadcast(total, source, group=self.axis.group)
         return total
 
@@ -170,8 +170,8 @@ class Pipeline:
         if len(board.forms) != self.num_stages - 1:
             raise ScheduleError("the model's forward did not pass through every pipeline cut")
         stages = [self._stage(index, part) for index in self.mine]
-        make = getattr(pipelining, SCHEDULES[self.kind])
-        given = stages if self.kind == "interleaved" else stages[0]
+        make = getattr(pipelining, self.order.made_by)
+        given = stages if self.order.most != 1 else stages[0]
         self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _stage(self, index: int, part: int) -> Any:
@@ -199,6 +199,13 @@ class Pipeline:
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         value = output.sum() if self.loss is None else self.loss(self.outputs[-1], target)
         return value / self.micro_batches
+
+    def leave(self, result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What crosses the cut behind a stage, as torch.distributed.pipelining can take it."""
+        entered = next((each for each in received if each.requires_grad), None)
+        if not self.order.splits_backward or not result.requires_grad or entered is None:
+            return result
+        return _Leave.apply(result, entered)
 
     def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
         """For each tie between ranks: this rank's tensor, the other's global rank, whether this is first."""
@@ -242,14 +249,39 @@ class Pipeline:
         return buffer
 
 
+class _Leave(torch.autograd.Function):
+    """The last node of a stage whose backward pass has two parts.
+
+    torch finds what the first part leaves to the second where the ways from weights and from what was received
+    meet. A result that depends on weights alone would meet nothing, and their gradients be lost: here all meet
+    at the latest. Besides, a result must be no view and nothing received, since it is detached in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """The result, in the same memory."""
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient of the result; there is none of what was received."""
+        return grad, None
+
+
 class Stage(nn.Module):
-    """One stage as torch.distributed.pipelining calls it; holds no parameters of its own."""
+    """One stage as torch.distributed.pipelining calls it; its parameters are registered elsewhere."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
         self.__dict__["pipeline"] = pipeline
         self.index = index
         self.checked = False
+        mine = [unit.module for unit in pipeline.units if unit.stage == index]
+        self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage, whose gradients a backward pass in two parts computes in the second."""
+        return iter(self.weights)
 
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
         """The tensors that cross the cut behind this stage; the loss of shape (1,) on the last."""
@@ -263,7 +295,7 @@ class Stage(nn.Module):
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
             tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
             self._check(received, tensors)
-            return tensors
+            return tuple(pipeline.leave(each, received) for each in tensors)
         finally:
             board.stage, board.received = None, ()
         if self.index != pipeline.num_stages - 1:
@@ -297,30 +329,11 @@ class Stage(nn.Module):
             )
 
 
-def _check(kind: str, stages: int, micro_batches: int, axis: Axis) -> None:
-    if stages % axis.size:
-        raise ScheduleError(
-            f"the {axis.size} ranks of the pp axis must divide the number of stages, but there are {stages} "
-            f"({stages - 1} cuts)"
-        )
-    if kind != "interleaved" and stages != axis.size:
-        raise ScheduleError(
-            f"schedule {kind} takes one stage a rank, but there are {stages}; use 'interleaved'"
-        )
-    if kind != "gpipe" and micro_batches < axis.size:
-        raise ScheduleError(
-            f"schedule {kind} needs as many micro-batches as ranks, {axis.size}, or more, but got "
-            f"{micro_batches}"
-        )
-    if kind == "interleaved" and micro_batches % axis.size:
-        raise ScheduleError(
-            f"schedule interleaved: {axis.size} ranks must divide the micro-batches, but got {micro_batches}"
-        )
-
-
-def _ties(root: nn.Module, units: list[Unit], axis: Axis) -> list[tuple[nn.Module, str, list[int]]]:
+def _ties(
+    root: nn.Module, units: list[Unit], placement: Placement, axis: Axis
+) -> list[tuple[nn.Module, str, list[int]]]:
     """Parameters held by stages of several ranks: this rank's holder, and the ranks in order of first use."""
-    rank_of = {each: unit.stage % axis.size for unit in units for each in unit.module.modules()}
+    rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
     out, seen = [], set()
     for module in root.modules():
         for param in module._parameters.values():

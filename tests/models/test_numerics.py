@@ -18,10 +18,12 @@ QUICK = [
     *(
         (family, cell)
         for family in ("bert", "t5", "mixtral")
-        for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b")
+        for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b", "pp2 zbv")
     ),
     ("opt", "pp2 1f1b"),
     ("vit", "pp2 1f1b"),
+    ("llama", "pp2 interleaved"),
+    ("gpt2", "pp2 zero bubble"),
     ("wide_resnet", "tp2"),
     ("albert", "tp2"),
 ]
@@ -39,7 +41,7 @@ def imported():
 
 
 def hold(pool, family, combination, seed):
-    for found in pool.run(numeric.departure, numerics.tiny(family), numerics.COMBINATIONS[combination], seed):
+    for found in pool.run(numeric.departure, numerics.tiny(family, combination), numerics.COMBINATIONS[combination], seed):
         numeric.hold(found)
 
 
