@@ -1,7 +1,7 @@
 """The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .orders import SCHEDULES, check
 from .partition import Board, Gate, Placement, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .schedule import Tree
 from .sharding import holders, is_dtensor
+from .split import leave, splits
 
 
 class Pipeline:
@@ -186,8 +187,9 @@ class Pipeline:
             tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
             for group in (inputs, outputs)
         )
-        return PipelineStage(
-            Stage(self, index),
+        module = Stage(self, index)
+        module.runner = PipelineStage(
+            module,
             index,
             self.num_stages,
             self.device,
@@ -195,17 +197,11 @@ class Pipeline:
             output_args=outputs,
             group=self.axis.group,
         )
+        return module.runner
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         value = output.sum() if self.loss is None else self.loss(self.outputs[-1], target)
         return value / self.micro_batches
-
-    def leave(self, result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """What crosses the cut behind a stage, as torch.distributed.pipelining can take it."""
-        entered = next((each for each in received if each.requires_grad), None)
-        if not self.order.splits_backward or not result.requires_grad or entered is None:
-            return result
-        return _Leave.apply(result, entered)
 
     def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
         """For each tie between ranks: this rank's tensor, the other's global rank, whether this is first."""
@@ -249,25 +245,6 @@ class Pipeline:
         return buffer
 
 
-class _Leave(torch.autograd.Function):
-    """The last node of a stage whose backward pass has two parts.
-
-    torch finds what the first part leaves to the second where the ways from weights and from what was received
-    meet. A result that depends on weights alone would meet nothing, and their gradients be lost: here all meet
-    at the latest. Besides, a result must be no view and nothing received, since it is detached in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The result, in the same memory."""
-        return result.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient of the result; there is none of what was received."""
-        return grad, None
-
-
 class Stage(nn.Module):
     """One stage as torch.distributed.pipelining calls it; its parameters are registered elsewhere."""
 
@@ -275,7 +252,9 @@ class Stage(nn.Module):
         super().__init__()
         self.__dict__["pipeline"] = pipeline
         self.index = index
-        self.checked = False
+        self.runner: Any = None
+        """The stage of torch.distributed.pipelining that this module is in."""
+        self.checked = self.decided = False
         mine = [unit.module for unit in pipeline.units if unit.stage == index]
         self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
 
@@ -295,7 +274,10 @@ class Stage(nn.Module):
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
             tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
             self._check(received, tensors)
-            return tuple(pipeline.leave(each, received) for each in tensors)
+            if pipeline.order.splits_backward:
+                tensors = tuple(leave(each, received) for each in tensors)
+                self._divide(tensors, received)
+            return tensors
         finally:
             board.stage, board.received = None, ()
         if self.index != pipeline.num_stages - 1:
@@ -305,6 +287,9 @@ class Stage(nn.Module):
         pipeline.outputs.append(output)
         if pipeline.watch is not None:
             pipeline.watch(output)
+        if pipeline.order.splits_backward:
+            results = [each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor)]
+            self._divide(results, received)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
             self._check(received, (first,))
@@ -314,6 +299,13 @@ class Stage(nn.Module):
             raise ScheduleError("the model returns no loss; pass build(loss=...) and step(target=...)")
         self._check(received, (loss,))
         return loss.reshape(1)
+
+    def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Decides, at the first micro-batch, whether the backward pass has two parts."""
+        if self.index and not self.decided and not splits(results, received):
+            # All of it is the first part, and nothing is left for the second.
+            self.runner.dw_builder = lambda: _nothing
+        self.decided = True
 
     def _check(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Notices, at the first micro-batch, a placeholder that took part in the result."""
@@ -327,6 +319,10 @@ class Stage(nn.Module):
                 f"pipeline stage {self.index} uses a value from before its cut other than what the module "
                 "at the cut returns; cut elsewhere"
             )
+
+
+def _nothing() -> None:
+    """What is left of a backward pass that was whole."""
 
 
 def _ties(

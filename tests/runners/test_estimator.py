@@ -38,7 +38,8 @@ CONFIG = st.fixed_dictionaries(
         "kernels": st.booleans(),
         "fused_optimizer": st.booleans(),
         "offload": st.sampled_from(["none", "optimizer"]),
-        "pipeline_schedule": st.sampled_from(["1f1b", "gpipe", None]),
+        "pipeline_schedule": st.sampled_from([*PIPELINES, None]),
+        "virtual_stages": st.sampled_from([1, 2, 4, None]),
     }
 )
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from redline.errors import ScheduleError
 from redline.models import numerics
 from redline.models.families import schedule_of
-from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule import build, create_schedule, full_state_dict, split, verify
 from redline.schedule.orders import SCHEDULES
 from redline.schedule.partition import Placement
 from redline.schedule.rounding import allowance, loss_allowance
@@ -240,7 +240,7 @@ class Asides(nn.Module):
         return self.leave(y + kept) + aside.sum()
 
 
-def check_asides(kind, seed, leave=None):
+def check_asides(kind, seed, leave=split.leave):
     torch.manual_seed(seed)
     x, target = torch.randn(8, 8), torch.randn(8, 2)
     sch = create_schedule(Asides(), mesh(pp=2))
@@ -249,11 +249,11 @@ def check_asides(kind, seed, leave=None):
         sch[f"layers.{index}"].cut_pipeline_stage()
     sch.pipeline(kind, 4)
     model, _ = build(sch, loss=lambda out, target: (out - target).pow(2).mean())
-    if leave:
-        model.pipeline.leave = leave
-    for _ in range(2):
-        model.pipeline.step(x, target=target)
-        (plain(x) - target).pow(2).mean().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.schedule.pipeline.leave", leave)
+        for _ in range(2):
+            model.pipeline.step(x, target=target)
+            (plain(x) - target).pow(2).mean().backward()
     return numeric.gradients(model), numeric.gradients(plain), allowance(plain, x.numel())
 
 
@@ -261,6 +261,37 @@ def check_asides(kind, seed, leave=None):
 def test_weights_that_meet_nothing_a_stage_received_have_gradients(two, seed, kind):
     for found, expected, allowed in two.run(check_asides, kind, seed):
         numeric.same(found, expected, allowed)
+
+
+def check_parts(make, name):
+    sch = create_schedule(make(name, layers=4), mesh(pp=2))
+    for block in schedule_of(name).blocks(sch)[:3]:
+        block.cut_pipeline_stage()
+    model, _ = build(sch.pipeline("zbv", 4))
+    tokens = torch.full((4, 16), 3)
+    model.pipeline.step(input_ids=tokens, labels=tokens, use_cache=False)
+    return [stage.dw_builder is None for stage in model.pipeline.schedule._stages]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_backward_of_each_stage_of_a_model_has_two_parts(two, make_transformer, name):
+    assert two.run(check_parts, make_transformer, name) == [[True, True], [True, True]]
+
+
+def test_a_backward_has_two_parts_where_each_weight_hangs_on_one_place():
+    torch.manual_seed(0)
+    first, second, table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(8, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    alone = table(torch.arange(3))
+    assert split.splits([second(torch.relu(first(x)))], [x])
+    assert split.splits([second(first(x) + alone)], [x])
+    # Twice: a weight, or what is made of weights alone.
+    assert not split.splits([first(torch.relu(first(x)))], [x])
+    assert not split.splits([second(first(x) + alone) * alone], [x])
+    # A result of weights alone is on no way back to what was received, unless it is led there.
+    assert split.splits([split.leave(each, [x]) for each in (first(x), torch.sin(alone))], [x])
+    assert not split.splits([split.leave(each, [x]) for each in (first(x) + alone, alone)], [x])
+    assert split.splits([x.detach()], [x]) and split.splits([], [])
 
 
 def no_view(result, received):
