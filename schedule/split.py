@@ -8,11 +8,11 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def leave(result: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result of a stage as torch.distributed.pipelining can take it; of the same values, in the same memory.
+    """A result of a stage as torch.distributed.pipelining can take it: the same values in the same memory.
 
-    torch finds what the first part leaves to the second where the ways from weights and from what was received
-    meet. A result that depends on weights alone would meet nothing, and their gradients be lost: here all meet
-    at the latest. Besides, a result must be no view and nothing received, since it is detached in place.
+    torch finds what the first part leaves to the second where the ways from weights and from what was
+    received meet. A result that depends on weights alone would meet nothing, and their gradients be lost: here
+    all meet at the latest. Besides, a result must be no view and nothing received, since it is detached in place.
     """
     entered = next((each for each in received if each.requires_grad), None)
     return result if entered is None or not result.requires_grad else _Leave.apply(result, entered)
@@ -23,8 +23,8 @@ def splits(results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) ->
 
     The first part goes back from the results to what was received, the second from every node on that way to
     its weights, each by itself, and frees what it goes through. So nothing beside the way may hang on two of
-    its nodes: a weight that is used twice, or a decoder that begins from the batch and is joined by the encoder
-    in several places.
+    its nodes: a weight that is used twice, or a decoder that begins from the batch and is joined by the
+    encoder in several places.
     """
     users: dict[Any, list[Any]] = {}
     todo = [each.grad_fn for each in results if each.grad_fn is not None]

@@ -53,7 +53,8 @@ class StandardSchedule:
     | knob | what happens |
     |---|---|
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
-    | `pp`, `virtual_stages` | `pp * virtual_stages` stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
+    | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
+    | `virtual_stages` | so many stages on each of its ranks |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
     | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |

@@ -78,8 +78,8 @@ def flags(setup: Setup) -> list[str]:
 
 
 def _chunks(setup: Setup, give) -> None:
-    """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told how
-    many layers each has, of which embedding and head count as one each."""
+    """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told
+    how many layers each has, of which embedding and head count as one each."""
     chunks = setup.knob("virtual_stages")
     if setup.order_of_stages() in ("1f1b", "gpipe") or chunks == 2:
         return

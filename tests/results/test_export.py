@@ -274,7 +274,8 @@ def test_several_stages_a_rank_are_carried_over_or_stated():
             stated = f"pipeline_schedule={kind} with virtual_stages=2 has no counterpart here"
             known = target == "megatron" and kind == "interleaved"
             assert any(note.startswith(stated) for note in notes) is not known
-        assert not any("not known to the export" in note for note in render("accelerate", trial(**knobs), DOCUMENT).notes)
+        notes = render("accelerate", trial(**knobs), DOCUMENT).notes
+        assert not any("not known to the export" in note for note in notes)
         given, _ = flags("megatron", **knobs)
         assert ("--num-virtual-stages-per-pipeline-rank" in given) is (kind != "zbv")
     document = {"asked": {**DOCUMENT["asked"], "shape": {"layers": 30}}}
