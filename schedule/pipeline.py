@@ -55,8 +55,15 @@ class Pipeline:
         self._shapes: Any = None
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank whose gradients other stages add to, after the backward pass."""
-        return [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        """Those of this rank that several stages add gradients to, of this rank or of others, whose are added
+        after the backward pass."""
+        tied = [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        stages: dict[nn.Parameter, set[int]] = {}
+        for unit in self.units:
+            for param in unit.module.parameters():
+                stages.setdefault(param, set()).add(unit.stage)
+        # Of a V the first rank holds both ends of the model.
+        return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
 
     def absent(self, path: str) -> bool:
         """Whether a module lives on another rank."""
