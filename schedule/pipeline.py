@@ -55,8 +55,7 @@ class Pipeline:
         self._shapes: Any = None
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank that several stages add gradients to, of this rank or of others, whose are added
-        after the backward pass."""
+        """Those of this rank to whose gradients several stages add, of this rank or of others."""
         tied = [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
         stages: dict[nn.Parameter, set[int]] = {}
         for unit in self.units:
