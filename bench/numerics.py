@@ -170,9 +170,9 @@ def page(text: str) -> str:
 PAGE = """# Equal numerics
 
 A configuration may change how fast a model trains, never what it computes. For every family and combination of
-parallel knobs below, a tiny model of the family (two blocks, an odd vocabulary, dropout off, float32) trains for
-{steps} steps on one process and spread over ranks, from the same seed, on the same {samples} samples a step. The
-first step's loss, every gradient of it and every weight after the last step (AdamW, learning rate {rate:.0e}, epsilon
+parallel knobs below, a tiny model of the family (two blocks, four where there are as many stages, an odd
+vocabulary, dropout off, float32) trains for {steps} steps on one process and spread over ranks, from the same seed,
+on the same {samples} samples a step. The first step's loss, every gradient of it and every weight after the last step (AdamW, learning rate {rate:.0e}, epsilon
 {epsilon:.0e}) must agree but for rounding: sums of n terms in another order depart by sqrt(n) 2^-24 of their magnitude,
 and five standard deviations of that through all layers are allowed, 2e-05 for most of these families.
 `redline/schedule/rounding.py` derives it, for losses and for weights behind AdamW as well.

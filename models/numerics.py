@@ -32,6 +32,9 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"dp": 2, "zero": 3},
     "pp2 gpipe": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "gpipe"},
     "pp2 1f1b": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
+    "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
+    "pp2 zero bubble": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zero_bubble"},
+    "pp2 zbv": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zbv"},
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
@@ -107,7 +110,14 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "wide_resnet": ("image", {"depth": 10, "width": 1, "classes": 10}),
 }  # fmt: skip
-"""Every family of the table: its task and its configuration, tiny and without dropout."""
+"""Every family of the table: its task and its configuration, tiny, of two blocks and without dropout."""
+_DEEPER: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"n_layer": 4},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "t5": {"num_layers": 4},
+    "wide_resnet": {"depth": 16},
+}
+"""What of a family's configuration makes four blocks of two, or more; else the number of layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +145,15 @@ class Departure:
         return self.loss <= self.loss_allowed and self.gradient <= self.gradient_allowed and self.weight <= 1
 
 
-def tiny(family: str) -> "Workload":
-    """The workload of a family of the table."""
+def tiny(family: str, combination: str = "") -> "Workload":
+    """The workload of a family of the table, with a block for each stage of a combination."""
     from .huggingface import Architecture, hugging_face_workload
     from .wide_resnet import wide_resnet
 
     task, arguments = FAMILIES[family]
+    config = COMBINATIONS.get(combination, {})
+    if config.get("pp", 1) * config.get("virtual_stages", 1) > 2:
+        arguments = {**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}
     if family == "wide_resnet":
         return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
     architecture = Architecture(model_type=family, arguments=arguments, task=task)
@@ -157,7 +170,7 @@ def ranks(combination: str) -> int:
 
 def obstacle(family: str, combination: str) -> str:
     """Why a family cannot follow a combination; empty where it can."""
-    return refusal(tiny(family), COMBINATIONS[combination])
+    return refusal(tiny(family, combination), COMBINATIONS[combination])
 
 
 def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
@@ -166,7 +179,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     from .skeleton import skeleton
 
     support = workload.schedule.support(create_schedule(skeleton(workload)))
-    reasons = [support.tp(config.get("tp", 1)), support.pp(config.get("pp", 1))]
+    stages = config.get("pp", 1) * config.get("virtual_stages", 1)
+    reasons = [support.tp(config.get("tp", 1)), support.pp(stages)]
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
     if config.get("zero"):
@@ -180,7 +194,7 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
 
 def check(family: str, combination: str, seed: int = 0) -> Departure:
     """One cell, on every rank of an initialised process group of the right size; all call it alike."""
-    return departure(tiny(family), COMBINATIONS[combination], seed)
+    return departure(tiny(family, combination), COMBINATIONS[combination], seed)
 
 
 def departure(

@@ -14,6 +14,14 @@ HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the los
 with ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
+PIPELINES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv")
+"""Orders of a pipeline's micro-batches, those of `schedule/orders.py`."""
+CHUNKED = ("interleaved", "zero_bubble", "zbv")
+"""Those of which a rank may hold several chunks of the model."""
+SPLITTING = ("zero_bubble", "zbv")
+"""Those that compute the gradients of weights apart from those of inputs."""
+VIRTUAL_STAGES = (1, 2, 4)
+"""Model chunks of a pipeline rank that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +37,8 @@ class Spread:
 def declare(
     space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
 ) -> Spread:
-    """Adds `tp`, `pp`, `dp`, `zero`, `sequence_parallel` and `pipeline_schedule` where there are several
-    devices, with a constraint for each degree that the model or the host cannot have.
+    """Adds `tp`, `pp`, `dp`, `zero`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule` where
+    there are several devices, with a constraint for each degree that the model or the host cannot have.
 
     `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
     (a first stage keeps several micro-batches) or in what fewer replicas are left to share (ZeRO).
@@ -92,13 +100,13 @@ def declare(
             help="activations between tensor-parallel regions are cut along the sequence",
         )
     if any(pp > 1 for _, pp in ways):
-        space.choice(
-            "pipeline_schedule",
-            ["1f1b", "gpipe"],
-            when=pp > 1,
-            others=(),
-            help="order of the micro-batches: backward as soon as possible, or after all forwards",
-        )
+        _pipeline(space, support, [degree for degree in degrees[1:] if not refused["pp"][degree]])
+        if any(pp > 1 and tp * pp < devices for tp, pp in ways):
+            space.require(
+                ~space["pipeline_schedule"].isin(SPLITTING) | (space["zero"] < 2),
+                "zero_bubble and zbv compute the gradients of weights apart from the backward pass, in which "
+                "ZeRO 2 and 3 reduce them",
+            )
     return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
 
 
@@ -116,11 +124,7 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
     if "sequence_parallel" in names:
         _sequence_parallel(space, workload, support)
     if "pipeline_schedule" in names:
-        pp = space["pp"]
-        space.require(
-            (space["pipeline_schedule"] != "1f1b") | (space["grad_accum"] >= pp),
-            "1F1B needs a micro-batch for every stage",
-        )
+        _order(space)
     if "fp16" in (*space["precision"].values, *(space["precision"].others or ())):
         half = space["precision"] == "fp16"
         if "pp" in names:
@@ -134,6 +138,67 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
             space.require(~space["kernels"] | (space["zero"] < 3), HEAD_IS_CUT_AGAIN)
         if "pp" in names:
             space.require(~space["kernels"] | (space["zero"] < 2) | (space["pp"] == 1), HEAD_IS_CUT_AGAIN)
+
+
+def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
+    """Adds `virtual_stages` and `pipeline_schedule`, and what they ask of each other and of the model.
+
+    Args:
+        degrees: the numbers of pipeline ranks, above 1, that the model can have.
+    """
+    pp = space["pp"]
+    virtual = space.choice(
+        "virtual_stages",
+        VIRTUAL_STAGES,
+        when=pp > 1,
+        others=(),
+        help="model chunks of a pipeline rank, pp * virtual_stages in all",
+    )
+    kind = space.choice(
+        "pipeline_schedule",
+        PIPELINES,
+        when=pp > 1,
+        others=(),
+        help="order of the micro-batches: backward as soon as possible, or after all forwards (gpipe); over "
+        "several chunks (interleaved); gradients of weights where a rank would wait (zero_bubble, zbv)",
+    )
+    space.require(
+        (virtual == 1) | kind.isin(CHUNKED), "1F1B and GPipe run one model chunk on each rank"
+    )
+    space.require(
+        (virtual > 1) | (kind != "interleaved"), "interleaved runs several model chunks on each rank"
+    )
+    space.require((virtual == 2) | (kind != "zbv"), "ZB-V runs two model chunks on each rank")
+    if support.virtual_stages:
+        space.require(virtual == 1, support.virtual_stages)
+        return
+    for degree in degrees:
+        chunks = {many: support.pp(degree * many) for many in VIRTUAL_STAGES[1:]}
+        for reason in dict.fromkeys(each for each in chunks.values() if each):
+            beyond = [many for many in chunks if chunks[many] == reason]
+            space.require((pp != degree) | ~virtual.isin(beyond), reason)
+
+
+def _order(space: Space) -> None:
+    """What the orders of micro-batches ask of all other knobs; `schedule/orders.py` refuses the rest."""
+    names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
+    space.require((kind != "1f1b") | (steps >= pp), "1F1B needs a micro-batch for every stage")
+    space.require((kind != "zbv") | (steps >= pp), "ZB-V needs a micro-batch for every rank")
+    space.require(
+        ~kind.isin(["interleaved", "zero_bubble"]) | (steps % pp == 0),
+        "interleaved and zero_bubble run the micro-batches in rounds of one for every rank",
+    )
+    whole = ~kind.isin(SPLITTING)
+    if "checkpoint_ratio" in names:
+        space.require(
+            whole | (space["checkpoint_ratio"] == 0),
+            "zero_bubble and zbv would recompute a block again for the gradients of its weights",
+        )
+    if "fusion" in names:
+        space.require(
+            whole | ~space["fusion"],
+            "zero_bubble and zbv cannot divide the backward pass of a compiled block",
+        )
 
 
 def _sequence_parallel(space: Space, workload: Workload, support: Support) -> None:

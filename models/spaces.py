@@ -276,6 +276,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
+            virtual_stages=ignored("virtual_stages"),
             sequence_parallel=ignored("sequence_parallel"),
             zero="",
             offload="",

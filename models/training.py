@@ -256,7 +256,8 @@ class Training:
             check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
-                kind = self.config.get("pipeline_schedule", self._pipeline_schedule())
+                several = len(sch.tree.cuts) + 1 > self.world.pp
+                kind = self.config.get("pipeline_schedule", self._pipeline_schedule(several))
                 sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
@@ -275,7 +276,9 @@ class Training:
         named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
         return [blocks[index] for index in named]
 
-    def _pipeline_schedule(self) -> str:
+    def _pipeline_schedule(self, several: bool) -> str:
+        if several:
+            return "interleaved"
         # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
         return "1f1b" if self.grad_accum >= self.world.pp else "gpipe"
 

@@ -43,6 +43,26 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank of a pipeline holds which of its stages."""
+
+    stages: int
+    ranks: int
+    v_shaped: bool = False
+    """Whether every second lap through the ranks runs backwards, so that rank 0 of p holds the stages 0 and
+    2p - 1; otherwise each lap begins at rank 0."""
+
+    def rank(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        lap, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.v_shaped and lap % 2 else place
+
+    def held(self, rank: int) -> list[int]:
+        """The stages that a rank holds, ascending."""
+        return [stage for stage in range(self.stages) if self.rank(stage) == rank]
+
+
+@dataclass(frozen=True, slots=True)
 class Form:
     """An output without its tensors' values."""
 
@@ -172,7 +192,7 @@ def units_of(tree: Tree) -> list[Unit]:
     return units
 
 
-def tied_within(root: nn.Module, units: list[Unit], ranks: int) -> str:
+def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str:
     """A weight that several units on one of the pipeline's ranks hold, as `a and b`; empty where there is none."""
     unit_of = {each: unit for unit in units for each in unit.module.modules()}
     found: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
@@ -181,7 +201,7 @@ def tied_within(root: nn.Module, units: list[Unit], ranks: int) -> str:
             if param is None or module not in unit_of:
                 continue
             unit = unit_of[module]
-            first, where = found.setdefault((param, unit.stage % ranks), (unit, join(path, name)))
+            first, where = found.setdefault((param, placement.rank(unit.stage)), (unit, join(path, name)))
             if first is not unit:
                 return f"{where} and {join(path, name)}"
     return ""

@@ -1,7 +1,7 @@
 """The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
 from .collectives import Axis
-from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .orders import SCHEDULES, check
+from .partition import Board, Gate, Placement, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .schedule import Tree
 from .sharding import holders, is_dtensor
-
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
-"""Classes of torch.distributed.pipelining by our names."""
+from .split import leave, splits
 
 
 class Pipeline:
@@ -29,12 +28,14 @@ class Pipeline:
         self.num_stages = len(tree.cuts) + 1
         kind, micro_batches = tree.pipeline or (None, None)
         self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
+        self.order = SCHEDULES[self.kind]
         self.micro_batches = micro_batches or self.num_stages
-        _check(self.kind, self.num_stages, self.micro_batches, axis)
-        self.mine = range(axis.rank, self.num_stages, axis.size)
+        check(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
+        self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
+        self.mine = self.placement.held(axis.rank)
         """Indices of the stages on this rank."""
-        self.ties = _ties(tree.module, self.units, axis)
-        self.tied_within = tied_within(tree.module, self.units, axis.size)
+        self.ties = _ties(tree.module, self.units, self.placement, axis)
+        self.tied_within = tied_within(tree.module, self.units, self.placement)
         """A weight that several parts of one rank hold, of this or any other; empty where there is none."""
         self.board = Board(device, stages=self.num_stages)
         self.metas = [meta_copy(unit.module) for unit in self.units]
@@ -54,8 +55,14 @@ class Pipeline:
         self._shapes: Any = None
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank whose gradients other stages add to, after the backward pass."""
-        return [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        """Those of this rank to whose gradients several stages add, of this rank or of others."""
+        tied = [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        stages: dict[nn.Parameter, set[int]] = {}
+        for unit in self.units:
+            for param in unit.module.parameters():
+                stages.setdefault(param, set()).add(unit.stage)
+        # Of a V the first rank holds both ends of the model.
+        return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
 
     def absent(self, path: str) -> bool:
         """Whether a module lives on another rank."""
@@ -138,7 +145,7 @@ class Pipeline:
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         if last:
             total += torch.stack(losses).float().sum().detach()
-        source = dist.get_global_rank(self.axis.group, (self.num_stages - 1) % self.axis.size)
+        source = dist.get_global_rank(self.axis.group, self.placement.rank(self.num_stages - 1))
         dist.broadcast(total, source, group=self.axis.group)
         return total
 
@@ -170,8 +177,8 @@ class Pipeline:
         if len(board.forms) != self.num_stages - 1:
             raise ScheduleError("the model's forward did not pass through every pipeline cut")
         stages = [self._stage(index, part) for index in self.mine]
-        make = getattr(pipelining, SCHEDULES[self.kind])
-        given = stages if self.kind == "interleaved" else stages[0]
+        make = getattr(pipelining, self.order.made_by)
+        given = stages if self.order.most != 1 else stages[0]
         self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _stage(self, index: int, part: int) -> Any:
@@ -186,8 +193,9 @@ class Pipeline:
             tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
             for group in (inputs, outputs)
         )
-        return PipelineStage(
-            Stage(self, index),
+        module = Stage(self, index)
+        module.runner = PipelineStage(
+            module,
             index,
             self.num_stages,
             self.device,
@@ -195,6 +203,7 @@ class Pipeline:
             output_args=outputs,
             group=self.axis.group,
         )
+        return module.runner
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         value = output.sum() if self.loss is None else self.loss(self.outputs[-1], target)
@@ -243,13 +252,21 @@ class Pipeline:
 
 
 class Stage(nn.Module):
-    """One stage as torch.distributed.pipelining calls it; holds no parameters of its own."""
+    """One stage as torch.distributed.pipelining calls it; its parameters are registered elsewhere."""
 
     def __init__(self, pipeline: Pipeline, index: int) -> None:
         super().__init__()
         self.__dict__["pipeline"] = pipeline
         self.index = index
-        self.checked = False
+        self.runner: Any = None
+        """The stage of torch.distributed.pipelining that this module is in."""
+        self.checked = self.decided = False
+        mine = [unit.module for unit in pipeline.units if unit.stage == index]
+        self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage, whose gradients a backward pass in two parts computes in the second."""
+        return iter(self.weights)
 
     def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
         """The tensors that cross the cut behind this stage; the loss of shape (1,) on the last."""
@@ -263,6 +280,9 @@ class Stage(nn.Module):
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
             tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
             self._check(received, tensors)
+            if pipeline.order.splits_backward:
+                tensors = tuple(leave(each, received) for each in tensors)
+                self._divide(tensors, received)
             return tensors
         finally:
             board.stage, board.received = None, ()
@@ -273,6 +293,9 @@ class Stage(nn.Module):
         pipeline.outputs.append(output)
         if pipeline.watch is not None:
             pipeline.watch(output)
+        if pipeline.order.splits_backward:
+            results = [each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor)]
+            self._divide(results, received)
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
             first = getattr(first, "hidden", first)  # of logits that are not formed
@@ -283,6 +306,13 @@ class Stage(nn.Module):
             raise ScheduleError("the model returns no loss; pass build(loss=...) and step(target=...)")
         self._check(received, (loss,))
         return loss.reshape(1)
+
+    def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Decides, at the first micro-batch, whether the backward pass has two parts."""
+        if self.index and not self.decided and not splits(results, received):
+            # All of it is the first part, and nothing is left for the second.
+            self.runner.dw_builder = lambda: _nothing
+        self.decided = True
 
     def _check(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Notices, at the first micro-batch, a placeholder that took part in the result."""
@@ -298,30 +328,15 @@ class Stage(nn.Module):
             )
 
 
-def _check(kind: str, stages: int, micro_batches: int, axis: Axis) -> None:
-    if stages % axis.size:
-        raise ScheduleError(
-            f"the {axis.size} ranks of the pp axis must divide the number of stages, but there are {stages} "
-            f"({stages - 1} cuts)"
-        )
-    if kind != "interleaved" and stages != axis.size:
-        raise ScheduleError(
-            f"schedule {kind} takes one stage a rank, but there are {stages}; use 'interleaved'"
-        )
-    if kind != "gpipe" and micro_batches < axis.size:
-        raise ScheduleError(
-            f"schedule {kind} needs as many micro-batches as ranks, {axis.size}, or more, but got "
-            f"{micro_batches}"
-        )
-    if kind == "interleaved" and micro_batches % axis.size:
-        raise ScheduleError(
-            f"schedule interleaved: {axis.size} ranks must divide the micro-batches, but got {micro_batches}"
-        )
+def _nothing() -> None:
+    """What is left of a backward pass that was whole."""
 
 
-def _ties(root: nn.Module, units: list[Unit], axis: Axis) -> list[tuple[nn.Module, str, list[int]]]:
+def _ties(
+    root: nn.Module, units: list[Unit], placement: Placement, axis: Axis
+) -> list[tuple[nn.Module, str, list[int]]]:
     """Parameters held by stages of several ranks: this rank's holder, and the ranks in order of first use."""
-    rank_of = {each: unit.stage % axis.size for unit in units for each in unit.module.modules()}
+    rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
     out, seen = [], set()
     for module in root.modules():
         for param in module._parameters.values():

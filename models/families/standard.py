@@ -38,6 +38,8 @@ class Support:
     """Why what replicas hold cannot be cut over them."""
     offload: str
     """Why the optimizer's state cannot live in host memory."""
+    virtual_stages: str = ""
+    """Why a rank of a pipeline cannot hold several stages."""
     zero_in_stages: str = ""
     """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
     kernels: str = ""
@@ -53,7 +55,8 @@ class StandardSchedule:
     | knob | what happens |
     |---|---|
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
-    | `pp` | as many stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
+    | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
+    | `virtual_stages` | so many stages on each of its ranks |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
     | `checkpoint_blocks` | in its place: the blocks of these indices, such as `0-3,7`, are recomputed |
     | `fusion` | each block is compiled in place; a model without repeated blocks as a whole |
@@ -80,7 +83,8 @@ class StandardSchedule:
         blocks = self.blocks(sch)
         if config.get("tp", 1) > 1:
             self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
-        ends = self._stage_ends(sch, blocks, config.get("pp", 1))
+        ranks = config.get("pp", 1)
+        ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
         for each in ends:
             each.cut_pipeline_stage(late=[path for path in self.late if path in sch])
         chosen = config.get("checkpoint_blocks")
@@ -121,13 +125,13 @@ class StandardSchedule:
     def _tied_stages(self, sch: "Schedule") -> str:
         """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
         from ...schedule import create_schedule
-        from ...schedule.partition import meta_copy, tied_within, units_of
+        from ...schedule.partition import Placement, meta_copy, tied_within, units_of
         from ...schedule.planned import PlannedMesh
         from ...schedule.primitives.shard_data import no_tied_stages
 
         tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(pp=2))
         self(tried, {"pp": 2})
-        tied = tied_within(tried.module, units_of(tried.tree), 2)
+        tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
         return no_tied_stages(tied) if tied else ""
 
     def _try(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> tuple[str, str]:

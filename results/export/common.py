@@ -1,6 +1,6 @@
 """What several frameworks cannot do in the same way."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .setup import Setup, words
@@ -65,10 +65,13 @@ def note_reduction(setup: Setup, instead: str) -> None:
         setup.note_unless_neutral("reduce_dtype", instead)
 
 
-def note_gpipe(setup: Setup, done: str) -> None:
-    """States that a pipeline's forwards do not all come first."""
-    if setup.order_of_stages() == "gpipe":
-        setup.note(f"pipeline_schedule=gpipe has no counterpart here: {done}")
+def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
+    """States that a pipeline's micro-batches have another order than one of those `known` here."""
+    kind = setup.order_of_stages()
+    if kind not in (None, *known):
+        chunks = setup.knob("virtual_stages")
+        several = f" with virtual_stages={chunks}" if chunks > 1 else ""
+        setup.note(f"pipeline_schedule={kind}{several} has no counterpart here: {done}")
 
 
 def note_lora(setup: Setup) -> None:

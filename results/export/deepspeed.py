@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .common import adamw, note_attention, note_gpipe, note_lora
+from .common import adamw, note_attention, note_lora, note_order
 from .setup import Setup, words
 from .target import Target
 
@@ -54,7 +54,7 @@ def config(setup: Setup) -> dict[str, Any]:
             f"pp={setup.pp}: the model must be a deepspeed.pipe.PipelineModule(num_stages={setup.pp}); "
             "gradient_accumulation_steps are its micro-batches"
         )
-        note_gpipe(setup, "DeepSpeed's pipelines run 1F1B")
+        note_order(setup, ["1f1b"], "DeepSpeed's pipelines run 1F1B")
     _note_the_rest(setup)
     return out
 

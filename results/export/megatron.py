@@ -1,6 +1,6 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
-from .common import note_gpipe
+from .common import note_order
 from .megatron_model import model_flags
 from .setup import Setup, words
 from .target import Target, hashed, sourced
@@ -33,7 +33,7 @@ def flags(setup: Setup) -> list[str]:
         out.append(f"--attention-backend {_ATTENTION.get(attention, 'auto')}")
         if attention not in _ATTENTION:
             setup.note(f"attention={attention} became --attention-backend auto, Megatron's own choice")
-    note_gpipe(setup, "Megatron's pipelines run 1F1B")
+    out += _order(setup)
     if setup.lora:
         setup.note(f"lora={setup.lora}: Megatron-LM itself has no adapters; all weights would be trained")
     if setup.knob("fusion"):
@@ -44,6 +44,18 @@ def flags(setup: Setup) -> list[str]:
         setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
     setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
     return model_flags(setup) + out
+
+
+def _chunks(setup: Setup) -> int:
+    """Model chunks of a pipeline rank; Megatron knows no V."""
+    return setup.knob("virtual_stages") if setup.order_of_stages() in ("interleaved", "zero_bubble") else 1
+
+
+def _order(setup: Setup) -> list[str]:
+    chunks = _chunks(setup)
+    runs = "1F1B" if chunks == 1 else f"1F1B interleaved over {chunks} chunks a rank"
+    note_order(setup, ["1f1b", "interleaved"], f"Megatron's pipelines run {runs}")
+    return [f"--num-virtual-stages-per-pipeline-rank {chunks}"] if chunks > 1 else []
 
 
 def _zero(setup: Setup) -> list[str]:
@@ -96,17 +108,18 @@ def _recomputation(setup: Setup) -> list[str]:
     if ratio == 1:
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     # `block` recomputes that many layers of each pipeline stage.
+    stages = setup.pp * _chunks(setup)
     setup.note(
         f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly "
         "spread ones"
     )
     if setup.shape:
-        number = str(max(1, round(setup.shape["layers"] / setup.pp * ratio)))
+        number = str(max(1, round(setup.shape["layers"] / stages * ratio)))
     else:
         setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
         share = round(ratio * 1000)
         number = (
-            f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {setup.pp} * {share} + 500) / 1000 ))"'
+            f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {stages} * {share} + 500) / 1000 ))"'
         )
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
 

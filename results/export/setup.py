@@ -17,6 +17,7 @@ NEUTRAL: Mapping[str, Any] = {
     "zero": 0,
     "sequence_parallel": False,
     "pipeline_schedule": None,
+    "virtual_stages": 1,
     "micro_batch": 1,
     "grad_accum": 1,
     "checkpoint_ratio": 0,
@@ -93,7 +94,7 @@ class Setup:
         self._cores: int = host.get("cores") or 1
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
         if self.pp == 1:
-            self._used.add("pipeline_schedule")
+            self._used.update(("pipeline_schedule", "virtual_stages"))
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @property
@@ -168,9 +169,10 @@ class Setup:
         return dict(self.config)
 
     def order_of_stages(self) -> str | None:
-        """`1f1b` or `gpipe`, how a pipeline's micro-batches are ordered; None without a pipeline."""
+        """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
         kind = self.knob("pipeline_schedule")
-        return (kind or "1f1b") if self.pp > 1 else None
+        usual = "1f1b" if self.knob("virtual_stages") == 1 else "interleaved"
+        return (kind or usual) if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""

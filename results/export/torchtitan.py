@@ -12,6 +12,14 @@ PRESETS = {
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
 """Models that both have: torchtitan's module and configuration."""
+SCHEDULES = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    "interleaved": "Interleaved1F1B",
+    "zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+"""Names of pipeline schedules, there those of torch.distributed.pipelining."""
 
 
 def flags(setup: Setup) -> list[str]:
@@ -44,9 +52,8 @@ def flags(setup: Setup) -> list[str]:
     give("parallelism.pipeline_parallel_degree", setup.pp)
     if setup.pp > 1:
         give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
-        give(
-            "parallelism.pipeline_parallel_schedule", {"gpipe": "GPipe"}.get(setup.order_of_stages(), "1F1B")
-        )
+        give("parallelism.pipeline_parallel_schedule", SCHEDULES.get(setup.order_of_stages(), "1F1B"))
+        _chunks(setup, give)
     note_lora(setup)
     if setup.knob("offload") == "optimizer":
         if zero:
@@ -68,6 +75,20 @@ def flags(setup: Setup) -> list[str]:
         )
     setup.note_unless_neutral("kernels", "torchtitan compiles instead")
     return out
+
+
+def _chunks(setup: Setup, give) -> None:
+    """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told
+    how many layers each has, of which embedding and head count as one each."""
+    chunks = setup.knob("virtual_stages")
+    if setup.order_of_stages() in ("1f1b", "gpipe") or chunks == 2:
+        return
+    layers, stages = setup.shape.get("layers", 0) + 2, setup.pp * chunks
+    each = -(-layers // stages)
+    if chunks > 2 and -(-layers // each) == stages:
+        give("parallelism.pipeline_parallel_layers_per_stage", each)
+    else:
+        setup.note(f"virtual_stages={chunks}: torchtitan makes two stages a rank of these layers")
 
 
 def _precision(setup: Setup, give) -> None:

@@ -2,21 +2,36 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import UsageError, unknown
 from ...models.families.standard import BLOCK_KNOBS
+from ...models.parallel import CHUNKED, PIPELINES
 from ...results.meaning import REDUCED
-from .setup import OFFLOADS, PIPELINES, PRECISIONS, TrainingSetup
+from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "pp": int, "zero": int, "micro_batch": int,
+    "tp": int, "pp": int, "zero": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
 _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES, "reduce_dtype": REDUCED}
+
+
+class Split(NamedTuple):
+    """How a model is shared out among the ranks of a pipeline, and which of its blocks are named."""
+
+    pp: int
+    chunks: int
+    """Stages of a rank."""
+    v_shaped: bool
+    """Whether the second of them are in the opposite order of ranks."""
+    checkpointed: str | None
+    """`checkpoint_blocks`."""
+    gathered: str | None
+    """`gathered_blocks`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +55,8 @@ class Columns:
     offload: np.ndarray
     pipeline_schedule: np.ndarray
     reduce_dtype: np.ndarray
+    virtual_stages: np.ndarray
+    """Model chunks of a pipeline rank; 1 where the order of the micro-batches has no more."""
     checkpoint_blocks: np.ndarray
     """Text, or None where `checkpoint_ratio` holds."""
     gathered_blocks: np.ndarray
@@ -54,14 +71,19 @@ class Columns:
         """Those at `index`."""
         return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
-    def layouts(self) -> Iterator[tuple[tuple[int, str | None, str | None], np.ndarray]]:
-        """Each (pp, checkpoint_blocks, gathered_blocks) that occurs, and where."""
+    def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
+        """Each way of sharing out the model that occurs, and where."""
         plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
-        for pp in np.unique(self.pp[plain]).tolist():
-            yield (pp, None, None), np.flatnonzero(plain & (self.pp == pp))
-        named: dict[tuple[int, str | None, str | None], list[int]] = {}
+        v_shaped = self.pipeline_schedule == "zbv"
+        ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
+        for way in np.unique(ways[plain], axis=0):
+            pp, chunks, turned = way.tolist()
+            at = np.flatnonzero(plain & (ways == way).all(axis=1))
+            yield Split(pp, chunks, bool(turned), None, None), at
+        named: dict[Split, list[int]] = {}
         for at in np.flatnonzero(~plain).tolist():
-            key = (int(self.pp[at]), self.checkpoint_blocks[at], self.gathered_blocks[at])
+            pp, chunks, turned = ways[at].tolist()
+            key = Split(pp, chunks, bool(turned), self.checkpoint_blocks[at], self.gathered_blocks[at])
             named.setdefault(key, []).append(at)
         for key, found in named.items():
             yield key, np.array(found)
@@ -120,7 +142,7 @@ def columns(
     tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
     for name, low, high in (
         ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
-        ("checkpoint_ratio", 0, 1),
+        ("checkpoint_ratio", 0, 1), ("virtual_stages", 1, None),
     ):  # fmt: skip
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
         if bad.any():
@@ -156,6 +178,8 @@ def columns(
             raise UsageError(
                 f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
             )
+    several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
+    values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}
     return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(size), **named, **values)
 

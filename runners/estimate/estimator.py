@@ -78,9 +78,11 @@ class Estimator:
         table = self.table([config])
         if not np.isfinite(table.step_ms[0]):
             cols = columns([config], self.training)
+            chunks = int(cols.virtual_stages[0])
+            name = "pp" if chunks == 1 else "pp * virtual_stages"
             raise UsageError(
-                f"configuration {dict(config)}: pp = {int(cols.pp[0])} must be at most the number of blocks "
-                f"of the model, {self.facts_of(cols, 0).blocks}"
+                f"configuration {dict(config)}: {name} = {int(cols.pp[0]) * chunks} must be at most the "
+                f"number of blocks of the model, {self.facts_of(cols, 0).blocks}"
             )
         return table.row(0)
 

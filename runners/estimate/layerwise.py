@@ -17,6 +17,7 @@ import numpy as np
 from ...errors import SpaceError
 from ...models import Workload
 from ...models.families.standard import BLOCK_KNOBS, StandardSchedule
+from ...models.parallel import SPLITTING
 from ...space import Config, Space
 from .columns import Columns, columns
 from .estimator import Estimator
@@ -184,7 +185,7 @@ def _refined(
 ) -> Layerwise | None:
     """The fastest of the assignments that fit, as the estimator predicts them; None where none does."""
     limit = estimator.memory_limit_mib
-    if not np.isfinite(limit):
+    if not np.isfinite(limit) or config.get("pipeline_schedule") in SPLITTING:  # recomputes nothing
         return None
     # A block's own share of time and memory is what the program adds up. What blocks share, such as one that
     # is rebuilt at a time, it cannot, and a full device has the allocator ask again: so several limits are
@@ -229,7 +230,8 @@ def _assigned(
     setup = estimator.training
     cols = columns([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
     pp = int(cols.pp[0])
-    cut = stages(facts, pp, setup.balance, distinct=False)
+    split, _ = next(cols.splits())
+    cut = stages(facts, pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
     checkpointed: list[int] = []
     gathered: list[int] = []
     for stage in cut:
@@ -246,8 +248,8 @@ def _assigned(
             return None
         # A stage's blocks have the same choices; what the last ones keep is needed first, and is freed first.
         taken = sorted(taken, key=lambda each: (not each.checkpointed, each.gathered))
-        checkpointed += [stage.before + index for index, each in enumerate(taken) if each.checkpointed]
-        gathered += [stage.before + index for index, each in enumerate(taken) if each.gathered]
+        checkpointed += [at for at, each in zip(stage.indices, taken, strict=True) if each.checkpointed]
+        gathered += [at for at, each in zip(stage.indices, taken, strict=True) if each.gathered]
     return (tuple(checkpointed), tuple(gathered)) if cut else None
 
 

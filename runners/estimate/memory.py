@@ -122,12 +122,12 @@ def peak_memory(
     size = len(cols)
     best = {name: np.zeros(size) for name in MEMORY_TERMS}
     best["parameters"][:] = np.inf
-    for (pp, checkpointed, gathered), at in cols.layouts():
+    for split, at in cols.splits():
         part = cols.take(at)
         worst: dict[str, np.ndarray] | None = None
-        found = staged(facts, pp, setup.balance, part, checkpointed, gathered)
+        found = staged(facts, split, setup.balance, part)
         for stage, own in found[: 1 if rank == "first" else None]:
-            terms = stage_peak(stage, pp, facts, own, setup, constants)
+            terms = stage_peak(stage, split.pp, facts, own, setup, constants)
             if worst is None:
                 worst = terms
                 continue
@@ -196,7 +196,7 @@ def stage_peak(
 
     # Activations of the micro-batches in flight.
     gpipe = cols.pipeline_schedule == "gpipe"
-    flying = in_flight(stage.index, pp, cols.grad_accum, setup, gpipe)
+    flying = in_flight(stage.ranks[0], pp, cols)
     ratio = cols.checkpoint_ratio
     keeps_scores = not setup.recompute_attention
     kept, boundaries, working, rebuilt = none, none, none, none
@@ -229,6 +229,9 @@ def stage_peak(
     # Only the gpipe schedule has several micro-batches behind the head at once.
     loss_flying = np.where(gpipe, flying, np.minimum(flying, 1.0))
     activations = kept * tokens * flying
+    delayed = waiting(stage.ranks[-1], cols) if pp > 1 else none
+    if delayed.any():
+        activations = activations + delayed * tokens * _output_gradients(stage, tp) * form.compute
     checkpoints = boundaries * tokens * flying
     loss = (loss_parts * loss_flying + spike) * tokens * constants.loss_factor + formed
     recomputation = np.maximum(working, rebuilt) * tokens
@@ -279,14 +282,41 @@ def stage_peak(
     return {name: np.asarray(value, float) / MIB for name, value in zip(MEMORY_TERMS, values, strict=True)}
 
 
-def in_flight(
-    stage: int, pp: int, grad_accum: np.ndarray, setup: TrainingSetup, gpipe: "np.ndarray | bool"
-) -> np.ndarray:
-    """Micro-batches whose activations a stage holds at once; all where the schedule is `gpipe`."""
-    accum = grad_accum.astype(float)
-    depth = float(pp - stage)
-    if setup.pipeline == "interleaved" and pp > 1:
-        # arXiv:2205.05198, section 4.2.3: 1 + (p - 1) / (p * m) of what 1F1B holds in the first stage.
-        depth *= 1 + (pp - 1) / (pp * setup.virtual_stages)
+def in_flight(rank: int, pp: int, cols: Columns) -> np.ndarray:
+    """Micro-batches, of m in all, whose activations rank r of a pipeline of p holds at once, with v chunks a rank.
+
+    - `gpipe`: m
+    - `1f1b`: p - r (Narayanan et al., arXiv:2104.04473, section 2.2)
+    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, what goes forward before the first chunk comes back;
+      in the first rank 1 + (p - 1) / (p v) times as many as 1F1B (Korthikanti et al., arXiv:2205.05198, section
+      4.2.3)
+    - `zero_bubble`, `zbv`: p, since what 1F1B lets go in later ranks waits there for the gradients of its
+      weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
+    """
+    accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
+    kind = cols.pipeline_schedule
+    depth = np.full(len(cols), float(pp - rank))
+    depth = np.where(kind == "interleaved", (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks, depth)
+    depth = np.where((kind == "zero_bubble") | (kind == "zbv"), float(pp), depth)
     # Without stages every micro-batch is done with before the next.
-    return np.where((pp > 1) & np.asarray(gpipe), accum, np.minimum(accum, depth))
+    return np.where((pp > 1) & (kind == "gpipe"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
+
+
+def waiting(rank: int, cols: Columns) -> np.ndarray:
+    """Micro-batches of a rank whose backward pass has gone by but for the gradients of weights.
+
+    `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al.,
+    arXiv:2401.10241, section 2.3); `zbv`: none while activations are at their peak.
+    """
+    delayed = np.where(cols.pipeline_schedule == "zero_bubble", rank / cols.virtual_stages, 0.0)
+    return np.minimum(cols.grad_accum, delayed)
+
+
+def _output_gradients(stage: Stage, tp: np.ndarray) -> np.ndarray:
+    """Elements a token of the gradients of products' outputs, from which those of weights are computed."""
+    total = np.zeros(len(tp))
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        for item in part.matmuls:
+            if item.trainable:
+                total += count * item.count * item.rows * item.n / (tp if item.split == "column" else 1)
+    return total

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import UsageError, unknown
+from ...models.parallel import PIPELINES
 from .constants import PROFILES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
 PRECISIONS = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
-PIPELINES = ("1f1b", "gpipe", "interleaved")
 OFFLOADS = ("none", "optimizer")
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -67,9 +67,9 @@ class TrainingSetup:
     parallel_loss: bool | None = None
     """Whether logits stay sharded by vocabulary under tp; None: they do."""
     pipeline: str = "1f1b"
-    """`1f1b`, `gpipe` or `interleaved`."""
+    """One of `models.parallel.PIPELINES`."""
     virtual_stages: int = 1
-    """Model chunks a rank holds under `interleaved`."""
+    """Model chunks a rank holds, where `pipeline` has several."""
     scatter_transfers: bool = False
     """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do
     (arXiv:2104.04473, section 4.1), rather than all of them the same."""

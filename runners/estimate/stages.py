@@ -1,20 +1,20 @@
-"""How the parts of a model are shared out among pipeline stages."""
+"""How the parts of a model are shared out among the ranks of a pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ...errors import ScheduleError, UsageError
-from .columns import Columns
+from .columns import Columns, Split
 from .model_facts import ModelFacts, Part
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage, or several alike."""
+    """What a rank of a pipeline holds: a stage, or several chunks of the model; or several ranks alike."""
 
-    index: int
-    """The first of those alike: it holds the most micro-batches."""
+    ranks: tuple[int, ...]
+    """The ranks that hold as much, ascending; all of them where they are not told apart."""
     blocks: tuple[tuple[Part, float], ...]
     """Block kinds and how many of each it holds: on average, where a model has several, since each stage is
     taken to hold its share of every kind."""
@@ -24,17 +24,17 @@ class Stage:
     """Whether it holds head and loss."""
     ends: tuple[Part, ...]
     """Parts that are not blocks."""
-    before: int
-    """Blocks in the stages before it."""
+    indices: tuple[int, ...]
+    """Of its blocks in the model, those of the first of the ranks."""
 
     @property
     def count(self) -> int:
         """Blocks that it holds."""
-        return round(sum(number for _, number in self.blocks))
+        return len(self.indices)
 
     def share(self, indices: Collection[int]) -> float:
         """Share of its blocks that are among those of these indices, 0 to 1."""
-        mine = sum(self.before <= index < self.before + self.count for index in indices)
+        mine = sum(index in indices for index in self.indices)
         return mine / self.count if self.count else 0.0
 
 
@@ -59,31 +59,48 @@ def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def stages(facts: ModelFacts, pp: int, balance: str, distinct: bool = True) -> list[Stage]:
-    """The stages of a pipeline of `pp`: the distinct ones, or all.
+def chunks_of(rank: int, pp: int, chunks: int, v_shaped: bool) -> list[int]:
+    """Which of `pp * chunks` stages a rank holds, as `schedule.partition.Placement` has it."""
+    turned = [v_shaped and lap % 2 for lap in range(chunks)]
+    return [lap * pp + (pp - 1 - rank if back else rank) for lap, back in enumerate(turned)]
+
+
+def stages(
+    facts: ModelFacts,
+    pp: int,
+    balance: str,
+    *,
+    chunks: int = 1,
+    v_shaped: bool = False,
+    distinct: bool = True,
+) -> list[Stage]:
+    """What the ranks of a pipeline of `pp` hold, each `chunks` stages: the distinct ones, or all.
 
     An empty list where there are fewer blocks than stages.
     """
     kinds = [part for part in facts.parts if part.role == "block"]
     blocks = sum(part.count for part in kinds)
-    if pp > max(blocks, 1):
+    if pp * chunks > max(blocks, 1):
         return []
     front = tuple(part for part in facts.parts if part.role == "embedding")
     back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
+    counts = cut(blocks, pp * chunks, balance, head)
+    held: dict[tuple[int, int, bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
+    for rank in range(pp):
+        mine = chunks_of(rank, pp, chunks, v_shaped)
+        indices = tuple(sum(counts[:each]) + index for each in mine for index in range(counts[each]))
+        key = (-1 if distinct else rank, len(indices), 0 in mine, pp * chunks - 1 in mine)
+        held.setdefault(key, []).append((rank, indices))
     made: list[Stage] = []
-    seen: set[tuple[int, bool, bool]] = set()
-    counts = cut(blocks, pp, balance, head)
-    for index, count in enumerate(counts):
-        first, last = index == 0, index == pp - 1
-        if distinct and (count, first, last) in seen:
-            continue
-        seen.add((count, first, last))
+    for (_, count, first, last), alike in held.items():
         share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
         ends = (*(front if first else ()), *(back if last else ()))
-        before = sum(counts[:index])
-        made.append(Stage(index=index, blocks=share, first=first, last=last, ends=ends, before=before))
+        ranks = tuple(rank for rank, _ in alike)
+        made.append(
+            Stage(ranks=ranks, blocks=share, first=first, last=last, ends=ends, indices=alike[0][1])
+        )
     return made
 
 
@@ -103,34 +120,25 @@ def indices(text: str | None, facts: ModelFacts) -> "list[int] | None":
         raise UsageError(str(error)) from None
 
 
-def staged(
-    facts: ModelFacts, pp: int, balance: str, cols: Columns, checkpointed: str | None, gathered: str | None
-) -> list[tuple[Stage, Columns]]:
-    """The stages of a pipeline of `pp`, each with the configurations as they are there.
+def staged(facts: ModelFacts, split: Split, balance: str, cols: Columns) -> list[tuple[Stage, Columns]]:
+    """What the ranks of a pipeline hold, each with the configurations as they are there.
 
-    Where blocks are named all stages are there, since each may hold others; else the distinct ones.
+    Where blocks are named all ranks are there, since each may hold others; else the distinct ones.
 
     Raises:
         UsageError: a text names no blocks of this model.
     """
-    if checkpointed is None and gathered is None:
-        return [(stage, cols) for stage in stages(facts, pp, balance)]
-    again, whole = indices(checkpointed, facts), indices(gathered, facts) or []
+    named = split.checkpointed is not None or split.gathered is not None
+    found = stages(
+        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named
+    )
+    if not named:
+        return [(stage, cols) for stage in found]
+    again, whole = indices(split.checkpointed, facts), indices(split.gathered, facts) or []
     return [
         (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole)))
-        for stage in stages(facts, pp, balance, distinct=False)
+        for stage in found
     ]
-
-
-def alike(facts: ModelFacts, pp: int, balance: str) -> list[int]:
-    """How many stages of a pipeline each of `stages` stands for."""
-    kinds = [part for part in facts.parts if part.role == "block"]
-    blocks = sum(part.count for part in kinds)
-    back = sum(_cost(part) for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
-    block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
-    counts = cut(blocks, pp, balance, back / block_cost if block_cost else 0.0)
-    keys = [(count, index == 0, index == pp - 1) for index, count in enumerate(counts)]
-    return [keys.count(key) for key in dict.fromkeys(keys)]
 
 
 def _cost(part: Part) -> float:

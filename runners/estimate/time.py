@@ -17,7 +17,7 @@ from .hardware import Hardware
 from .memory import BYTES, Formats, cut, formats, gathered_at, local_parameters, per_token
 from .model_facts import Matmul, ModelFacts, Part
 from .setup import TrainingSetup
-from .stages import Stage, alike, staged
+from .stages import Stage, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
@@ -197,9 +197,9 @@ def step_time(
     out["fixed"][:] = np.inf
     # A part's work is the same in every stage.
     work = {id(part): _part_work(part, facts, cols, setup, hardware, constants) for part in facts.parts}
-    for (pp, checkpointed, gathered), at in cols.layouts():
-        sub = cols.take(at)
-        cut = staged(facts, pp, setup.balance, sub, checkpointed, gathered)
+    for split, at in cols.splits():
+        pp, sub = split.pp, cols.take(at)
+        cut = staged(facts, split, setup.balance, sub)
         if not cut:
             continue
         mine = {
@@ -210,7 +210,7 @@ def step_time(
         if pp > 1:
             # A stage idles while its first micro-batch passes through the others and the last one comes back.
             idle = [terms["bubble"] / (pp - 1) for terms in found]
-            counts = alike(facts, pp, setup.balance) if len(cut) < pp else [1] * pp
+            counts = [len(stage.ranks) for stage, _ in cut]
             whole = sum(count * each for count, each in zip(counts, idle, strict=True))
             for terms, own in zip(found, idle, strict=True):
                 terms["bubble"] = whole - own
@@ -291,7 +291,7 @@ def _stage_time(
 
     # One micro-batch: device and links work one after the other, and at least as long as the host launches.
     matmul, attention, memory, again, launches, tensor_time = none, none, none, none, none, none
-    forward, backward = none, none
+    forward, backward, of_weights = none, none, none
     for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
         item = work[id(part)]
         block = part.role == "block"
@@ -310,6 +310,7 @@ def _stage_time(
         slack = np.maximum(host - item.forward - ahead, 0.0)
         slack_back = np.maximum(host_back - item.backward - rebuilt - back - ratio * ahead, 0.0)
         launches = launches + count * (slack + slack_back)
+        of_weights = of_weights + count * (item.matmul_back - item.matmul)
         forward = forward + count * (item.forward + ahead + slack)
         backward = backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
     slot = matmul + attention + memory + again + launches + tensor_time
@@ -325,9 +326,8 @@ def _stage_time(
         )
         sequence = np.where(cols.sequence_parallel | setup.scatter_transfers, tp, 1.0)
         hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3 + switch
-        transfer = accum * 2.0 * min(pp - 1, 2) * hop
-        idle = (pp - 1) / (setup.virtual_stages if setup.pipeline == "interleaved" else 1)
-        bubble = idle * (slot + 2 * hop)
+        transfer = accum * 2.0 * crossings(pp, cols) * hop
+        bubble = (pp - 1) * idle_slot(slot, forward, backward, of_weights, hop, cols)
 
     # Data parallel.
     gradient = weights * _travels(cols, form, setup, facts.precision)
@@ -405,6 +405,45 @@ def _stage_time(
     }
     terms["stalls"] = _stalls(terms, pp, cols, hardware, constants)
     return terms
+
+
+def crossings(pp: int, cols: Columns) -> np.ndarray:
+    """Boundaries between ranks that a micro-batch crosses on its way forward, at the rank that has most.
+
+    Two a chunk, but for the ends of the model and where a V turns within a rank: interleaving multiplies them
+    by the chunks (Narayanan et al., arXiv:2104.04473, section 2.2).
+    """
+    chunks = cols.virtual_stages.astype(float)
+    loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
+    return np.where(cols.pipeline_schedule == "zbv", chunks * min(pp - 1, 2), loop)
+
+
+def idle_slot(
+    slot: np.ndarray, forward: np.ndarray, backward: np.ndarray, of_weights: np.ndarray, hop: np.ndarray,
+    cols: Columns,
+) -> np.ndarray:  # fmt: skip
+    """Seconds for which each other stage waits for this one while the pipeline fills and drains.
+
+    The bubble is their sum over the other stages: p - 1 times this where all are equal. With F the forward of a
+    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the rank's chunks:
+
+    - `1f1b`, `gpipe`: F + B + W (Narayanan et al., arXiv:2104.04473, section 2.2)
+    - `interleaved`: (F + B + W) / v (likewise)
+    - `zero_bubble`: (F + B - W) / v, a third of that where F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
+      section 2.3)
+    - `zbv`: the largest less the smallest of F, B and W, as there is no bubble where they are equal (section
+      6); but B / 2 at least, since torch computes B and W of the model's first stage together
+
+    The tests play through the order of actions that torch makes.
+    """
+    chunks, kind = cols.virtual_stages, cols.pipeline_schedule
+    of_inputs = backward - of_weights
+    largest = np.maximum(np.maximum(forward, of_inputs), of_weights)
+    smallest = np.minimum(np.minimum(forward, of_inputs), of_weights)
+    plain = (slot + 2 * hop) / chunks
+    split = (np.maximum(slot - 2 * of_weights, 0.0) + 2 * hop) / chunks
+    turning = np.maximum(largest - smallest, of_inputs / 2) + 2 * hop
+    return np.where(kind == "zbv", turning, np.where(kind == "zero_bubble", split, plain))
 
 
 def _stalls(

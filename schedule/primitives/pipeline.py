@@ -1,7 +1,7 @@
 """pipeline: how the micro-batches of a batch run through the stages."""
 
 from ...errors import ScheduleError, unknown
-from ..pipeline import SCHEDULES
+from ..orders import SCHEDULES
 from ..registry import register_primitive
 from ..schedule import Schedule
 
@@ -12,14 +12,20 @@ def pipeline(sch: Schedule, schedule: str = "1f1b", micro_batches: int | None = 
 
     Args:
         schedule: `gpipe`: all forwards, then all backwards; `1f1b`: a backward as soon as possible, so that
-            fewer activations live; `interleaved`: 1F1B with several stages a rank. Default without this
-            call: `1f1b` with one stage a rank, `interleaved` with more.
+            fewer activations live; `interleaved`: 1F1B with several stages a rank; `zero_bubble`: gradients
+            of weights are computed apart, where a rank would wait (ZB1P), with one stage a rank or more;
+            `zbv`: likewise with two stages a rank in the shape of a V, so that the first rank holds the
+            first and the last stage. Default without this call: `1f1b` with one stage a rank, `interleaved`
+            with more.
         micro_batches: into how many parts a batch is divided; default: the number of stages.
 
     Raises:
         ScheduleError: not the root; unknown schedule; a number below 1; called before.
 
-    Source: https://pytorch.org/docs/stable/distributed.pipelining.html
+    What a schedule cannot run, `build` refuses: see `schedule/orders.py`.
+
+    Source: https://pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al., arXiv:2104.04473;
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
     label = f"pipeline on '{sch.name}'"
     if sch.path:

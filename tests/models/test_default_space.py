@@ -162,11 +162,52 @@ def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(c
     for config in configs:
         assert ("zero" in config) is (config["dp"] > 1)
         assert ("sequence_parallel" in config) is (config["tp"] > 1)
-        assert ("pipeline_schedule" in config) is (config["pp"] > 1)
+        assert ("pipeline_schedule" in config) is ("virtual_stages" in config) is (config["pp"] > 1)
         if config.get("pipeline_schedule") == "1f1b":
             assert config["grad_accum"] >= config["pp"]
     assert {c["zero"] for c in configs if "zero" in c} == {0, 1, 2, 3}
     assert {c["sequence_parallel"] for c in configs if c["tp"] == 2} == {False, True}
+
+
+def test_every_order_of_a_pipeline_is_there_with_what_it_asks_for(cpu, compiler):
+    space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
+    space.override("precision", ["fp32"])
+    found = {}
+    for config in space:
+        if config["pp"] > 1:
+            found.setdefault(config["pipeline_schedule"], []).append(config)
+            # 8 blocks.
+            assert config["pp"] * config["virtual_stages"] <= 8
+    chunks = {kind: {each["virtual_stages"] for each in configs} for kind, configs in found.items()}
+    assert chunks == {
+        "1f1b": {1}, "gpipe": {1}, "interleaved": {2, 4}, "zero_bubble": {1, 2, 4}, "zbv": {2}
+    }  # fmt: skip
+    for kind in ("interleaved", "zero_bubble"):
+        assert all(each["grad_accum"] % each["pp"] == 0 for each in found[kind])
+    assert all(each["grad_accum"] >= each["pp"] for each in found["zbv"])
+    for kind in ("zero_bubble", "zbv"):
+        assert {(each.get("zero", 0), each["checkpoint_ratio"], each["fusion"]) for each in found[kind]} == {
+            (0, 0.0, False), (1, 0.0, False)
+        }  # fmt: skip
+    assert {each["zero"] for each in found["interleaved"] if "zero" in each} == {0, 1, 2, 3}
+
+
+def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reasons(cpu, compiler):
+    space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
+    reasons = {each.text: each.reason for each in space.constraints}
+    assert "each of 16 stages needs a repeated block, but the model has 8" in reasons[
+        "(pp != 4) | (virtual_stages not in [4])"
+    ]
+    for knobs, why in (
+        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "ZB-V runs two model chunks"),
+        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1F1B and GPipe run one model chunk"),
+        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "several model chunks"),
+        ({"pipeline_schedule": "zero_bubble", "pp": 2, "zero": 2}, "in which ZeRO 2 and 3 reduce them"),
+        ({"pipeline_schedule": "zero_bubble", "pp": 2, "fusion": True}, "backward pass of a compiled block"),
+        ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
+    ):
+        with pytest.raises(SpaceError, match=why):
+            space.config(micro_batch=1, **knobs)
 
 
 def test_the_default_on_several_devices_is_plain_data_parallelism(cpu, compiler):
@@ -177,7 +218,9 @@ def test_the_default_on_several_devices_is_plain_data_parallelism(cpu, compiler)
 
 def test_one_device_has_no_parallel_knobs(cpu, compiler):
     names = {knob.name for knob in default_space(workload("llama-tiny"), cpu, 1).knobs}
-    assert not names & {"tp", "pp", "dp", "zero", "sequence_parallel", "pipeline_schedule", "offload"}
+    assert not names & {
+        "tp", "pp", "dp", "zero", "sequence_parallel", "pipeline_schedule", "virtual_stages", "offload"
+    }  # fmt: skip
 
 
 def test_degrees_that_the_model_cannot_have_are_excluded_with_the_reason(cpu, compiler):

@@ -18,10 +18,12 @@ QUICK = [
     *(
         (family, cell)
         for family in ("bert", "t5", "mixtral")
-        for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b")
+        for cell in ("tp2", "tp2+sp", "zero3", "pp2 1f1b", "pp2 zbv")
     ),
     ("opt", "pp2 1f1b"),
     ("vit", "pp2 1f1b"),
+    ("llama", "pp2 interleaved"),
+    ("gpt2", "pp2 zero bubble"),
     ("wide_resnet", "tp2"),
     ("albert", "tp2"),
     ("bert", "kernels"),
@@ -45,7 +47,7 @@ def imported():
 
 
 def hold(pool, family, combination, seed):
-    cell = numerics.tiny(family), numerics.COMBINATIONS[combination], seed
+    cell = numerics.tiny(family, combination), numerics.COMBINATIONS[combination], seed
     alone = numerics.ranks(combination) == 1
     for found in [numeric.departure(*cell)] if alone else pool.run(numeric.departure, *cell):
         numeric.hold(found)

@@ -122,6 +122,27 @@ def test_lower_precisions_go_with_every_way_of_spreading(two, small, seed, confi
     check(two, small("llama"), {"micro_batch": 2, "precision": precision, **config}, seed)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, precision):
+    knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind, "grad_accum": 4, "micro_batch": 2}
+    check(two, small("gpt2"), {**knobs, "precision": precision}, seed)
+
+
+def test_several_stages_a_rank_are_interleaved_where_nothing_else_is_said(two, small, seed):
+    check(two, small("gpt2"), {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "micro_batch": 2}, seed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"zero": 3, "pipeline_schedule": "interleaved"}, {"tp": 2, "pipeline_schedule": "zbv"}],
+    ids=str,
+)
+def test_several_stages_a_rank_train_as_one_beside_another_axis(four, small, seed, config):
+    config = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "grad_accum": 2 * config.get("tp", 1), **config}
+    check(four, small("llama", num_hidden_layers=4), config, seed)
+
+
 def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two, seed):
     def run(own_schedule):
         import redline as rl

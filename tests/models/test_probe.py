@@ -227,6 +227,40 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
     assert len(found.logits) == 16 and len(found.quiet.blocks) == 2 and found.still == ()
 
 
+@pytest.fixture(scope="module")
+def deeper_gpt2_on_two(two):
+    from redline.models import numerics
+
+    workload = numerics.tiny("gpt2", "pp2 zbv")
+    return workload, spread(two, workload, dp=2, micro_batch=4)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "zbv"])
+def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper_gpt2_on_two, kind):
+    workload, expected = deeper_gpt2_on_two
+    found = spread(two, workload, pp=2, virtual_stages=2, micro_batch=2, pipeline_schedule=kind)
+    assert verdict(found, expected) == ""
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
+    assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5)
+    assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
+
+
+def without_later_gradients(workload, knobs):
+    with pytest.MonkeyPatch.context() as patch:
+        # To torch the module of a stage has no weights, as none are registered with it.
+        patch.setattr("redline.schedule.pipeline.Stage.parameters", lambda self, recurse=True: iter(()))
+        return part_of(workload, knobs)
+
+
+def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_on_two):
+    workload, expected = deeper_gpt2_on_two
+    knobs = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "pipeline_schedule": "zero_bubble"}
+    parts = two.run(without_later_gradients, workload, knobs, timeout=200)
+    found = together([part for part, _ in parts], [step for _, step in parts])
+    assert "gradient" in verdict(found, expected)
+
+
 def test_one_process_computes_it_too(gpt2_on_two):
     # Gradients of the first step are over the same samples on one process and on two.
     workload, expected = gpt2_on_two

@@ -261,6 +261,36 @@ def test_the_order_of_a_pipeline_is_kept_or_stated():
         assert not any("pipeline_schedule" in note for note in notes)
 
 
+def test_several_stages_a_rank_are_carried_over_or_stated():
+    environment = {"MODULE": "m", "CONFIG": "c"}
+    named = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
+    for kind, word in named.items():
+        knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind}
+        given, _ = flags("torchtitan", environment=environment, **knobs)
+        assert value(given, "--parallelism.pipeline_parallel_schedule") == word
+        # Two stages a rank are what torchtitan makes by itself.
+        assert "--parallelism.pipeline_parallel_layers_per_stage" not in given
+        for target in ("deepspeed", "megatron"):
+            notes = render(target, trial(**knobs), DOCUMENT).notes
+            stated = f"pipeline_schedule={kind} with virtual_stages=2 has no counterpart here"
+            known = target == "megatron" and kind == "interleaved"
+            assert any(note.startswith(stated) for note in notes) is not known
+        notes = render("accelerate", trial(**knobs), DOCUMENT).notes
+        assert not any("not known to the export" in note for note in notes)
+        given, _ = flags("megatron", **knobs)
+        assert ("--num-virtual-stages-per-pipeline-rank" in given) is (kind != "zbv")
+    document = {"asked": {**DOCUMENT["asked"], "shape": {"layers": 30}}}
+    four = {"pp": 2, "virtual_stages": 4, "pipeline_schedule": "interleaved"}
+    # 30 layers, embedding and head in 8 stages.
+    text = render("torchtitan", trial(**four), document).text
+    assert "--parallelism.pipeline_parallel_layers_per_stage 4" in text
+    document["asked"]["shape"] = {"layers": 31}
+    notes = render("torchtitan", trial(**four), document).notes
+    assert "virtual_stages=4: torchtitan makes two stages a rank of these layers" in notes
+    notes = render("torchtitan", trial(pp=2, pipeline_schedule="zero_bubble"), DOCUMENT).notes
+    assert any(note.startswith("virtual_stages=1: torchtitan makes two stages") for note in notes)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_adapters_are_carried_over_or_stated(target):
     lora = "r=16,alpha=32,target=q_proj+v_proj"

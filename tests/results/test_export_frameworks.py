@@ -53,6 +53,10 @@ CONFIGURATIONS = {
         "micro_batch": 4, "grad_accum": 4, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
         "fusion": True,
     },
+    "pp, interleaved": {
+        "micro_batch": 4, "grad_accum": 4, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16",
+        "pipeline_schedule": "interleaved", "virtual_stages": 2,
+    },
 }  # fmt: skip
 every_configuration = pytest.mark.parametrize("name", CONFIGURATIONS)
 CHECKED = {name: target.checked for name, target in export_targets().items() if target.checked is not None}
@@ -538,7 +542,7 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     assert made["pipeline_parallel_degree"] == config.get("pp", 1)
     assert made["pipeline_parallel_microbatch_size"] == (config["micro_batch"] if pipelined else 1)
     assert made["pipeline_parallel_schedule"] == (
-        "GPipe" if config.get("pipeline_schedule") == "gpipe" else "1F1B"
+        {"gpipe": "GPipe", "interleaved": "Interleaved1F1B"}.get(config.get("pipeline_schedule"), "1F1B")
     )
     assert made["data_parallel_replicate_degree"] == (1 if zero else replicas)
     assert made["data_parallel_shard_degree"] == (replicas if zero else 1)
@@ -559,6 +563,7 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
 MEGATRON_FLAGS = {
     "--tensor-model-parallel-size": int,
     "--pipeline-model-parallel-size": int,
+    "--num-virtual-stages-per-pipeline-rank": int,
     "--sequence-parallel": bool,
     "--micro-batch-size": int,
     "--global-batch-size": int,

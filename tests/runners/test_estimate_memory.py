@@ -84,11 +84,14 @@ def test_a_checkpointed_model_keeps_the_inputs_of_its_blocks():
 def test_1f1b_holds_as_many_micro_batches_as_stages_are_left(stage):
     from redline.runners.estimate.memory import in_flight
 
-    setup = TrainingSetup()
-    assert in_flight(stage, 4, np.array([64]), setup, False)[0] == 4 - stage
-    assert in_flight(stage, 4, np.array([1]), setup, False)[0] == 1
-    assert in_flight(stage, 4, np.array([64]), setup, True)[0] == 64
-    assert in_flight(0, 1, np.array([64]), setup, True)[0] == 1
+    def held(rank, pp, accum, kind):
+        config = {"pp": pp, "dp": 1, "grad_accum": accum, "pipeline_schedule": kind}
+        return in_flight(rank, pp, columns([config], TrainingSetup()))[0]
+
+    assert held(stage, 4, 64, "1f1b") == 4 - stage
+    assert held(stage, 4, 1, "1f1b") == 1
+    assert held(stage, 4, 64, "gpipe") == 64
+    assert held(0, 1, 64, "gpipe") == 1
 
 
 def test_gpipe_as_a_knob_holds_all_micro_batches():

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redline.errors import UsageError
+from redline.models.parallel import PIPELINES
 from redline.runners.estimate import Estimator, ModelFacts, TrainingSetup
 from redline.runners.estimate.hardware import DEVICES
 
-SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "vocabulary": 32000}
+SHAPE = {"layers": 32, "hidden": 512, "heads": 8, "vocabulary": 32000}
 SETUP = TrainingSetup(devices=64, seq_len=512, global_batch=512)
 MADE: dict[tuple[str, str], Estimator] = {}
 
@@ -38,7 +39,8 @@ CONFIG = st.fixed_dictionaries(
         "kernels": st.booleans(),
         "fused_optimizer": st.booleans(),
         "offload": st.sampled_from(["none", "optimizer"]),
-        "pipeline_schedule": st.sampled_from(["1f1b", "gpipe", None]),
+        "pipeline_schedule": st.sampled_from([*PIPELINES, None]),
+        "virtual_stages": st.sampled_from([1, 2, 4]),
     }
 )
 
@@ -129,7 +131,7 @@ def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
 
 
 def test_more_stages_than_blocks_never_finish():
-    table = made().table([{"pp": 16, "micro_batch": 1}, {"micro_batch": 1}])
+    table = made().table([{"pp": 64, "micro_batch": 1}, {"micro_batch": 1}])
     assert table.step_ms[0] == math.inf and table.throughput[0] == 0 and table.probability_runs[0] == 0
     assert not np.isnan(table.step_ms).any() and not np.isnan(table.log_throughput_std).any()
 
@@ -148,7 +150,12 @@ def test_more_stages_than_blocks_never_finish():
         ({"micro_batch": math.nan}, "'micro_batch' must be an integer"),
         ({"checkpoint_ratio": math.nan}, "checkpoint_ratio must be from 0 to 1"),
         ({"dp": 0, "grad_accum": 1}, "dp must be at least 1"),
-        ({"pp": 16, "dp": 1, "grad_accum": 1}, "at most the number of blocks of the model, 8"),
+        ({"pp": 64, "dp": 1, "grad_accum": 1}, "pp = 64 must be at most the number of blocks of the model, 32"),
+        (
+            {"pp": 16, "dp": 4, "grad_accum": 8, "pipeline_schedule": "interleaved", "virtual_stages": 4},
+            r"pp \* virtual_stages = 64 must be at most",
+        ),
+        ({"virtual_stages": 0}, "virtual_stages must be at least 1"),
     ],
 )
 def test_an_impossible_configuration_is_an_error_in_words(config, words):

@@ -68,9 +68,8 @@ def test_where_memory_is_ample_nothing_is_recomputed_and_the_step_is_the_uniform
 
 
 def test_earlier_stages_of_a_pipeline_recompute_more():
-    _, found = refined(
-        hardware="a100-40gb", global_batch=256, fix={"tp": 1, "pp": 4, "zero": 0, "micro_batch": 8}
-    )
+    fix = {"tp": 1, "pp": 4, "pipeline_schedule": "1f1b", "zero": 0, "micro_batch": 8}
+    _, found = refined(hardware="a100-40gb", global_batch=256, fix=fix)
     indices = found.layerwise.checkpointed
     assert indices, found.layerwise
     stages = [sum(6 * stage <= each < 6 * stage + 6 for each in indices) for stage in range(4)]
@@ -88,7 +87,10 @@ def test_spare_memory_lets_zero_3_keep_blocks_whole():
     "asked",
     [
         {"fix": {"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8}},
-        {"global_batch": 256, "fix": {"tp": 1, "pp": 4, "zero": 0, "micro_batch": 8}},
+        {
+            "global_batch": 256,
+            "fix": {"tp": 1, "pp": 4, "pipeline_schedule": "1f1b", "zero": 0, "micro_batch": 8},
+        },
         {"hardware": "h200-141gb", "fix": {"tp": 1, "pp": 1, "zero": 3, "micro_batch": 1}},
     ],
 )

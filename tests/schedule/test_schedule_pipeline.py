@@ -7,7 +7,9 @@ import torch.distributed as dist
 from redline.errors import ScheduleError
 from redline.models import numerics
 from redline.models.families import schedule_of
-from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule import build, create_schedule, full_state_dict, split, verify
+from redline.schedule.orders import SCHEDULES
+from redline.schedule.partition import Placement
 from redline.schedule.rounding import allowance, loss_allowance
 from torch import nn
 
@@ -32,7 +34,7 @@ def check_transformer(make, name, seed, axes, cuts, layers=2, kind=None, micro_b
         blocks = schedule_of(name).blocks(sch)
         for index in cuts:
             blocks[index].cut_pipeline_stage()
-        for block in blocks[::2]:
+        for block in blocks[::2] if kind is None or not SCHEDULES[kind].splits_backward else ():
             block.checkpoint()
         if kind is not None:
             sch.pipeline(kind, micro_batches)
@@ -70,13 +72,37 @@ def test_two_stages_train_as_one_process(two, make_transformer, seed, name):
     assert sorted(first + last) == sorted(names)
 
 
-@pytest.mark.parametrize(("kind", "cuts"), [("gpipe", [1]), ("interleaved", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("gpipe", [1]),
+        ("interleaved", [0, 1, 2]),
+        ("zero_bubble", [1]),
+        ("zero_bubble", [0, 1, 2]),
+        ("zbv", [0, 1, 2]),
+    ],
+)
 def test_the_other_schedules_train_alike(two, make_transformer, seed, kind, cuts):
     two.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2}, cuts, 4, kind, 4)
 
 
 def test_pipeline_tensor_and_sequence_parallel_together(four, make_transformer, seed):
     four.run(check_transformer, make_transformer, "llama", seed, {"pp": 2, "tp": 2}, [0])
+
+
+@pytest.mark.parametrize("kind", ["zero_bubble", "zbv"])
+def test_a_backward_in_two_parts_sums_what_tensor_parallel_ranks_have_of_a_gradient(
+    four, make_transformer, seed, kind
+):
+    four.run(check_transformer, make_transformer, "llama", seed, {"pp": 2, "tp": 2}, [0, 1, 2], 4, kind, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "zero"), [("interleaved", 3), ("interleaved", 1), ("zbv", 1)])
+def test_several_stages_a_rank_and_data_parallel_together(four, make_transformer, seed, kind, zero):
+    four.run(
+        check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0, 1, 2], 4, kind, 2, zero
+    )
 
 
 def test_pipeline_and_data_parallel_together(four, make_transformer, seed):
@@ -185,6 +211,112 @@ def check_tuples(seed):
 
 def test_tuples_mappings_and_keywords_cross_the_cut(two, seed):
     assert two.run(check_tuples, seed)[1] == (1, 2)
+
+
+class Aside(nn.Module):
+    """Hands on a view, what it was given, and something made of a weight alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.randn(8))
+
+    def forward(self, x, kept, aside):
+        return torch.tanh(self.fc(x) + aside + kept).view_as(x), kept, torch.sin(self.shift)
+
+
+class Asides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Aside() for _ in range(4)])
+        self.leave = nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = kept = self.enter(x)
+        aside = torch.zeros(8)
+        for layer in self.layers:
+            y, kept, aside = layer(y, kept, aside)
+        return self.leave(y + kept) + aside.sum()
+
+
+def check_asides(kind, seed, leave=split.leave):
+    torch.manual_seed(seed)
+    x, target = torch.randn(8, 8), torch.randn(8, 2)
+    sch = create_schedule(Asides(), mesh(pp=2))
+    plain = sch.copy().module
+    for index in range(3):
+        sch[f"layers.{index}"].cut_pipeline_stage()
+    sch.pipeline(kind, 4)
+    model, _ = build(sch, loss=lambda out, target: (out - target).pow(2).mean())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.schedule.pipeline.leave", leave)
+        for _ in range(2):
+            model.pipeline.step(x, target=target)
+            (plain(x) - target).pow(2).mean().backward()
+    return numeric.gradients(model), numeric.gradients(plain), allowance(plain, x.numel())
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "zbv"])
+def test_weights_that_meet_nothing_a_stage_received_have_gradients(two, seed, kind):
+    for found, expected, allowed in two.run(check_asides, kind, seed):
+        numeric.same(found, expected, allowed)
+
+
+def check_parts(make, name):
+    sch = create_schedule(make(name, layers=4), mesh(pp=2))
+    for block in schedule_of(name).blocks(sch)[:3]:
+        block.cut_pipeline_stage()
+    model, _ = build(sch.pipeline("zbv", 4))
+    tokens = torch.full((4, 16), 3)
+    model.pipeline.step(input_ids=tokens, labels=tokens, use_cache=False)
+    return [stage.dw_builder is None for stage in model.pipeline.schedule._stages]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_backward_of_each_stage_of_a_model_has_two_parts(two, make_transformer, name):
+    assert two.run(check_parts, make_transformer, name) == [[True, True], [True, True]]
+
+
+def test_a_backward_has_two_parts_where_each_weight_hangs_on_one_place():
+    torch.manual_seed(0)
+    first, second, table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(8, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    alone = table(torch.arange(3))
+    assert split.splits([second(torch.relu(first(x)))], [x])
+    assert split.splits([second(first(x) + alone)], [x])
+    # Twice: a weight, or what is made of weights alone.
+    assert not split.splits([first(torch.relu(first(x)))], [x])
+    assert not split.splits([second(first(x) + alone) * alone], [x])
+    # A result of weights alone is on no way back to what was received, unless it is led there.
+    assert split.splits([split.leave(each, [x]) for each in (first(x), torch.sin(alone))], [x])
+    assert not split.splits([split.leave(each, [x]) for each in (first(x) + alone, alone)], [x])
+    assert split.splits([x.detach()], [x]) and split.splits([], [])
+
+
+def no_view(result, received):
+    return result.clone() if result.requires_grad else result
+
+
+def test_a_gradient_that_a_backward_in_two_parts_loses_is_noticed(two, seed):
+    lost = set()
+    for found, expected, _ in two.run(check_asides, "zero_bubble", seed, no_view):
+        lost |= {name for name in found if not found[name].any() and expected[name].any()}
+    # Stage 0 has its backward in one go, and in the last the loss is where all ways meet.
+    assert lost == {"layers.1.shift", "layers.2.shift"}
+
+
+def test_stages_lie_where_torch_runs_them():
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    for ranks in (1, 2, 3, 8):
+        for laps in (1, 2, 3):
+            for style in ("loop", "v"):
+                made = Placement(ranks * laps, ranks, style == "v")
+                expected = generate_stage_to_rank_mapping(ranks, ranks * laps, style)
+                assert {stage: made.rank(stage) for stage in range(ranks * laps)} == expected
+                for rank in range(ranks):
+                    assert made.held(rank) == [stage for stage in expected if expected[stage] == rank]
 
 
 class Bypass(nn.Module):
@@ -335,13 +467,28 @@ def check_refusals(make):
     )
     for cuts, kind, count, why in [
         ([0], "1f1b", 1, "as many micro-batches as ranks, 2, or more, but got 1"),
-        ([0, 1, 2], "gpipe", 4, "takes one stage a rank, but there are 4; use 'interleaved'"),
+        ([0, 1, 2], "gpipe", 4, "takes one stage a rank, but there are 4 on 2 ranks; use 'interleaved'"),
         ([0, 1, 2], "interleaved", 3, "2 ranks must divide the micro-batches, but got 3"),
+        ([0], "interleaved", 4, "takes 2 stages a rank or more, but there are 2 on 2 ranks; use '1f1b'"),
+        ([0], "zbv", 4, "takes 2 stages a rank, but there are 2 on 2 ranks; use '1f1b'"),
+        ([0], "zero_bubble", 3, "2 ranks must divide the micro-batches, but got 3"),
+        ([0, 1, 2], "zbv", 1, "as many micro-batches as ranks, 2, or more, but got 1"),
     ]:
         sch = gpt2().pipeline(kind, count)
         for index in cuts:
             sch[f"transformer.h.{index}"].cut_pipeline_stage()
         refused(sch, why, build)
+    for why, spoil in [
+        ("'transformer.h.1' has compile.*: a compiled backward", lambda s: s["transformer.h.1"].compile()),
+        ("'transformer.h.1' has checkpoint.*: it would be", lambda s: s["transformer.h.1"].checkpoint()),
+    ]:
+        sch = gpt2().pipeline("zero_bubble", 4)
+        sch["transformer.h.1"].cut_pipeline_stage()
+        spoil(sch)
+        refused(sch, f"gradients of weights apart from those of inputs, but {why}", build)
+    sch = create_schedule(make("gpt2", layers=4), mesh(pp=2, dp=1)).pipeline("zero_bubble", 4)
+    sch["transformer.h.1"].cut_pipeline_stage()
+    refused(sch.shard_data(zero=2), r"'GPT2LMHeadModel' has shard_data\(zero=2\): ZeRO 2 and 3", build)
 
 
 def test_cuts_that_cannot_be_are_refused_and_leave_the_schedule_as_it_was(two, make_transformer):
