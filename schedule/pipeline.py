@@ -43,7 +43,10 @@ class Pipeline:
             # What has no parameters (rotary frequencies, dropout) may run on every stage.
             if unit.stage not in self.mine and any(True for _ in unit.module.parameters()):
                 drop(unit.module)
+        self.after_passes: list[Callable[[], None]] = []
+        """Called when all passes of a step are done, before stages add up the gradients of what they share."""
         self.after_step: list[Callable[[], None]] = []
+        """Called behind that."""
         self.keep_outputs = False
         """Whether `outputs` keeps those of all micro-batches of the last step, for a look at them; otherwise
         only the latest lives, while its loss is computed."""
@@ -136,6 +139,8 @@ class Pipeline:
         self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()
+        for each in self.after_passes:
+            each()
         with torch.no_grad():
             for tensors in self._tied(lambda p: p.grad):
                 self._add(tensors)

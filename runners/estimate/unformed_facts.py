@@ -14,7 +14,7 @@ of one in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
 
 from dataclasses import replace
 
-from .model_facts import Matmul, ModelFacts, Part, PerToken
+from .model_facts import Matmul, ModelFacts, PerToken
 
 ON_A_CHUNK = 40
 """Bytes that operators move for each logit: maximum, difference, exponential, sum, quotient, share."""

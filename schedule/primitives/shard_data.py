@@ -108,7 +108,7 @@ def _apply(
                 shard(part, reshard_after_forward=zero == 3)
                 if zero == 2:  # whole until the last micro-batch
                     part.set_reshard_after_backward(False)
-                    pipeline.after_step.append(part.reshard)
+                    pipeline.after_passes.append(part.reshard)
         return
     chosen = [each.module for each in sch.select(blocks)] if blocks else outermost_blocks(module)
     whole = {id(sch[path].module) for path in gathered}

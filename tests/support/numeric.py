@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from redline.models import numerics
 from redline.schedule import rounding
 from redline.schedule.replicas import whole_gradient
