@@ -10,16 +10,21 @@ STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: tune test test-slow test-portable bench docs setup clean
+.PHONY: tune test test-slow test-exhaustive test-portable bench docs setup clean
 
 tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(ARGS)
 
+# Whole commands in whole terminals and clusters, which rarely fail: some twenty minutes.
 test-slow: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+
+# Every combination of what `make test` and `make test-slow` try some of: hours.
+test-exhaustive: $(TEST_STAMP)
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 # The numeric tests as other machines would compute them, 30 seeds each: hours on two cores.
 test-portable: $(TEST_STAMP)

@@ -6,7 +6,8 @@
 
 First redline tunes the model. Then, in turns, every side trains it on the same global batch: plain data parallelism
 with micro-batch 1, transformers.Trainer under DDP and FSDP2 as accelerate sets it up, both with the Trainer's
-micro-batch of 8, redline's default configuration (the same as the Trainer's), and the winner. Each turn is a fresh set of
+micro-batch of 8, redline's default configuration (the same as the Trainer's), and the winner. Where transformers has a
+plan, layers cut over all devices by DTensor stand beside redline's own cut (`tp`). Each turn is a fresh set of
 processes; steps are timed alike, and the slowest rank counts. Baselines run in float32 on a CPU and in bf16 on GPUs,
 where a person would switch it on.
 
@@ -112,6 +113,7 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
     ]
     if result.default is not None:
         rows.append(Row("redline, default configuration", sides.Redline(config=result.default.config, **common)))
+    rows += cut_layers(load, devices, result, usual * devices, common)
     rows.append(Row("redline, tuned", sides.Redline(config=result.best.config, **common)))
     threads = max(1, usable_cores() // devices) if device.type == "cpu" else None
     with tempfile.TemporaryDirectory() as folder:
@@ -139,6 +141,20 @@ def measure(load: Any, device: Device, devices: int, result: Any, options: argpa
         finally:
             agent.close()
     return rows
+
+
+def cut_layers(load: Any, devices: int, result: Any, micro_batch: int, common: dict[str, Any]) -> list[Row]:
+    """Tensor parallelism over all devices, by DTensor and by redline; nothing where the model has no plan."""
+    from redline.space import Config
+
+    if result.default is None or not getattr(load.build_model({}), "tp_plan", None):
+        return []
+    plain = dict(result.default.config, tp=devices, pp=1, dp=1, zero=0, sequence_parallel=False, checkpoint_ratio=0.0)
+    plain.update(micro_batch=micro_batch, grad_accum=load.global_batch // micro_batch, precision=common["precision"])
+    return [
+        Row(f"tp={devices} by DTensor, micro-batch {micro_batch}", sides.TensorParallel(micro_batch=micro_batch, **common)),
+        Row(f"tp={devices} by redline, the same", sides.Redline(config=Config(plain), **common)),
+    ]
 
 
 def report(

@@ -179,6 +179,42 @@ class FSDP2(Side):
         return step
 
 
+class TensorParallel(Side):
+    """Layers cut over all ranks by torch's DTensor, by transformers' plan of the model: as torchtitan cuts its Llama."""
+
+    def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        model = self.workload.build_model({}).to(device).train()
+        styles = {
+            "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+            "colwise": ColwiseParallel(),
+            "rowwise": RowwiseParallel(),
+            "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        }
+        mesh = init_device_mesh(context.device_type, (context.world_size,))
+        # What is both embedding and head stays whole.
+        tied = model.config.tie_word_embeddings
+        plan = {path: style for path, style in model.tp_plan.items() if not tied or "layers" in path}
+        parallelize_module(model, mesh, {path: styles[style] for path, style in plan.items()})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        whole = self.workload.global_batch
+
+        def step(number: int) -> None:
+            batch = to_device(make_batch(self.workload, whole, number % 8), device)
+            for at in range(0, whole, self.micro_batch):
+                with self.autocast(device):
+                    loss = model(**part(batch, at, at + self.micro_batch)).loss * self.micro_batch / whole
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+
 class Trainer(Side):
     """transformers.Trainer with its defaults: its data loader, its optimizer, its schedule, clipping at 1."""
 

@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--capability", action="append", choices=list(CAPABILITIES), help="by default all")
     parser.add_argument("--all", action="store_true", help="every condition instead of every pair of values")
-    parser.add_argument("--mark", default="numeric and not slow", help="which tests, as `pytest -m` has it")
+    parser.add_argument("--mark", default="numeric and not exhaustive", help="which tests, as `pytest -m` has it")
     parser.add_argument("--keep", type=Path, help="a JSON file: conditions that passed are not run again")
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     options, selected = parser.parse_known_args()

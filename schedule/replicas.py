@@ -20,9 +20,9 @@ class Replicas:
     """Averages the gradients of replicas; `model.replicas` of a model built with `shard_data` at ZeRO 0 or 1.
 
     Parameters are put into buckets in the reverse of their order, which is about the order in which their
-    gradients are finished. The gradients of a bucket are views of one tensor, which is reduced when the last
-    backward pass of a step has added to all of them, while that pass goes on. Buckets are reduced in order, so
-    that all ranks do so alike. Between steps they take no memory.
+    gradients are finished. When the last backward pass of a step has added to a gradient, this rank's part of
+    the mean becomes a view of its bucket, which is reduced once all of it is there, while that pass goes on.
+    Buckets are reduced in order, so that all ranks do so alike. Between steps they take no memory.
 
     With `owned`, at ZeRO 1, every parameter has an owner among the ranks, who alone gets the averaged gradient,
     updates it and sends it to the others: as many bytes on the wire as reducing gradients takes.
@@ -33,7 +33,7 @@ class Replicas:
         owned: whether parameters have owners.
         late: of these gradients are not complete when the backward pass has been there: they are reduced by
             `finish`.
-        reduce_dtype: gradients travel in it, and are divided and kept in their own; None for their own.
+        reduce_dtype: gradients travel in it, and are kept in their own; None for their own.
 
     Source: Li et al., PyTorch Distributed (2020), section 3.2, on buckets; Rajbhandari et al., ZeRO (2020).
     """
@@ -82,7 +82,7 @@ class Replicas:
         for bucket in self.buckets[self._done :]:
             bucket.reduce(self.axis, self._reduce_dtype)
         for bucket in self.buckets:
-            bucket.wait(self.axis)
+            bucket.wait(self.axis.rank)
             bucket.arrived.clear()
         self._done = self._passed = 0
 
@@ -118,7 +118,8 @@ class Replicas:
             Variable._execution_engine.queue_callback(self._pass_ended)
         bucket = self._of[param]
         bucket.arrived[param] = bucket.arrived.get(param, 0) + 1
-        bucket.take(param)
+        if bucket.arrived[param] >= self.passes:
+            bucket.take(param, self.axis.size)
         while self._done < len(self.buckets) and self.buckets[self._done].complete(self.passes):
             self.buckets[self._done].reduce(self.axis, self._reduce_dtype)
             self._done += 1
@@ -174,8 +175,8 @@ class _Bucket:
             param.data = self.flat[place].view(param.shape)
 
     @torch.no_grad()
-    def take(self, param: nn.Parameter) -> None:
-        """Moves a gradient to its place, which it is a view of from then on."""
+    def take(self, param: nn.Parameter, ranks: int) -> None:
+        """Moves a gradient, as this rank's part of the mean, to its place, which it is a view of from then on."""
         if self._gradients is None:
             self._gradients = param.new_empty(self.size + len(self.places))
             self._used.fill_(1)
@@ -183,13 +184,13 @@ class _Bucket:
         if param.grad is None:
             piece.zero_()  # other replicas may have one
         elif param.grad.data_ptr() != piece.data_ptr():
-            piece.copy_(param.grad)
+            torch.div(param.grad, ranks, out=piece)
             param.grad = piece
 
     def reduce(self, axis: Axis, dtype: torch.dtype | None) -> None:
-        """Starts to sum the gradients over the replicas, at the owner if there is one."""
+        """Starts to sum the parts of the mean over the replicas, at the owner if there is one."""
         for number, param in enumerate(self.places):
-            self.take(param)
+            self.take(param, axis.size)
             if param.grad is None:
                 self._used[number] = 0
         total = self._gradients
@@ -201,16 +202,15 @@ class _Bucket:
             self._work = dist.reduce(total, group=axis.group, group_dst=self.owner, async_op=True)
 
     @torch.no_grad()
-    def wait(self, axis: Axis) -> None:
-        """Waits for the sum and makes it the mean. Who does not update the parameters has no gradients then."""
+    def wait(self, rank: int) -> None:
+        """Waits for the mean. Who does not update the parameters has no gradients then."""
         self._work.wait()
-        if self.owner not in (None, axis.rank):
+        if self.owner not in (None, rank):
             for param in self.places:
                 param.grad = None
         else:
             if self._wire is not None:
                 self._gradients.copy_(self._wire)
-            self._gradients[: self.size].div_(axis.size)
             for number, (param, place) in enumerate(self.places.items()):
                 # What no replica used has no gradient, and an optimizer leaves it alone.
                 if param.grad is None and self._used[number] > 0:

@@ -148,7 +148,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
-    [page if page == "README.md" else pytest.param(page, marks=pytest.mark.slow) for page in PAGES if commands(page)],
+    [page if page == "README.md" else pytest.param(page, marks=pytest.mark.exhaustive) for page in PAGES if commands(page)],
 )
 def test_the_commands_of_a_page_run_in_a_terminal(page, tmp_path):
     tools = tmp_path / "bin"

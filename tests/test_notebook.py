@@ -19,7 +19,7 @@ def shown(cell):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_notebook_runs_and_shows_the_result(tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'redline[test]'")
     book = nbformat.read(NOTEBOOK, as_version=4)

@@ -62,7 +62,7 @@ def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
     hold(four, "gpt2", "pp2·dp2+zero1", seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "combination"), [cell for cell in CELLS if cell not in QUICK])
 def test_every_family_in_every_combination(two, four, seed, family, combination):
     reason = numerics.obstacle(family, combination)

@@ -87,7 +87,7 @@ def test_flops_are_those_of_the_formula():
     assert made.flops.reason == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PRESETS)
 def test_flops_of_every_preset_are_near_six_per_parameter_and_token(name):
     made = workload(name)

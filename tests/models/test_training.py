@@ -68,7 +68,7 @@ def test_a_compiled_model_computes_the_same(small, seed):
     numeric.hold(numeric.departure(small("llama"), {"micro_batch": 4, "fusion": True}, seed))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_a_compiled_model_computes_the_same_whatever_else(small, seed, family, ratio):

@@ -202,7 +202,7 @@ def test_an_architecture_has_the_weights_of_its_constructor(name):
     check(make)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted({*all_architectures(), *NAMED} - set(QUICK)))
 def test_every_architecture_has_the_weights_of_its_constructor(name):
     make = small(name)

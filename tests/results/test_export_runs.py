@@ -36,7 +36,7 @@ FRAMEWORKS = {
 }  # fmt: skip
 """Targets, and the package that runs what they write."""
 RUNS = [
-    pytest.param(target, model, marks=() if quick else pytest.mark.slow, id=f"{target}, {model}")
+    pytest.param(target, model, marks=() if quick else pytest.mark.exhaustive, id=f"{target}, {model}")
     for target in FRAMEWORKS
     for model in ("llama-tiny", "bert-tiny")
     for quick in [model == "llama-tiny" and target in ("python", "trainer")]
@@ -192,7 +192,7 @@ def test_another_training_is_told_from_it(model, dry_run, two):
         assert other == losses  # there is none
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
     from redline.models.device import detect

@@ -11,7 +11,7 @@ from redline.space import Config
 pytest.importorskip("peft")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen():
     config = Config(micro_batch=1, grad_accum=1, precision="fp32")
     plan = TimingPlan(warmup_min_steps=2, warmup_max_steps=2, min_steps=1, max_steps=1)

@@ -129,37 +129,37 @@ def said(tmp_path_factory):
     return {word: [rest for each, _, rest in lines if each == word] for word, _, _ in lines}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_trial_runs_on_two_hosts_and_trains_as_one_process(said):
     assert said["HOSTS"] == ["2"] and said["PER_HOST"] == ["1"]
     assert said["TRIAL"] == ["ok  2 [0, 1]"] * 2
     assert said["LOSS"] == ["True"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_rank_reports_its_memory_and_the_slowest_counts(said):
     assert said["MEMORY"] == said["SLOWEST"] == ["True"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_failing_rank_ends_those_of_other_hosts(said):
     assert said["FAILED"] == ["crash rank 1: ValueError: rank one fails (during start)"]
     assert said["GONE"] == ["True"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hang_is_a_timeout_with_the_stack_of_every_rank(said):
     assert said["HANG"][0].startswith("timeout no result within ")
     assert "on rank 0" in said["HANG"][0] and "on rank 1" in said["HANG"][0]
     assert said["STACKS"] == ["True True"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(said):
     assert said["COMPILES"] == ["ok [2.0, 2.0] "]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_next_trial_runs(said):
     assert said["AGAIN"] == ["ok"]
 

@@ -185,7 +185,7 @@ def test_a_fault_that_takes_two_ranks_is_found(two, two_as_they_should_be, fault
     hold_on_two(two, two_as_they_should_be("gpt2-tiny"), "gpt2-tiny", fault, knobs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS[1:])
 @pytest.mark.parametrize(("fault", "knobs"), ON_TWO, ids=lambda value: getattr(value, "__name__", ""))
@@ -250,7 +250,7 @@ def hold_sound(pool, made, configs, base):
     return len(configs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", [*MODELS, "mixtral-tiny", "vit-tiny", "wide-resnet-tiny"])
@@ -263,7 +263,7 @@ def test_no_configuration_of_a_preset_is_wrong(two, four, name, devices):
     assert hold_sound(pool, made, configs, base) == count
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", numerics.FAMILIES)
 def test_no_cell_of_the_table_is_wrong(two, four, family):
@@ -283,7 +283,7 @@ def test_no_cell_of_the_table_is_wrong(two, four, family):
         assert hold_sound(pool, made, configs, {"dp": ranks}) == len(configs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
 def test_what_is_compiled_is_not_wrong(subject, name):

@@ -67,7 +67,7 @@ def test_logs_are_in_the_runs_folder(tuned):
     assert "LOG True" in tuned.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_trials_at_once_than_the_cluster_holds_are_refused_with_the_numbers():
     done = run(
         """
@@ -80,7 +80,7 @@ def test_more_trials_at_once_than_the_cluster_holds_are_refused_with_the_numbers
     assert "1000 trials at once need 1000 CPUs, but the Ray cluster has" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_actor_is_replaced_and_its_trial_run_again():
     done = run(
         """

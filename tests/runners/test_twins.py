@@ -141,7 +141,7 @@ def test_parameters_of_blocks_that_were_not_come_to_are_known(tmp_path):
     assert caught.value.known.parameters == 4 * 8 + 8 + 5 * (64 + 8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_traced_forward_and_backward_and_has_all_its_parameters(name, tmp_path):
     workload = rl.workload(name)

@@ -67,7 +67,7 @@ def test_data_and_tensor_parallel_together(four, make_transformer, seed):
     four.run(check_stage, make_transformer, "llama", 3, {"dp": 2, "tp": 2}, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_stage_with_tensor_parallel(four, make_transformer, seed, name, zero):

@@ -67,7 +67,7 @@ def ran(*arguments):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_whole_transformer_on_two_processes():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     out = ran(
@@ -77,7 +77,7 @@ def test_a_whole_transformer_on_two_processes():
     assert len(losses) == 2 and float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_schedule_costs_is_measured():
     out = json.loads(ran(ROOT / "bench" / "schedule.py", "--rounds", 3, "--json"))
     # 24 blocks, six cuts and four exchanges in each.

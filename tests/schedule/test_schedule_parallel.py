@@ -88,7 +88,7 @@ def test_transformers_train_as_one_process_does(two, make_transformer, seed, nam
     two.run(check_transformer, make_transformer, name, sequence_parallel, True, {"tp": 2}, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES[:2])
 def test_transformers_train_on_four_ranks(four, make_transformer, seed, name):
     four.run(check_transformer, make_transformer, name, True, True, {"tp": 4}, seed)
@@ -412,6 +412,6 @@ def check_compiled(make):
             block.checkpoint().compile(backend="aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_blocks_with_tensor_parallelism(two, make_transformer):
     two.run(check_compiled, make_transformer)

@@ -97,7 +97,7 @@ def test_a_backward_in_two_parts_sums_what_tensor_parallel_ranks_have_of_a_gradi
     four.run(check_transformer, make_transformer, "llama", seed, {"pp": 2, "tp": 2}, [0, 1, 2], 4, kind, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "zero"), [("interleaved", 3), ("interleaved", 1), ("zbv", 1)])
 def test_several_stages_a_rank_and_data_parallel_together(four, make_transformer, seed, kind, zero):
     four.run(
@@ -109,14 +109,14 @@ def test_pipeline_and_data_parallel_together(four, make_transformer, seed):
     four.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0], 2, None, None, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_pipeline_with_every_stage_of_zero(four, make_transformer, seed, name, zero):
     four.run(check_transformer, make_transformer, name, seed, {"pp": 2, "dp": 2}, [0], 2, None, None, zero)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_weights_tied_across_stages_and_cut_over_ranks(four, make_transformer, seed, name):
     four.run(check_transformer, make_transformer, name, seed, {"pp": 2, "tp": 2}, [0])
@@ -138,7 +138,7 @@ def test_a_pipeline_runs_under_autocast(two, mlp):
     assert all(value > 0 for value in [*first.values(), *last.values()])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 def test_four_stages(four, make_transformer, seed, name):
     four.run(check_transformer, make_transformer, name, seed, {"pp": 4}, [0, 1, 2], 4, "1f1b", 8)

@@ -276,7 +276,7 @@ def test_enumeration_is_what_trying_every_combination_finds(model):
     check_enumeration(model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @settings(FUZZ, max_examples=3000)
 @given(models())

@@ -109,7 +109,7 @@ def trial_lines(shown):
 # -- tune ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("columns", [80, *(pytest.param(each, marks=pytest.mark.slow) for each in (60, 110, 200))])
+@pytest.mark.parametrize("columns", [80, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (60, 110, 200))])
 def test_a_search_to_its_end(place, columns):
     shown = tune(place, "--trials", 4, "--out", f"w{columns}", columns=columns, rows=30)
     ended_well(shown)
@@ -132,8 +132,8 @@ def test_a_search_to_its_end(place, columns):
     ("env", "colours", "moves"),
     [
         pytest.param({"NO_COLOR": "1"}, False, True, id="no-color"),
-        pytest.param({"TERM": "dumb"}, False, False, id="dumb", marks=pytest.mark.slow),
-        pytest.param({"TERM": "xterm"}, True, True, id="xterm", marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, False, False, id="dumb", marks=pytest.mark.exhaustive),
+        pytest.param({"TERM": "xterm"}, True, True, id="xterm", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_search_in_other_terminals(place, env, colours, moves):
@@ -146,7 +146,7 @@ def test_a_search_in_other_terminals(place, env, colours, moves):
     assert len(trial_lines(shown)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_terminal_that_changes_its_size_in_mid_run(place):
     shown = tune(place, "--trials", 4, "--out", "resized", workload="slow", columns=110)
     shown.wait_for("   0  ok")
@@ -189,14 +189,14 @@ def test_where_nothing_works_that_is_said_and_no_winner_is_announced(place):
     assert "best.yaml" not in shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_main_command_through_ray(place):
     shown = tune(place, "--trials", 2, "--out", "ray", "--runner", "ray")
     ended_well(shown)
     assert "runner ray" in shown.text and "gain" in shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_a_search_in_tmux(place, tmp_path):
     server = ["tmux", "-L", f"redline-{os.getpid()}"]
@@ -244,7 +244,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("columns", [60, pytest.param(110, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [60, pytest.param(110, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("arguments", "code", "words"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
 def test_a_command_in_a_terminal(runs, arguments, code, words, columns):
     shown = Terminal([*REDLINE, *arguments], cwd=runs.parent, columns=columns)
@@ -282,7 +282,7 @@ def test_the_dashboard_serves_until_ctrl_c(runs):
     assert "Traceback" not in shown.text
 
 
-@pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_every_help_fits(columns):
     for command in command_line.list_commands(None):
         shown = Terminal([*REDLINE, command, "-h"], columns=columns)
@@ -301,7 +301,7 @@ def clone(to):
     return to
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
 def test_make_tune_in_a_fresh_clone(tmp_path):
     """The first ten minutes: installing and all, in an empty folder; its recording is to be looked at."""
@@ -313,7 +313,7 @@ def test_make_tune_in_a_fresh_clone(tmp_path):
     assert "Traceback" not in shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_make_tune_with_what_is_installed(tmp_path):
     """`make tune` from a clone, without installing anew."""
@@ -330,7 +330,7 @@ def test_make_tune_with_what_is_installed(tmp_path):
     assert "winner   trial 0" in shown.text and (folder / "runs" / "gpt2-tiny" / "best.yaml").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_terminal_that_goes_away_ends_the_search(place):
     shown = tune(place, "--out", "hangup", workload="slow")
     shown.wait_for("   0  ok")

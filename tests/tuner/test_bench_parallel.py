@@ -10,7 +10,7 @@ import redline
 BENCH = Path(redline.__file__).parent / "bench" / "parallel.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_side_is_measured_on_two_ranks(tmp_path):
     pytest.importorskip("accelerate")
     command = "--models llama-tiny --seq-len 16 --global-batch 8 --trials 1 --turns 2 --steps 2 --runner local"

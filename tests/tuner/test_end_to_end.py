@@ -202,7 +202,7 @@ def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
     assert "dying" in (folder / "run" / timed_out["log"]).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_agent_that_is_lost_for_good_ends_the_run_with_1_and_with_what_was_found(folder):
     done = tune(folder, "deadly", "--trials", 10, timeout=110)
     assert done.returncode == 1, done.stdout + done.stderr

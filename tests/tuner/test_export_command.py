@@ -141,8 +141,8 @@ def alone(tmp_path_factory):
     "knobs",
     [
         pytest.param({"dp": 2, "zero": 2}, id="dp"),
-        pytest.param({"tp": 2}, id="tp", marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, id="pp", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, id="tp", marks=pytest.mark.exhaustive),
+        pytest.param({"pp": 2}, id="pp", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_python_script_runs_under_torchrun_as_on_one_device(knobs, alone, tmp_path):

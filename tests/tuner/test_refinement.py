@@ -225,7 +225,7 @@ def test_a_simulated_search_refines_its_winner(tmp_path):
     assert len(again.all_trials) == 3 and "knob.checkpoint_blocks" in again.trials
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_on_this_cpu_a_refined_winner_is_tried_within_the_limit_and_wins_if_it_is_faster(tmp_path):
     from transformers import LlamaConfig
 

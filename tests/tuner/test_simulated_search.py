@@ -181,7 +181,7 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
     assert made is None and said == ["the search begins without an estimate: measuring this machine failed: no driver"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_real_search_begins_with_predictions_and_ends_with_mfu(tmp_path):
     result = rl.tune(
         "gpt2-tiny", runner="local", hardware=cpu(), trials=1, measure_time="0.1s", out=tmp_path / "run",
