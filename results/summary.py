@@ -96,9 +96,10 @@ def default(trials: Sequence[Trial]) -> Trial | None:
 
 
 def gain(trials: Sequence[Trial]) -> float | None:
-    """The winner's throughput over the default configuration's; None if either has none."""
+    """The winner's throughput over the default configuration's; None if either has none, or that is none to
+    compare with, as what a callable returns may be zero or less."""
     winner, base = best(trials), default(trials)
-    if winner is None or base is None or not base.ok:
+    if winner is None or base is None or not base.ok or base.measurement.throughput <= 0:
         return None
     return winner.measurement.throughput / base.measurement.throughput
 

@@ -70,10 +70,8 @@ class Result:
 
     @property
     def gain(self) -> float | None:
-        """The winner's throughput over the default configuration's; None if either is missing."""
-        if self.best is None or self.default is None:
-            return None
-        return self.best.throughput / self.default.throughput
+        """The winner's throughput over the default configuration's; None if there is none to compare with."""
+        return summary.gain(self.all_trials)
 
     @property
     def trials(self) -> "DataFrame":

@@ -44,6 +44,7 @@ def test_the_gain_is_over_the_default_configuration_measured_in_this_run():
     base = trial(0, 100.0, sampler="default", remeasured=(80.0,))
     winner = trial(1, 200.0, remeasured=(160.0,))
     assert summary.gain([base, winner]) == 2.0
+    assert summary.gain([trial(0, 0.0, sampler="default"), winner]) is None  # as what a callable returns may be
     assert summary.gain([base]) == 1.0
     assert summary.gain([winner]) is None
     assert summary.gain([trial(0, sampler="default"), winner]) is None

@@ -166,3 +166,12 @@ def test_the_hosts_that_a_runner_finds_are_kept_for_exports(tmp_path, monkeypatc
     monkeypatch.setattr(FunctionRunner, "per_host", 4)
     tune(speed, make_space(), trials=1, out=tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["devices"]["per_host"] == 4
+
+
+def test_a_default_of_nothing_has_a_winner_and_no_gain(tmp_path):
+    space = rl.Space()
+    space.choice("n", [0, 1, 2])
+    found = tune(lambda config: config["n"], space, trials=3, out=tmp_path / "run")
+    assert found.default.throughput == 0
+    assert found.best.throughput > 0 and found.gain is None
+    assert "gain" not in repr(found)

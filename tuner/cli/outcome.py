@@ -42,7 +42,8 @@ def _winner(result: Result, console: Console) -> None:
     else:
         console.print(Text(f"default  trial {default.trial.number}: {_speed(default)}"))
         same = " (the default configuration is the winner)" if default.trial.number == best.trial.number else ""
-        console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
+        if result.gain is not None:
+            console.print(Text(f"gain     {result.gain:.2f}x{same}", style="bold"))
     exact = result.best_exact if best.trial.lossy else None
     if best.trial.lossy:
         told = f"trial {exact.trial.number}: {_speed(exact)}" if exact is not None else "none succeeded"
