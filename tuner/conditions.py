@@ -56,11 +56,6 @@ class Conditions:
                 self._say(canary)
         return measured if self.speed == 1.0 else replace(measured, machine_speed=self.speed)
 
-    def best(self, trials: Sequence[Trial]) -> float | None:
-        """The highest throughput so far as it would be now."""
-        speeds = [at_first_speed(trial).measurement.throughput for trial in trials if trial.ok]
-        return max(speeds) * self.speed if speeds else None
-
     def _say(self, canary: Trial) -> None:
         if abs(self.speed / self._told - 1) > WORTH_SAYING:
             self._told = self.speed

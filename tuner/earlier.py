@@ -10,7 +10,7 @@ from ..results import Trial, View
 from ..space import Config, Space
 from .likeness import Likeness, likeness
 from .samplers.encoding import Encoding
-from .search import REFINEMENT
+from .history import REFINEMENT
 
 RATES = {"tokens/s", "samples/s"}
 """Units between which only the level differs, of which nothing is taken."""

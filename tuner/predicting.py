@@ -11,7 +11,8 @@ from ..models import Workload
 from ..models.device import Device
 from ..results import Trial, summary
 from ..space import Config, Space
-from .search import REFINEMENT, Refinement
+from .history import REFINEMENT
+from .search import Refinement
 
 if TYPE_CHECKING:
     from ..runners.estimate import Estimator, Hardware

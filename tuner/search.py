@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from ..errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
 from ..results.summary import best_so_far
-from ..runners import Reference, Runner, TrialRequest
+from ..runners import Runner, TrialRequest
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
-from .conditions import Conditions, at_first_speed
+from .conditions import Conditions
 from .confirm import Confirmation
 from .feasibility import OutOfMemoryKnowledge
+from .history import REFINEMENT, History
 from .listener import SearchListener
 from .samplers import Sampler
 
@@ -29,8 +30,6 @@ ATTEMPTS = 3
 CONFIRM_SHARE = 1 / 3
 """Of a search's time, what is kept at most for measuring the leaders again."""
 
-REFINEMENT = "layerwise"
-"""Who proposed the trial that refines the winner, in place of a sampler."""
 SMALL_CHANCE = 0.05
 """Chance of a further 1 % below which a search with patience ends."""
 TRIALS_TO_JUDGE = 6
@@ -92,6 +91,7 @@ class Search:
         self.listener = self.listener or SearchListener()
         self.watch = self.watch or Stopwatch(self.budget.seconds)
         self._conditions = Conditions(self._measure_again, self.listener)
+        self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
         self._shortfall = ""
         self.ended = ""
@@ -114,7 +114,7 @@ class Search:
                     trial = again.pop(0) if again else self._next()
                     if trial is None:
                         break
-                    running[pool.submit(self._try, trial)] = trial
+                    running[pool.submit(self._attempt, trial, self._request(trial))] = trial
                     self.listener.started(trial)
                 if not running:
                     return
@@ -166,8 +166,7 @@ class Search:
     def _next(self) -> Trial | None:
         """The next trial, recorded as pending; None if there is to be none now."""
         while True:
-            # A refined configuration is beyond the space, so it says nothing to who proposes from it.
-            trials = [at_first_speed(trial) for trial in self.run_folder.trials() if trial.sampler != REFINEMENT]
+            trials = self._history.update().comparable
             if (ended := self._spent(trials)) is not None:
                 self.ended = ended
                 return None
@@ -198,20 +197,22 @@ class Search:
 
     def _spent(self, trials: list[Trial]) -> str | None:
         """Why there are to be no further trials, in words; None if there are."""
-        tried = [trial for trial in trials if not _skipped(trial)]
-        if self.budget.trials is not None and len(tried) >= self.budget.trials:
+        if self.budget.trials is not None and self._history.tried >= self.budget.trials:
             return f"all {self.budget.trials} trials are done"
         if trials and self._too_late(trials):
             return f"the time of {self.budget.seconds:g} s is used up"
         limit = self.budget.device_hours
         if limit is not None and device_hours_of(trials, self.devices) >= limit:
             return f"the {limit:g} device-hours are used up"
-        return self._no_use(tried)
+        return self._no_use(trials)
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Why further trials are not worth their time, in words; None if they may be."""
+        if not self.budget.patience or self.judge is None or len(trials) < self._judge_at:
+            return None
+        trials = [trial for trial in trials if not _skipped(trial)]
         finished = [trial for trial in trials if not trial.pending]
-        if not self.budget.patience or self.judge is None or len(finished) < self._judge_at:
+        if len(finished) < self._judge_at:
             return None
         # Judging takes as long as proposing: as trials become many it is done less often.
         self._judge_at = max(len(finished) + 1, math.ceil(1.05 * len(finished)))
@@ -286,16 +287,23 @@ class Search:
         return statistics.median(known) if known else 0.0
 
     def _try(self, trial: Trial, *, free: bool = False) -> Measurement:
-        """Runs a trial, again if the machinery fails. With `free`, no candidate is cut short or judged."""
-        trials = self.run_folder.trials()
-        request = TrialRequest(
+        """Runs a trial. With `free`, no candidate is cut short or judged."""
+        return self._attempt(trial, self._request(trial, free))
+
+    def _request(self, trial: Trial, free: bool = False) -> TrialRequest:
+        history = self._history.update()
+        best = None if free else history.best
+        return TrialRequest(
             config=trial.config,
             number=trial.number,
             log=self._log(trial, free),
             timeout_s=self.trial_timeout_s,
-            best_throughput=None if free else self._conditions.best(trials),
-            reference=reference(trials, trial.number),
+            best_throughput=None if best is None else best * self._conditions.speed,
+            reference=history.reference(trial.number),
         )
+
+    def _attempt(self, trial: Trial, request: TrialRequest) -> Measurement:
+        """Runs it, again if the machinery fails."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return self._with_mfu(trial.config, self.runner.run(request))
@@ -330,18 +338,6 @@ class Search:
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)
-
-
-def reference(trials: list[Trial], number: int) -> Reference | None:
-    """What a candidate must reproduce: that of the first trial that ran in the finest number format, other than itself.
-
-    Trial 0 is the default configuration, which applies nothing and computes in float32, so it sets it where it runs.
-    """
-    ran = [trial for trial in trials if trial.ok and trial.number != number and trial.measurement.probe is not None]
-    if not ran:
-        return None
-    finest = min(ran, key=lambda trial: (trial.measurement.probe.roundoff, trial.number))
-    return Reference(probe=finest.measurement.probe, config_id=finest.config.id)
 
 
 def _trials(count: int) -> str:

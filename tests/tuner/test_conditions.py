@@ -9,6 +9,7 @@ from redline.results import Measurement, Status, Trial
 from redline.runners.load import HostLoad, Watch, foreign_cores
 from redline.space import Config
 from redline.tuner.conditions import Conditions, at_first_speed
+from redline.tuner.history import History
 from redline.tuner.listener import SearchListener
 
 
@@ -47,7 +48,7 @@ def test_while_nothing_changes_no_canary_is_run():
         measured = conditions.judge(trials, ran(100.0 + number, load))
         assert measured.machine_speed is None
         trials.append(trial(number, measured))
-    assert canary.asked == [] and heard.lines == [] and conditions.best(trials) == 103.0
+    assert canary.asked == [] and heard.lines == [] and History(lambda: trials).update().best * conditions.speed == 103.0
 
 
 def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
@@ -60,11 +61,11 @@ def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
     assert busy.throughput == 60.0, "what is kept is what was measured"
     assert at_first_speed(trials[1]).measurement.throughput == pytest.approx(150.0)
     # A candidate is stopped early against the best as it would be now, not as it was in a quiet minute.
-    assert conditions.best(trials) == pytest.approx(60.0)
+    assert History(lambda: trials).update().best * conditions.speed == pytest.approx(60.0)
     assert "trial 0 now runs at 40 % of its first speed" in heard.lines[0]
     quiet = conditions.judge(trials, ran(120.0, 0.05))
     assert canary.asked == [0, 0] and quiet.machine_speed is None
-    assert conditions.best(trials) == pytest.approx(150.0)
+    assert History(lambda: trials).update().best * conditions.speed == pytest.approx(150.0)
 
 
 def test_a_canary_that_fails_changes_nothing():

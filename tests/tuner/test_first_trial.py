@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import redline as rl
 import yaml
-from probes import BF16, FP32, probe
 from redline.results import Measurement, Status, Trial
 from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.cli import main
 from redline.tuner.first_trial import first_trial, ladder
-from redline.tuner.search import Search, reference
+from redline.tuner.search import Search
 
 LLAMA_8B = Shape(
     name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256
@@ -215,17 +214,3 @@ def test_what_comes_after_a_first_trial_that_fails_is_its_fallback():
     assert search._choose([]) == (config, "default")
     failed = Trial(number=0, config=config, sampler="default", measurement=oom)
     assert search._choose([failed]) == (smaller, "fallback")
-
-
-def test_the_reference_is_the_first_trial_that_ran_in_the_finest_format():
-    def ran(number, roundoff, status=Status.OK):
-        measured = Measurement(status=status, throughput=1.0, probe=probe(roundoff))
-        return Trial(number=number, config=Config(micro_batch=number + 1), measurement=measured)
-
-    trials = [ran(0, BF16), ran(1, FP32, Status.WRONG), ran(2, BF16)]
-    assert reference(trials[:1], 0) is None
-    assert reference(trials, 1).config_id == trials[0].config.id
-    trials += [ran(3, FP32), ran(4, FP32), Trial(number=5, config=Config())]
-    assert reference(trials, 5).config_id == trials[3].config.id
-    assert reference(trials, 3).config_id == trials[4].config.id
-    assert reference(trials, 5).probe.roundoff == FP32

@@ -107,6 +107,24 @@ class Candidates:
         return Candidates(self.encoding, codes, self._seen, configs=own, rows=rows)
 
 
+class Tried:
+    """The configurations of trials that become more and more, each of which is looked at once."""
+
+    def __init__(self) -> None:
+        self._configs: set[Config] = set()
+        self._last: Config | None = None
+        self._count = 0
+
+    def of(self, trials: Sequence[Trial]) -> set[Config]:
+        """The configurations of these trials. Where they do not go on from those of the last call, all are new."""
+        if self._count > len(trials) or (self._count and trials[self._count - 1].config is not self._last):
+            self.__init__()
+        self._configs.update(trial.config for trial in trials[self._count :])
+        self._count = len(trials)
+        self._last = trials[-1].config if trials else None
+        return self._configs
+
+
 def remaining(
     encoding: Encoding,
     trials: Sequence[Trial],

@@ -1,18 +1,17 @@
 """Random search."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ...results import Trial
 from ...space import Config, Space
-from .candidates import remaining
+from .candidates import Tried, remaining
 from .encoding import Encoding
 from .sampler import StepwiseSampler
 
-
 DRAWS = 8
-"""Draws from the whole of a listed space before what is left of it is looked for."""
+"""Draws from the whole space before what is left of it is looked for."""
 
 
 class RandomSampler(StepwiseSampler):
@@ -24,14 +23,19 @@ class RandomSampler(StepwiseSampler):
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         super().__init__(space, seed=seed)
         self._encoding = Encoding(space)
+        self._tried = Tried()
 
     def next(self, trials: Sequence[Trial]) -> Config | None:
         rng = np.random.default_rng([self.seed, len(trials)])
-        if self._encoding.listed is not None:
-            # As long as most of the space is left, a draw or two find some of it, in no time.
-            seen = {trial.config for trial in trials}
-            for row in rng.integers(len(self._encoding.listed), size=DRAWS).tolist():
-                if (config := self.space.at(row)) not in seen:
-                    return config
+        # As long as most of the space is left, a draw or two find some of it, in no time.
+        tried = self._tried.of(trials)
+        for config in self._draw(rng):
+            if config not in tried:
+                return config
         candidates = remaining(self._encoding, trials, rng, sample=1)
         return candidates.config(rng.integers(len(candidates))) if len(candidates) else None
+
+    def _draw(self, rng: np.random.Generator) -> Iterable[Config]:
+        if self._encoding.listed is None:
+            return self.space.sample(DRAWS, int(rng.integers(2**31)))
+        return map(self.space.at, rng.integers(len(self._encoding.listed), size=DRAWS).tolist())

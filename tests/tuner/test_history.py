@@ -1,0 +1,76 @@
+"""What a search knows of its trials is brought up to date by those that changed, and is what a first look would say."""
+
+import random
+from dataclasses import replace
+
+from probes import BF16, FP32, probe
+from redline.results import Measurement, Status, Trial
+from redline.results.again import judged
+from redline.space import Config
+from redline.tuner.history import REFINEMENT, History
+
+
+def seen(trials):
+    return History(lambda: trials).update()
+
+
+def test_after_any_changes_it_is_what_a_first_look_says():
+    draw = random.Random(0)
+    trials: list[Trial] = []
+    history = History(lambda: trials)
+    for _ in range(400):
+        pending = [trial for trial in trials if trial.pending]
+        worked = [trial for trial in trials if trial.ok]
+        action = draw.random()
+        if action < 0.4 or not trials:
+            sampler = REFINEMENT if draw.random() < 0.1 else "x"
+            trials = [*trials, Trial(number=len(trials), config=Config(n=len(trials)), sampler=sampler)]
+        elif action < 0.8 and pending:
+            trial = draw.choice(pending)
+            speed = draw.uniform(1, 9)
+            slow = draw.choice([None, 0.5])
+            status = draw.choice([Status.OK, Status.OK, Status.OOM, Status.SKIPPED])
+            measured = Measurement(status=status, reason="so")
+            if status is Status.OK:
+                measured = Measurement(status=status, throughput=speed, machine_speed=slow, probe=probe())
+            trials = [
+                replace(each, measurement=measured) if each is trial else each
+                for each in trials
+            ]
+        elif worked:
+            trial = draw.choice(worked)
+            again = judged(trial, (draw.uniform(1, 9),))
+            trials = [again if each is trial else each for each in trials]
+        if draw.random() < 0.5:
+            continue  # several changes at once
+        now, first = history.update(), seen(trials)
+        assert now.comparable == first.comparable
+        assert (now.tried, now.best) == (first.tried, first.best)
+        assert now.reference(3) == first.reference(3)
+    assert history.tried > 50
+    assert history.best > 9, "what ran while the machine was at half its speed counts double"
+
+
+def test_a_refined_configuration_and_what_was_skipped_are_no_trials_of_the_space():
+    skipped = Measurement(status=Status.SKIPPED, reason="too much")
+    trials = [
+        Trial(number=0, config=Config(n=0)),
+        Trial(number=1, config=Config(n=1), measurement=skipped),
+        Trial(number=2, config=Config(n=2), sampler=REFINEMENT),
+    ]
+    assert seen(trials).tried == 1
+    assert [trial.number for trial in seen(trials).comparable] == [0, 1]
+
+
+def test_the_reference_is_the_first_trial_that_ran_in_the_finest_format():
+    def ran(number, roundoff, status=Status.OK):
+        measured = Measurement(status=status, throughput=1.0, probe=probe(roundoff))
+        return Trial(number=number, config=Config(micro_batch=number + 1), measurement=measured)
+
+    trials = [ran(0, BF16), ran(1, FP32, Status.WRONG), ran(2, BF16)]
+    assert seen(trials[:1]).reference(0) is None
+    assert seen(trials).reference(1).config_id == trials[0].config.id
+    trials += [ran(3, FP32), ran(4, FP32), Trial(number=5, config=Config())]
+    assert seen(trials).reference(5).config_id == trials[3].config.id
+    assert seen(trials).reference(3).config_id == trials[4].config.id
+    assert seen(trials).reference(5).probe.roundoff == FP32
