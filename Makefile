@@ -16,7 +16,7 @@ tune: $(STAMP)
 	$(BIN)/redline tune $(MODEL) $(ARGS)
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m "not slow and not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 
 # Whole commands in whole terminals and clusters, which rarely fail: some twenty minutes.
 test-slow: $(TEST_STAMP)

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import re
 import signal
 import tempfile
@@ -13,6 +14,11 @@ import numeric
 import pytest
 import torch
 
+# What inductor keeps of earlier compilations it finds again under another set of vector instructions, which
+# it was not compiled for.
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
 
 # A shell starts what it runs in the background with interrupts ignored, and so would every process of a test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -136,7 +136,14 @@ def test_every_command_and_option_that_is_named_exists(page, arguments):
         return  # -h and --list say something and leave
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if re.search(r"\btune\(", text) else ())
+        for page in PAGES
+        if page not in ELSEWHERE and (text := "\n".join(blocks(page, "python")))
+    ],
+)
 def test_the_python_of_a_page_runs(page, tmp_path):
     (tmp_path / "page.py").write_text("\n\n".join(blocks(page, "python")))
     done = subprocess.run(
@@ -145,6 +152,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
@@ -210,6 +218,7 @@ def test_every_extra_of_the_pages_exists():
             assert extra in settings["options.extras_require"]
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_no_link_is_broken(tmp_path):
     if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
         pytest.skip("mkdocs-material and mkdocstrings are not installed: pip install 'redline[docs]'")

@@ -18,6 +18,7 @@ def test_there_are_python_examples():
     assert len(BLOCKS) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[0])
 def test_every_python_example_runs_in_a_terminal(block, tmp_path):
     (tmp_path / "example.py").write_text(block)

@@ -305,6 +305,7 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
     assert [each.get_attribute("data-trial") for each in tab.locator("#trials tbody tr[data-trial]").all()] == ["1", "0", "2", "3"]
     for name in ("progress", "memory"):
         plot = tab.locator(f"#{name} .plot").first
+        plot.locator("path.mark.once").first.wait_for(state="attached")
         assert plot.locator("path.mark.once").count() == 1
         assert plot.locator("path.mark.once").get_attribute("d").count("M") == 2
         # A line each for the two that were measured again, down to the star of the winner.

@@ -70,6 +70,7 @@ def test_blocks_that_zero_3_keeps_whole_compute_the_same(two, small, seed, text)
         numeric.hold(found)
 
 
+@pytest.mark.slow
 def test_blocks_that_zero_3_keeps_whole_are_gathered_once(two, small):
     workload = small("llama", num_hidden_layers=4)
     config = {"zero": 3, "micro_batch": 2, "grad_accum": 2}

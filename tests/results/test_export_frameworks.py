@@ -30,6 +30,8 @@ from redline.results.export.common import ADAMW
 from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.results.export.trainer import AVERAGING
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = {
     "asked": {
         "model": "llama3-8b",

@@ -24,6 +24,7 @@ from redline.results import Measurement, Status, Trial
 from redline.results.export import render
 from redline.results.export.common import ADAMW
 
+pytestmark = pytest.mark.slow
 ROOT = Path(redline.__file__).parent
 CONFIG = {
     "tp": 1, "pp": 1, "dp": 2, "zero": 0, "micro_batch": 4, "grad_accum": 2, "checkpoint_ratio": 0.0,

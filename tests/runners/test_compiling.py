@@ -43,6 +43,7 @@ def watched(context):
     return Compilation(context.compiling)
 
 
+@pytest.mark.slow
 def test_a_compilation_longer_than_the_deadline_is_no_timeout(bench):
     def program(context):
         import torch

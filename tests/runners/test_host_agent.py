@@ -294,6 +294,7 @@ def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
     assert [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep] == []
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
     pidfile = tmp_path / "pid"
     driver = subprocess.Popen(

@@ -210,7 +210,7 @@ def run(pool, made, knobs):
     return together([part for part, _ in found], [step for _, step in found])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in MODELS[1:])])
 @pytest.mark.parametrize(
     "knobs",
     [

@@ -101,6 +101,7 @@ def test_a_killed_actor_is_replaced_and_its_trial_run_again():
     assert "SECOND ok" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
     done = run(
         """

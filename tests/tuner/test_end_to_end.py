@@ -158,6 +158,7 @@ def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder):
     assert len({(row["knob.micro_batch"], row["knob.checkpoint_ratio"]) for row in table}) == 6
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(folder):
     done = tune(folder, "mlp", "--trials", 2, "--json")
     assert done.returncode == 0, done.stderr
@@ -174,6 +175,7 @@ def test_real_ooms_stand_beside_what_fits(folder):
     assert {status for (micro, _), status in by_micro_batch.items() if micro in ("4", "8")} == {"ok"}
 
 
+@pytest.mark.slow
 def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(folder):
     done = tune(folder, "hungry", "--memory-limit", "15MiB", "--trials", 3)
     assert done.returncode == 3
@@ -183,6 +185,7 @@ def test_a_limit_below_the_model_is_nothing_feasible_with_the_smallest_need(fold
     assert yaml.safe_load((folder / "run" / "best.yaml").read_text())["best"] is None
 
 
+@pytest.mark.slow
 def test_a_faster_candidate_that_computes_something_else_or_no_number_is_wrong(folder):
     done = tune(folder, "cheating", "--trials", 10)
     assert done.returncode == 0, done.stderr
@@ -193,6 +196,7 @@ def test_a_faster_candidate_that_computes_something_else_or_no_number_is_wrong(f
     assert reasons["64"] == "loss is nan at the first step"
 
 
+@pytest.mark.slow
 def test_segfaults_and_hangs_end_neither_the_search_nor_outlive_it(folder):
     done = tune(folder, "mortal", "--trials", 10, "--trial-timeout", "20s")
     assert done.returncode == 0, done.stderr
@@ -229,6 +233,7 @@ def wait_for_rows(folder, count, process):
     raise AssertionError(f"no {count} rows within five minutes")
 
 
+@pytest.mark.slow
 def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     process = start(folder, "slow", "--trials", 5)
     wait_for_rows(folder, 2, process)
@@ -262,7 +267,7 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     assert len(configs) == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
     process = start(folder, "slow", "--trials", 9)
     wait_for_rows(folder, 1, process)
@@ -277,6 +282,7 @@ def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
     assert (folder / "run" / "best.yaml").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_folder_are_refused(folder):
     process = start(folder, "slow", "--trials", 8)
     wait_for_rows(folder, 1, process)

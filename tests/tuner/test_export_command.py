@@ -100,6 +100,7 @@ def test_a_file_is_written_and_its_use_is_said(capsys, run, tmp_path):
     assert made["per_device_train_batch_size"] == 8 and made["use_cpu"] is True
 
 
+@pytest.mark.slow
 def test_the_python_script_trains_on_a_text(capsys, run, tmp_path):
     script, text, weights = tmp_path / "train.py", tmp_path / "corpus.txt", tmp_path / "weights.pt"
     text.write_text(TEXT)
@@ -137,6 +138,7 @@ def alone(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [

@@ -283,6 +283,7 @@ def test_limits_that_ask_for_nothing_are_taken_in_this_process():
     assert result.best is not None
 
 
+@pytest.mark.slow
 def test_ray_runs_the_calls_where_it_is_asked_to(tmp_path):
     script = """
     import os, sys

@@ -86,6 +86,7 @@ class TestRegistry:
         with pytest.raises(UsageError, match=f"at least 2.*{startup}"):
             make_sampler("tpe", small_space(), startup=startup)
 
+    @pytest.mark.slow
     def test_a_fresh_process_proposes_the_same_whatever_its_hash_seed(self, fresh):
         here: dict[str, object] = {}
         exec(PROPOSALS, here)

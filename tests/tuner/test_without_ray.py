@@ -42,6 +42,7 @@ def tune(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_local_needs_no_ray(tune):
     done = tune("--runner", "local", "--devices", "2", "--trials", "1", "--measure-time", "0.1s", "--out", "run")
     assert done.returncode == 0, done.stderr
