@@ -62,6 +62,7 @@ def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
     check(two, small("llama"), config, seed)
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
     """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, ZeRO 3
     gathers the weights besides."""

@@ -284,6 +284,7 @@ def test_ranks_on_a_cpu_have_the_threads_they_were_measured_with(target, cores, 
     assert "OMP_NUM_THREADS" not in render(target, trial, document).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["python", "accelerate"])
 def test_two_hosts_meet_by_the_script_of_an_export(target, tmp_path):
     """Both hosts are this machine: the ranks are numbered host by host."""

@@ -158,6 +158,7 @@ def test_a_terminal_that_changes_its_size_in_mid_run(place):
     assert [int(line.split()[0]) for line in trial_lines(shown)][-2:] == [2, 3]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_found_and_resume_goes_on(place):
     before = set(psutil.Process().children(recursive=True))
     shown = tune(place, "--trials", 5, "--out", "stopped", workload="slow")

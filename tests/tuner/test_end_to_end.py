@@ -295,6 +295,7 @@ def test_two_processes_on_one_folder_are_refused(folder):
     assert str(process.pid) in second.stderr
 
 
+@pytest.mark.slow
 def test_an_out_that_cannot_be_written_is_refused_before_the_first_trial(folder):
     (folder / "run").write_text("a file, not a folder")
     done = tune(folder, "mlp", "--trials", 2)

@@ -50,6 +50,7 @@ def test_local_needs_no_ray(tune):
     assert ["dp", "2"] in [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_without_ray_the_default_runner_says_what_to_do(tune):
     done = tune("--trials", "1", "--out", "run")
     assert done.returncode == 2
