@@ -32,7 +32,7 @@ from redline.runners.estimate.measuring import measure
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.cli.options import fixes_of, values_of
-from redline.tuner.tuning import Task, resolve_task
+from redline.tuner.task import Task, resolve_task
 
 MEASURED = ("status", "reason", "step_ms", "step_ms_spread", "peak_memory_gib", "seconds_total", "measured")
 # What a transformers configuration calls the numbers of a shape, by the column of the facts.

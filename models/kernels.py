@@ -35,7 +35,7 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
     if not isinstance(schedule, StandardSchedule):
         return "the workload's own schedule does not look at it"
     sch = sch or create_schedule(skeleton(workload))
-    if why := schedule.support(sch).kernels:
+    if why := schedule.no_kernels(sch):
         return why
     head = head_of(sch, schedule.blocks(sch)).module
     if head.out_features < LARGE_HEAD * head.in_features:

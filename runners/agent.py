@@ -4,7 +4,7 @@ Run as `python -m redline.runners.agent FD`, where FD is its end of a connection
 it. By that it gets its set-up and says when it is ready; standard output is for whatever the modules that it
 imports print there, and goes to its log. It listens on a Unix socket and forks a supervisor for every client.
 It ends, with everything it started, when the connection closes: when the process that started it ends, however
-that happens.
+that happens. Until then it can be told of more to import.
 """
 
 import gc
@@ -14,6 +14,8 @@ import selectors
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 
@@ -32,6 +34,14 @@ class AgentSetup:
     """Modules that every rank will need."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoreImports:
+    """What a host agent is told later on; it answers as it did when it was ready."""
+
+    imports: tuple[str, ...]
+    """Further modules that every rank will need."""
+
+
 def main() -> None:
     """Serves until whoever started it hangs up."""
     starter = Connection(int(sys.argv[1]))
@@ -41,21 +51,32 @@ def main() -> None:
     adopt_orphans()
     # torch.cuda.is_available() through NVML, so that no import initialises CUDA in the agent.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    try:
-        for name in setup.imports:
-            importlib.import_module(name)
+    with _telling(starter):
+        _import(setup.imports)
         listener = Listener(setup.address, "AF_UNIX", backlog=128)
-    except Exception as error:  # the starter is told, whatever it is
-        starter.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
-        sys.exit(1)
-    sys.stdout.flush()  # or every supervisor would write again what the imports printed
-    gc.collect()
-    gc.freeze()  # what is imported is never collected, so its pages stay shared
     starter.send({"ready": os.getpid()})
     try:
         _serve(listener, starter)
     finally:
         kill_descendants()
+
+
+@contextmanager
+def _telling(starter: Connection) -> Iterator[None]:
+    """Tells the starter of what fails, whatever it is, and ends the agent then."""
+    try:
+        yield
+    except Exception as error:
+        starter.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        sys.exit(1)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    sys.stdout.flush()  # or every supervisor would write again what the imports printed
+    gc.collect()
+    gc.freeze()  # what is imported is never collected, so its pages stay shared
 
 
 def _serve(listener: Listener, starter: Connection) -> None:
@@ -65,8 +86,15 @@ def _serve(listener: Listener, starter: Connection) -> None:
         selector.register(starter, selectors.EVENT_READ, "starter")
         while True:
             for key, _ in selector.select():
-                if key.data == "starter":  # which says nothing more, so it has hung up
-                    return
+                if key.data == "starter":
+                    try:
+                        more: MoreImports = starter.recv()
+                    except (EOFError, OSError):  # it hung up
+                        return
+                    with _telling(starter):
+                        _import(more.imports)
+                    starter.send({"ready": os.getpid()})
+                    continue
                 if key.data == "client":
                     with listener.accept() as client:
                         pid, pidfd = _fork_supervisor(client, listener, starter)

@@ -11,7 +11,7 @@ from ..results import Measurement, RankReport, Status
 from . import truth
 from .dry_run import DryRun, DryRunReport
 from .estimate.hardware import recognise
-from .host import COMMON_IMPORTS
+from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .runner import Runner, TrialRequest
@@ -74,11 +74,16 @@ class DryRunner(Runner):
 
 
 class DryRuns(Work):
-    """Dry runs of a workload, a rank for each device."""
+    """Dry runs of a workload, a rank for each device.
 
-    def __init__(self, workload: Workload) -> None:
+    Args:
+        workload: what is trained.
+        compiles: whether any of them may compile.
+    """
+
+    def __init__(self, workload: Workload, *, compiles: bool = True) -> None:
         self.workload = workload
-        self.imports = (*COMMON_IMPORTS, *workload.imports)
+        self.imports = (*(COMMON_IMPORTS if compiles else PLAIN_IMPORTS), *workload.imports)
 
     def job(self, request: TrialRequest, terms: TrialTerms) -> Job:
         import cloudpickle

@@ -16,20 +16,21 @@ from typing import Any
 
 from ..errors import RunnerError
 from . import failure
-from .agent import AgentSetup
+from .agent import AgentSetup, MoreImports
 from .job import STOP, Job, Outcome
 
-COMMON_IMPORTS = (
+PLAIN_IMPORTS = (
     "torch",
     "transformers",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
     "redline.schedule",
     "redline.models.families",
     "redline.models.training",
     "redline.runners.dry_run",
 )
-"""What most dry runs would import by themselves, which takes seconds; in the agent it is done once."""
+"""What dry runs would import by themselves, which takes seconds; in the agent it is done once."""
+COMMON_IMPORTS = (*PLAIN_IMPORTS, "torch._inductor.compile_fx")
+"""The same where some of them compile."""
 
 STARTS = 3
 """How often an agent is started that dies before it is ready."""
@@ -41,7 +42,7 @@ class HostAgent:
     """Starts a host agent on this machine and sends it jobs. Thread-safe.
 
     Args:
-        imports: modules the agent imports once, for all trials.
+        imports: modules the agent imports once, for all trials; `also_import` adds to them.
 
     The agent process starts at once and imports in the background; the first `run` waits for it.
     """
@@ -50,13 +51,14 @@ class HostAgent:
         self._imports = tuple(dict.fromkeys(imports))
         self._lock = threading.Lock()
         self._closed = False
+        self._failure: RunnerError | None = None
         self._running: dict[str, Connection] = {}
         self._stopped: set[str] = set()
         self._start()
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="redline-agent-")
-        self._ready = False
+        self._awaited = 1  # answers that it owes, one for each time it is told what to import
         setup = AgentSetup(
             address=os.path.join(self._folder, "socket"),
             sys_path=tuple(os.path.abspath(each) for each in sys.path),
@@ -77,8 +79,11 @@ class HostAgent:
                 # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
-        with contextlib.suppress(ConnectionError):  # it ended at once, which `wait_ready` finds
-            self._control.send(setup)
+        self._send(setup)
+
+    def _send(self, what: AgentSetup | MoreImports) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, which `wait_ready` finds
+            self._control.send(what)
 
     def _restart(self) -> None:
         """Starts another agent in the place of one that has ended."""
@@ -91,6 +96,15 @@ class HostAgent:
         """Process id of the agent."""
         return self._process.pid
 
+    def also_import(self, imports: Sequence[str]) -> None:
+        """Has the agent import what it has not yet, in the background; `wait_ready` and `run` wait for that."""
+        with self._lock:
+            new = tuple(dict.fromkeys(each for each in imports if each not in self._imports))
+            if new:
+                self._imports += new
+                self._awaited += 1
+                self._send(MoreImports(imports=new))
+
     def wait_ready(self) -> None:
         """Returns when the agent takes jobs. One that dies before is started again, `STARTS` times in all.
 
@@ -98,10 +112,12 @@ class HostAgent:
             RunnerError: it could not start; the message holds its last words.
         """
         with self._lock:
-            if self._ready and not self._closed and self._process.poll() is not None:
+            if self._failure is not None:
+                raise self._failure
+            if not self._awaited and not self._closed and self._process.poll() is not None:
                 self._restart()
             starts = 1
-            while not self._ready and not self._closed:
+            while self._awaited and not self._closed:
                 said = self._first_words()
                 if said is None and not self._closed:
                     how = failure.ended(self._reaped())
@@ -111,10 +127,11 @@ class HostAgent:
                     starts += 1
                     self._restart()
                 elif said is not None and "error" in said:
-                    # It would fail in the same way again.
-                    raise RunnerError(f"the host agent did not start: {said['error']}\n{said['traceback']}")
-                else:
-                    self._ready = said is not None
+                    what = f"the host agent did not start: {said['error']}\n{said['traceback']}"
+                    self._failure = RunnerError(what)  # it would fail in the same way again
+                    raise self._failure
+                elif said is not None:
+                    self._awaited -= 1
             if self._closed:
                 self._end()  # perhaps this agent was started while another was being closed
                 raise RunnerError("the host agent is closed")
@@ -173,6 +190,8 @@ class HostAgent:
         # What the agent takes as its end, and a thread that waits for its first words as well.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
             control.shutdown(socket.SHUT_RDWR)
+        if self._awaited:  # it hears nothing while it imports
+            self._process.terminate()
         self._reaped(timeout_s=15)
         shutil.rmtree(self._folder, ignore_errors=True)
 

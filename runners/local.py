@@ -19,6 +19,7 @@ class LocalRunner(DryRunner):
         what: the workload that is trained, or other work.
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
+        agent: one that was started beforehand; this runner closes it. By default one is started.
 
     Raises:
         UsageError: a trial needs more devices than there are.
@@ -26,7 +27,14 @@ class LocalRunner(DryRunner):
 
     name = "local"
 
-    def __init__(self, what: Workload | Work, terms: TrialTerms, *, concurrency: int | None = None) -> None:
+    def __init__(
+        self,
+        what: Workload | Work,
+        terms: TrialTerms,
+        *,
+        concurrency: int | None = None,
+        agent: HostAgent | None = None,
+    ) -> None:
         super().__init__(what, terms)
         cuda = terms.device.type == "cuda"
         if cuda and terms.devices > terms.device.count:
@@ -47,7 +55,11 @@ class LocalRunner(DryRunner):
         ids = _cuda_ids(terms.device.count) if cuda else []
         for slot in range(at_once):
             self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
-        self._agent = HostAgent(self.work.imports)
+        if agent is None:
+            agent = HostAgent(self.work.imports)
+        else:
+            agent.also_import(self.work.imports)
+        self._agent = agent
 
     def dispatch(self, job: Job) -> Outcome:
         ids = self._free.get()

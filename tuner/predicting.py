@@ -8,7 +8,6 @@ import numpy as np
 
 from ..errors import RunnerError, UsageError
 from ..models import Workload
-from ..models.device import Device
 from ..results import Trial, summary
 from ..space import Config, Space
 from .history import REFINEMENT
@@ -36,13 +35,6 @@ def described(hardware: "str | Path | Hardware | None") -> "Hardware":
     return find_hardware(hardware)
 
 
-def device_of(hardware: "Hardware") -> Device:
-    """It as a kind of device."""
-    from ..runners.estimate.planning import device_of as described_device
-
-    return described_device(hardware)
-
-
 def estimator_of(
     workload: Workload,
     space: Space,
@@ -51,6 +43,7 @@ def estimator_of(
     hardware: "str | Path | Hardware | None",
     memory_limit_mib: float | None,
     free_batch: bool = False,
+    settle: Callable[[], None] = lambda: None,
 ) -> "Estimator":
     """An estimator of these trials; nothing is traced yet.
 
@@ -62,6 +55,7 @@ def estimator_of(
             not in the table, and remembered.
         memory_limit_mib: of a device; None for what it has.
         free_batch: whether the samples of a step vary.
+        settle: called before this machine is measured; returns when this process's own others are at rest.
 
     Raises:
         UsageError: the hardware is unknown.
@@ -69,7 +63,7 @@ def estimator_of(
     from ..runners.estimate import Estimator, TrainingSetup
     from ..runners.estimate.question import machine_of, without_knobs
 
-    machine, _ = machine_of(hardware, devices)
+    machine, _ = machine_of(hardware, devices, settle)
     setup = TrainingSetup(
         devices=devices,
         seq_len=workload.seq_len,

@@ -13,7 +13,7 @@ from .budget import Budget
 from .listener import SearchPlan
 
 if TYPE_CHECKING:
-    from .tuning import Task
+    from .task import Task
 
 
 def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, Any]:

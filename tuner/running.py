@@ -1,19 +1,25 @@
 """Who runs the trials, and whether that can honour what was asked for."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, unknown
 from ..models import Workload
 from ..models.device import available_memory_mib, usable_cores
+from ..models.families.standard import StandardSchedule
+from ..models.huggingface import Architecture
 from ..results import Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
+from ..runners.dispatch import DryRuns
+from ..runners.host import HostAgent
 from ..runners.work import Work
+from ..space import Space
 from .predicting import simulator
 
 if TYPE_CHECKING:
     from ..runners.estimate import Estimator
-    from .tuning import Task
+    from .task import Task
 
 RUNNERS = ("ray", "local", "simulate")
 IN_PROCESS = FunctionRunner.name
@@ -47,6 +53,22 @@ def runner_of(target: Any, asked: str | None, isolate: bool) -> str:
     if asked not in RUNNERS:
         raise UsageError(unknown("runner", asked, RUNNERS))
     return asked
+
+
+def imports_early(target: Any) -> bool:
+    """Whether a host agent may import while it is resolved what is tuned: not beside a file of Python, which may
+    set the environment that imports look at, and not for a callable, which may need none of them."""
+    if isinstance(target, Workload):
+        return True
+    return isinstance(target, (str, Path)) and ".py" not in str(target)
+
+
+def may_compile(workload: Workload, space: Space) -> bool:
+    """Whether configurations may compile: some have `fusion`, or the model or its schedule is somebody's own."""
+    if not isinstance(workload.model, Architecture) or not isinstance(workload.schedule, StandardSchedule):
+        return True
+    fusion = space.by_name.get("fusion")
+    return fusion is not None and (fusion.derived or True in fusion.values)
 
 
 def check_honoured(task: "Task", runner: str, **asked: Any) -> None:
@@ -112,6 +134,7 @@ def make_runner(
     ray_address: str | None,
     estimator: "Estimator | None",
     earlier: Sequence[Trial],
+    agent: HostAgent | None = None,
 ) -> Runner:
     """The runner of this name, ready for the first trial.
 
@@ -122,6 +145,7 @@ def make_runner(
         limit_mib, timeout_s, plan, seed, concurrency, ray_address: of the trials.
         estimator: answers where nothing is run.
         earlier: trials of a run that is taken up again.
+        agent: for the runner `local`, one that was started beforehand.
     """
     if runner == IN_PROCESS:
         return FunctionRunner(task.function)
@@ -139,9 +163,9 @@ def make_runner(
         plan=plan,
         seed=seed,
     )
-    what = work or task.workload
+    what = work or DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
     if runner == "local":
-        made: Runner = LocalRunner(what, terms, concurrency=concurrency)
+        made: Runner = LocalRunner(what, terms, concurrency=concurrency, agent=agent)
     else:
         made = RayRunner(what, terms, concurrency=concurrency, address=ray_address)
     try:

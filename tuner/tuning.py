@@ -6,20 +6,16 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import RunnerError, SpaceError, UsageError
+from ..errors import RunnerError, UsageError
 from ..models import Workload
-from ..models.device import Device, detect, usable_cores
 from ..models.families.standard import BLOCK_KNOBS
-from ..models.global_batch import free_accumulation, shared
-from ..models.spaces import checked_allowance, lossy_of_space, nothing_allowed
-from ..models.spaces import fix as fix_knob
 from ..results import RunFolder
 from ..runners import TimingPlan
 from ..runners.function import Calls
+from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..space import Config, Space
 from .budget import Budget, Stopwatch, parse_duration, parse_memory
 from .earlier import read_runs, take
@@ -27,47 +23,22 @@ from .feasibility import tight_winner
 from .first_trial import first_trial
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
-from .predicting import check_refinable, described, device_of, estimate_to_begin_with
+from .predicting import check_refinable, described, estimate_to_begin_with
 from .predicting import peak_rate, refiner, usable
 from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
 from .running import DEFAULT_MEASURE_TIME, DEFAULT_TIMEOUT, IN_PROCESS
-from .running import check_honoured, make_runner, memory_of_rank, runner_of
+from .running import check_honoured, imports_early, make_runner, memory_of_rank, runner_of
 from .samplers import make_sampler
 from .samplers.bayes import BayesSampler
 from .search import Search
+from .task import resolve_task
 from .warm_start import WarmStart
-
-if TYPE_CHECKING:
-    from ..runners.estimate import Hardware
 
 DEFAULT_SAMPLER = "bayes"
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
 DEFAULT_HEADROOM = 0.05
-CPU_RANKS_PER_CORE = 4
-MIN_CPU_RANKS = 8
-"""On a CPU ranks are processes: some more than cores are of use to try things out, dozens are a mistake."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is tuned, resolved: a workload or a callable, its space, and where it runs."""
-
-    name: str
-    space: Space
-    device: Device
-    devices: int
-    workload: Workload | None = None
-    function: Callable[[Config], Any] | None = None
-    free_batch: bool = False
-    """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
-    simulated: bool = False
-    """Whether trials are predictions."""
-    lossy: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Of each knob the values in the space that trade accuracy for speed."""
-    notes: tuple[str, ...] = ()
-    """What its user should know beforehand."""
 
 
 def tune(
@@ -177,286 +148,170 @@ def tune(
     limit_mib = parse_memory(memory_limit)
     timeout_s = parse_duration(trial_timeout, "trial timeout")
     plan = TimingPlan(seconds=parse_duration(measure_time, "measure time"))
-    task = resolve_task(
-        target,
-        space,
-        devices=devices,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        data=data,
-        lora=lora,
-        allow=allow,
-        override=override,
-        fix=fix,
-        cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
-        simulated=described(hardware) if runner == "simulate" else None,
-    )
-    check_honoured(
-        task,
-        runner,
-        trial_timeout=trial_timeout,
-        memory_limit=memory_limit,
-        measure_time=measure_time,
-        concurrency=concurrency,
-        ray_address=ray_address,
-    )
-    asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
-    budget.check_against(asked_timeout, concurrency or 1, task.devices)
-    earlier = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start, own=out)
-    if task.workload is None and hardware is not None:
-        raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
-    if task.simulated and time is not None:
-        raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
-    if layerwise:
-        check_refinable(task.workload, task.space)
-    asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
-    # Whatever can be refused is, before anything takes time.
-    make_sampler(sampler, task.space, seed=seed)
-    check_trackers(log_to, out)
-    if out is not None:
-        RunFolder.check(out, asked, storage=storage, resume=resume)
-    elif resume:
-        raise UsageError("resume needs out, the folder of the run to go on with")
-    taken = [take(run, task.space, asked, task.workload.unit if task.workload else "") for run in earlier]
-    calls = Calls(task.function) if task.function is not None and runner != IN_PROCESS else None
-    limit_mib = memory_of_rank(task, limit_mib, concurrency)
-    notes: list[str] = []
-
-    def warn(message: str) -> None:
-        notes.append(message)
-        listener.said(message)
-
-    given, estimator = prior, None
-    if task.workload is not None:
-        estimator = estimate_to_begin_with(
-            task.workload,
-            task.space,
-            warn,
-            devices=task.devices,
-            hardware=hardware,
-            memory_limit_mib=limit_mib,
-            free_batch=task.free_batch,
+    with contextlib.ExitStack() as held:
+        agent: HostAgent | None = None
+        if runner == "local" and imports_early(target):
+            agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+        task = resolve_task(
+            target,
+            space,
+            devices=devices,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            data=data,
+            lora=lora,
+            allow=allow,
+            override=override,
+            fix=fix,
+            cluster=runner == "ray" and bool(ray_address or os.environ.get("RAY_ADDRESS")),
+            simulated=described(hardware) if runner == "simulate" else None,
         )
-        if prior is None and estimator is not None:
-            listener.waiting("predicting")
-            prior = usable(estimator, task.space, warn)
-    first = first_trial(task.space, prior if task.workload is not None else None, headroom)
-    asked |= {"first_trial": first.note} if first.note else {}
-    if taken:
-        prior = WarmStart(task.space, taken, prior, warn)
-        for each in taken:
-            warn(each.said)
-    # Whoever proposes, the stopping rule asks this one what is left to gain.
-    judge = BayesSampler(task.space, seed=seed, prior=prior, warn=warn, headroom=headroom)
-    proposer = judge if sampler == BayesSampler.name else make_sampler(sampler, task.space, seed=seed)
-    if (given is not None or taken) and proposer is not judge:
-        warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
-
-    columns: dict[str, Any] = {knob.name: None if knob.derived else knob.values for knob in task.space.knobs}
-    if layerwise:
-        columns |= dict.fromkeys(name for name in BLOCK_KNOBS if name not in columns)
-    with logging_to(log_to, out, listener) as listener, _folder(out) as path:
-        folder = RunFolder.open(
-            path, asked, knobs=columns, make_config=Config, storage=storage, resume=resume, warn=warn
+        if runner == "local" and task.workload is not None and agent is None:
+            agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
+        check_honoured(
+            task,
+            runner,
+            trial_timeout=trial_timeout,
+            memory_limit=memory_limit,
+            measure_time=measure_time,
+            concurrency=concurrency,
+            ray_address=ray_address,
         )
-        with folder:
-            begun = (first.note,) if first.note and not folder.resumed else ()
-            for note in (*folder.notes, *task.notes, *begun):
-                warn(note)
-            interrupted, ended = False, ""
-            lost: RunnerError | None = None
-            listener.waiting("starting workers")
-            with contextlib.ExitStack() as stack:
-                try:
-                    made = stack.enter_context(
-                        make_runner(
-                            task,
-                            runner,
-                            calls,
-                            limit_mib=limit_mib,
-                            timeout_s=timeout_s,
-                            plan=plan,
-                            seed=seed,
-                            concurrency=concurrency,
-                            ray_address=ray_address,
-                            estimator=estimator,
-                            earlier=folder.trials(),
-                        )
-                    )
-                    folder.record_hosts(made.per_host)
-                    search = Search(
-                        run_folder=folder,
-                        sampler=proposer,
-                        runner=made,
-                        budget=budget,
-                        first=(first.config,),
-                        fallback=first.fallback,
-                        trial_timeout_s=timeout_s,
-                        listener=listener,
-                        judge=judge if patience else None,
-                        devices=task.devices,
-                        predictor=judge,
-                        peak_rate=peak_rate(estimator) if estimator is not None else None,
-                        watch=watch,
-                    )
-                    told = {"default": first.config, "kept": out is not None}
-                    listener.began(plan_of(task, budget, folder, sampler, made, **told))
-                    search.run()
-                    ended = search.ended
-                    if layerwise:
-                        search.refine(refiner(estimator, task.space, headroom, warn))
-                    search.confirm()
-                except KeyboardInterrupt:
-                    interrupted, ended = True, "interrupted"
-                except RunnerError as error:
-                    lost, ended = error, "the machinery that runs trials failed"
-            done = folder.trials()
-            if (tight := tight_winner(done, headroom)) and not interrupted:
-                warn(tight)
-            requested = {"space": space_file, "data": data, "set": override, "fix": fix}
-            command = command_of(task, target, limit_mib, seed, made_of=done, given=requested)
-            folder.write_best(command, devices=task.device.to_dict())
-            result = make_result(
-                done,
-                folder.knobs,
-                folder=path if out is not None else None,
-                ended=ended,
-                interrupted=interrupted,
-                notes=notes,
-                simulated=task.simulated,
+        asked_timeout = None if trial_timeout == DEFAULT_TIMEOUT else timeout_s
+        budget.check_against(asked_timeout, concurrency or 1, task.devices)
+        earlier = read_runs([warm_start] if isinstance(warm_start, (str, Path)) else warm_start, own=out)
+        if task.workload is None and hardware is not None:
+            raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
+        if task.simulated and time is not None:
+            raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
+        if layerwise:
+            check_refinable(task.workload, task.space)
+        asked = asked_of(task, limit_mib, sampler=sampler, seed=seed, runner=runner, timeout_s=timeout_s)
+        # Whatever can be refused is, before anything takes time.
+        make_sampler(sampler, task.space, seed=seed)
+        check_trackers(log_to, out)
+        if out is not None:
+            RunFolder.check(out, asked, storage=storage, resume=resume)
+        elif resume:
+            raise UsageError("resume needs out, the folder of the run to go on with")
+        taken = [take(run, task.space, asked, task.workload.unit if task.workload else "") for run in earlier]
+        calls = Calls(task.function) if task.function is not None and runner != IN_PROCESS else None
+        limit_mib = memory_of_rank(task, limit_mib, concurrency)
+        notes: list[str] = []
+
+        def warn(message: str) -> None:
+            notes.append(message)
+            listener.said(message)
+
+        given, estimator = prior, None
+        if task.workload is not None:
+            estimator = estimate_to_begin_with(
+                task.workload,
+                task.space,
+                warn,
+                devices=task.devices,
+                hardware=hardware,
+                memory_limit_mib=limit_mib,
+                free_batch=task.free_batch,
+                settle=agent.wait_ready if agent is not None else lambda: None,
             )
-            listener.ended(result)
-            if lost is not None:
-                kept = out is not None and any(not trial.pending for trial in done)
-                note = f"\nWhat was found before is in '{path}'; resuming goes on from there." if kept else ""
-                raise RunnerError(f"{lost}{note}") from lost
-            if result.best is None and not heard:
-                warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=2)
-            return result
+            if prior is None and estimator is not None:
+                listener.waiting("predicting")
+                prior = usable(estimator, task.space, warn)
+        first = first_trial(task.space, prior if task.workload is not None else None, headroom)
+        asked |= {"first_trial": first.note} if first.note else {}
+        if taken:
+            prior = WarmStart(task.space, taken, prior, warn)
+            for each in taken:
+                warn(each.said)
+        # Whoever proposes, the stopping rule asks this one what is left to gain.
+        judge = BayesSampler(task.space, seed=seed, prior=prior, warn=warn, headroom=headroom)
+        proposer = judge if sampler == BayesSampler.name else make_sampler(sampler, task.space, seed=seed)
+        if (given is not None or taken) and proposer is not judge:
+            warn(f"the sampler '{sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
 
-
-def resolve_task(
-    target: Any,
-    space: Space | None = None,
-    *,
-    devices: int | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    data: str | Path | None = None,
-    lora: str | None = None,
-    allow: str | Sequence[str] = (),
-    override: Mapping[str, Sequence[Any]] | None = None,
-    fix: Mapping[str, Any] | None = None,
-    cluster: bool = False,
-    simulated: "Hardware | None" = None,
-) -> Task:
-    """What the arguments of `tune` of these names come to.
-
-    With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
-    are this hardware's, of a node where no number is given.
-
-    Raises:
-        UsageError: one of them is invalid.
-    """
-    for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
-    allow = checked_allowance(allow, own_space=space is not None)
-    if simulated is not None:
-        device = device_of(simulated)
-        count = devices or device.count
-        notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
-    else:
-        device = detect()
-        count = devices or device.count
-        notes = _check_devices(count, device, cluster)
-    if isinstance(target, (str, Path, Workload)):
-        from ..models import workload as resolve_workload
-
-        workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
-        accumulation = free_accumulation(workload, space, global_batch, override, fix)
-        if accumulation is None:
-            workload, said = shared(workload, count, target=target, asked=global_batch)
-            notes += said
-        made = (
-            space.copy()
-            if space is not None
-            else workload.make_space(device, devices=count, grad_accum=accumulation, allow=allow)
-        )
-        notes += nothing_allowed(made, allow)
-        name, function = workload.name, None
-    elif callable(target):
-        if simulated is not None:
-            raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
-        if space is None:
-            raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
-        if any(each is not None for each in (seq_len, global_batch, data, lora)):
-            raise UsageError("seq_len, global_batch, data and lora belong to a workload, not to a callable")
-        workload, function, made, accumulation = None, target, space.copy(), None
-        name = getattr(target, "__name__", type(target).__name__)
-    else:
-        raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
-    for knob, values in (override or {}).items():
-        made.override(knob, values)
-    for knob, value in (fix or {}).items():
-        fix_knob(made, knob, value)
-    for knob, value in (fix or {}).items():
-        _check_effect(made, knob, value)
-    return Task(
-        name=name,
-        space=made,
-        device=device,
-        devices=count,
-        workload=workload,
-        function=function,
-        free_batch=accumulation is not None,
-        simulated=simulated is not None,
-        lossy=lossy_of_space(made) if workload is not None else {},
-        notes=notes,
-    )
-
-
-def _check_effect(space: Space, name: str, value: Any) -> None:
-    """Refuses to fix a knob that no configuration has.
-
-    Raises:
-        UsageError: so it is.
-    """
-    when = space[name].when
-    if when is None:
-        return
-    try:
-        space.copy().require(when)
-    except SpaceError:
-        raise UsageError(
-            f"{name}={value} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
-            "left has that"
-        ) from None
-
-
-def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]:
-    """What to say about so many devices of a trial.
-
-    Raises:
-        UsageError: more than there are; on a CPU, more ranks than make sense.
-    """
-    if cluster:
-        return ()
-    if device.type == "cuda":
-        if count > device.count:
-            raise UsageError(f"{count} devices were asked for, but there are {device.count} ({device.name})")
-        return ()
-    cores = usable_cores()
-    most = max(MIN_CPU_RANKS, cores * CPU_RANKS_PER_CORE)
-    if count > most:
-        raise UsageError(
-            f"{count} devices were asked for; on a CPU each is a process, and at most {most} are taken where there are "
-            f"{cores} core{'s'[: cores > 1]}"
-        )
-    if count > cores:
-        what = "one core" if cores == 1 else f"{cores} cores"
-        return (f"{count} ranks share {what}: compare their times with each other only",)
-    return ()
+        columns: dict[str, Any] = {knob.name: None if knob.derived else knob.values for knob in task.space.knobs}
+        if layerwise:
+            columns |= dict.fromkeys(name for name in BLOCK_KNOBS if name not in columns)
+        with logging_to(log_to, out, listener) as listener, _folder(out) as path:
+            folder = RunFolder.open(
+                path, asked, knobs=columns, make_config=Config, storage=storage, resume=resume, warn=warn
+            )
+            with folder:
+                begun = (first.note,) if first.note and not folder.resumed else ()
+                for note in (*folder.notes, *task.notes, *begun):
+                    warn(note)
+                interrupted, ended = False, ""
+                lost: RunnerError | None = None
+                listener.waiting("starting workers")
+                with contextlib.ExitStack() as stack:
+                    try:
+                        made = stack.enter_context(
+                            make_runner(
+                                task,
+                                runner,
+                                calls,
+                                limit_mib=limit_mib,
+                                timeout_s=timeout_s,
+                                plan=plan,
+                                seed=seed,
+                                concurrency=concurrency,
+                                ray_address=ray_address,
+                                estimator=estimator,
+                                earlier=folder.trials(),
+                                agent=agent,
+                            )
+                        )
+                        folder.record_hosts(made.per_host)
+                        search = Search(
+                            run_folder=folder,
+                            sampler=proposer,
+                            runner=made,
+                            budget=budget,
+                            first=(first.config,),
+                            fallback=first.fallback,
+                            trial_timeout_s=timeout_s,
+                            listener=listener,
+                            judge=judge if patience else None,
+                            devices=task.devices,
+                            predictor=judge,
+                            peak_rate=peak_rate(estimator) if estimator is not None else None,
+                            watch=watch,
+                        )
+                        told = {"default": first.config, "kept": out is not None}
+                        listener.began(plan_of(task, budget, folder, sampler, made, **told))
+                        search.run()
+                        ended = search.ended
+                        if layerwise:
+                            search.refine(refiner(estimator, task.space, headroom, warn))
+                        search.confirm()
+                    except KeyboardInterrupt:
+                        interrupted, ended = True, "interrupted"
+                    except RunnerError as error:
+                        lost, ended = error, "the machinery that runs trials failed"
+                done = folder.trials()
+                if (tight := tight_winner(done, headroom)) and not interrupted:
+                    warn(tight)
+                requested = {"space": space_file, "data": data, "set": override, "fix": fix}
+                command = command_of(task, target, limit_mib, seed, made_of=done, given=requested)
+                folder.write_best(command, devices=task.device.to_dict())
+                result = make_result(
+                    done,
+                    folder.knobs,
+                    folder=path if out is not None else None,
+                    ended=ended,
+                    interrupted=interrupted,
+                    notes=notes,
+                    simulated=task.simulated,
+                )
+                listener.ended(result)
+                if lost is not None:
+                    kept = out is not None and any(not trial.pending for trial in done)
+                    note = f"\nWhat was found before is in '{path}'; resuming goes on from there." if kept else ""
+                    raise RunnerError(f"{lost}{note}") from lost
+                if result.best is None and not heard:
+                    warnings.warn(f"result.best is None: {result.why}", RuntimeWarning, stacklevel=2)
+                return result
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ScheduleError
+from ..alike import shorten
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...schedule import Schedule
 
 
@@ -106,52 +109,23 @@ class StandardSchedule:
         Args:
             sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
         """
-        sequence_parallel = self.no_sequence_parallel
-        if not sequence_parallel:
-            sequence_parallel, _ = self._try(sch, {"tp": 1, "sequence_parallel": True}, tp=1)
-        cut = cache(lambda ranks: self._try(sch, {"tp": ranks}, tp=ranks) if ranks > 1 else ("", ""))
-        staged = cache(lambda stages: self._try(sch, {"pp": stages}, pp=stages) if stages > 1 else ("", ""))
+        trials = _Trials(self, sch)
+        cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else ("", ""))
+        staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
         return Support(
             tp=lambda ranks: cut(ranks)[0],
-            pp=lambda stages: staged(stages)[0],
-            sequence_parallel=sequence_parallel,
+            pp=staged,
+            sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True)[0],
             zero="",
             offload="",
-            zero_in_stages=self._tied_stages(sch) if not staged(2)[0] else "",
-            kernels=self._try(sch, {"kernels": True}, tp=1)[0],
+            zero_in_stages=trials.tied_stages() if not staged(2) else "",
+            kernels=trials.kernels(),
             padding=lambda ranks: cut(ranks)[1],
         )
 
-    def _tied_stages(self, sch: "Schedule") -> str:
-        """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
-        from ...schedule import create_schedule
-        from ...schedule.partition import Placement, meta_copy, tied_within, units_of
-        from ...schedule.planned import PlannedMesh
-        from ...schedule.primitives.shard_data import no_tied_stages
-
-        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(pp=2))
-        self(tried, {"pp": 2})
-        tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
-        return no_tied_stages(tied) if tied else ""
-
-    def _try(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> tuple[str, str]:
-        """Why a configuration cannot be applied, empty where it can; and what is padded then."""
-        from ...schedule import create_schedule
-        from ...schedule.partition import meta_copy, units_of
-        from ...schedule.planned import PlannedMesh
-        from ...schedule.primitives.sync import check_synced
-
-        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(**axes))
-        try:
-            if config.get("sequence_parallel"):
-                self._cut(tried, self.blocks(tried), True)
-            else:
-                self(tried, config)
-            check_synced(tried)
-            units_of(tried.tree)
-        except ScheduleError as error:
-            return str(error), ""
-        return "", _padding(tried)
+    def no_kernels(self, sch: "Schedule") -> str:
+        """Why the logits of a model cannot be left unformed, as in `support`; empty where they can."""
+        return _Trials(self, sch).kernels()
 
     def _cut(self, sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) -> None:
         if self.tensor_parallel is None:
@@ -167,6 +141,92 @@ class StandardSchedule:
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)
+
+
+class _Trials:
+    """Tries primitives on copies of a model without weights.
+
+    What is cut is cut alike in blocks that are alike, so that a copy with a few of each kind tells; where it
+    refuses, the whole model says why.
+    """
+
+    def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
+        from ...schedule.partition import meta_copy
+
+        self._schedule = schedule
+        self._whole = meta_copy(sch.tree.module)
+        self._paths = [each.path for each in schedule.blocks(sch)]
+
+    @cached_property
+    def _short(self) -> "tuple[nn.Module, list[str]]":
+        """A copy with a few blocks of each kind, and their paths."""
+        from ...schedule.partition import meta_copy
+
+        model = meta_copy(self._whole)
+        return model, shorten(model, self._paths)
+
+    def cut(self, ranks: int, sequence_parallel: bool = False) -> tuple[str, str]:
+        """Why the model cannot be cut over so many ranks, empty where it can; and what is padded then."""
+        model, paths = self._short
+        try:
+            return "", self._cut(model, paths, ranks, sequence_parallel)
+        except (ScheduleError, LookupError, AttributeError):  # also of a block that is not there
+            pass
+        try:
+            return "", self._cut(self._whole, self._paths, ranks, sequence_parallel)
+        except ScheduleError as error:
+            return str(error), ""
+
+    def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> str:
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy, units_of
+        from ...schedule.planned import PlannedMesh
+        from ...schedule.primitives.sync import check_synced
+
+        tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
+        self._schedule._cut(tried, [tried[path] for path in paths], sequence_parallel)
+        check_synced(tried)
+        units_of(tried.tree)
+        return _padding(tried)
+
+    def staged(self, stages: int) -> str:
+        """Why the model cannot be divided into so many pipeline stages; empty where it can."""
+        from ...schedule.partition import units_of
+
+        try:
+            units_of(self._divided(stages).tree)
+        except ScheduleError as error:
+            return str(error)
+        return ""
+
+    def _divided(self, stages: int) -> "Schedule":
+        from ...schedule import create_schedule
+        from ...schedule.planned import PlannedMesh
+
+        tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is a note, the model stays whole
+        self._schedule(tried, {"pp": stages})
+        return tried
+
+    def tied_stages(self) -> str:
+        """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
+        from ...schedule.partition import Placement, tied_within, units_of
+        from ...schedule.primitives.shard_data import no_tied_stages
+
+        tried = self._divided(2)
+        tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
+        return no_tied_stages(tied) if tied else ""
+
+    def kernels(self) -> str:
+        """Why the logits cannot be left unformed; empty where they can."""
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy
+
+        tried = create_schedule(meta_copy(self._whole))
+        try:
+            head_of(tried, [tried[path] for path in self._paths]).fused_loss()
+        except ScheduleError as error:
+            return str(error)
+        return ""
 
 
 def _padding(sch: "Schedule") -> str:

@@ -167,12 +167,16 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
     return taken, load.others() if kind == "cpu" else 0.0
 
 
-def this_machine(folder: Path | None = None) -> Hardware:
+def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda: None) -> Hardware:
     """The hardware of this machine: the table's, where its GPUs are in it, else a short measurement, cached.
 
     On a CPU the rate is that of all cores this process may use. A measurement is made anew after 30 days,
     where the cores or the memory have changed, and after ten minutes where others kept the cores busy: its
     `note` says so then.
+
+    Args:
+        folder: of the cache; None for the user's.
+        settle: called before anything is measured; returns when this process's own others are at rest.
     """
     device = detect()
     known = table_entry(device)
@@ -189,6 +193,7 @@ def this_machine(folder: Path | None = None) -> Hardware:
         )
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
             return kept
+    settle()
     if device.type == "cuda":
         # A process that has touched a GPU holds some of its memory for as long as it lives, and this one may
         # live as long as a search.

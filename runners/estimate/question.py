@@ -1,6 +1,6 @@
 """What is estimated: a model, on some hardware, trained somehow, over a space."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,13 @@ def ask(
     )
 
 
-def machine_of(hardware: str | Path | Hardware | None, devices: int | None) -> tuple[Hardware, int]:
-    """The hardware of a name, a file or this machine (None), and how many devices of it there are to be."""
+def machine_of(
+    hardware: str | Path | Hardware | None, devices: int | None, settle: Callable[[], None] = lambda: None
+) -> tuple[Hardware, int]:
+    """The hardware of a name, a file or this machine (None), and how many devices of it there are to be.
+
+    `settle` is called before this machine is measured, where it has to be.
+    """
     if hardware is not None:
         found = find_hardware(hardware)
         return found, devices or 1
@@ -138,7 +143,7 @@ def machine_of(hardware: str | Path | Hardware | None, devices: int | None) -> t
     from .measuring import this_machine
 
     device = detect()
-    made, count = this_machine(), devices or device.count
+    made, count = this_machine(settle=settle), devices or device.count
     if device.type == "cpu" and count > 1:
         # Ranks share the cores and the memory's bandwidth that were measured as one.
         made = made.but(

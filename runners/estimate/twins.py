@@ -6,12 +6,13 @@ gradient). The others give outputs like those of the second without running, and
 what it did.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ...models.alike import twins_of
 from .trace_record import Region, Spec
 
 if TYPE_CHECKING:
@@ -19,13 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .recorder import Recorder
-
-FOLLOWED = 3
-"""Blocks of a kind that run: the first, the second and the last."""
-_POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id")
-"""Attributes that say which block it is; what they decide when a block is built shows in its other
-attributes."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(slots=True)
@@ -71,13 +65,7 @@ class Twins:
         self._model, self._recorder = model, recorder
         self._runs: dict[str, _Run] = {}
         self._stood_in: dict[str, str] = {}
-        self._twin_of: dict[str, str] = {}
-        kinds: dict[Any, list[str]] = {}
-        for index, path in enumerate(blocks):
-            kinds.setdefault(described(model.get_submodule(path), index), []).append(path)
-        for alike in kinds.values():
-            if len(alike) > FOLLOWED:
-                self._twin_of |= dict.fromkeys(alike[2:-1], alike[1])
+        self._twin_of = twins_of(model, blocks)
 
     def standing_in(self) -> ExitStack:
         """Stands in for blocks while it is open."""
@@ -135,43 +123,6 @@ class Twins:
             return next(fresh) if isinstance(leaf, _Made) else leaf
 
         return _map_all(give, twin.outputs)
-
-
-def described(block: "nn.Module", index: int) -> Any:
-    """Equal for blocks that do the same with equal inputs, but for the values of their weights: classes,
-    shapes and plain attributes of all modules in it, and what the configuration says of this block by
-    itself."""
-    out: list[Any] = []
-    configs: dict[int, Any] = {}
-    for path, module in block.named_modules():
-        attributes = []
-        for name, value in sorted(vars(module).items()):
-            if name.startswith("_") or name in _POSITIONS:
-                continue
-            if hasattr(value, "to_dict") and not isinstance(value, type):
-                configs[id(value)] = value
-            attributes.append((name, _plain(value)))
-        out.append((path, type(module), tuple(attributes)))
-    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        out.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-    for config in configs.values():
-        for name, value in sorted(vars(config).items()):
-            if isinstance(value, list | tuple) and len(value) > index:
-                out.append((name, _plain(value[index])))
-    return tuple(out)
-
-
-def _plain(value: Any) -> Any:
-    """Something hashable that is equal where the value is; of what is no plain data, the thing itself."""
-    import torch
-
-    if isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
-        return type(value).__name__, value
-    if isinstance(value, list | tuple):
-        return tuple(_plain(each) for each in value)
-    if isinstance(value, Mapping):
-        return tuple((str(key), _plain(each)) for key, each in value.items())
-    return id(value)
 
 
 def _as(region: Region, twin: Region) -> Region:

@@ -98,6 +98,46 @@ def test_an_import_that_raises_would_raise_again_and_is_told_with_its_traceback(
     assert (tmp_path / "starts").read_text() == "x"
 
 
+def test_what_it_is_told_to_import_later_is_there_when_it_is_ready_and_after_it_was_lost(agent, tmp_path):
+    made = agent("")
+    (tmp_path / "later.py").write_text("import time; time.sleep(0.5)")
+    made.also_import(["later"])
+    loaded = Job(program=cloudpickle.dumps(lambda context: "later" in sys.modules), timeout_s=60)
+
+    def run():
+        (rank,) = made.run(loaded).ranks
+        return rank.report
+
+    assert run() is True
+    psutil.Process(made.pid).kill()
+    psutil.Process(made.pid).wait()
+    assert run() is True
+
+
+def test_what_fails_later_is_told_as_what_fails_at_once(agent, tmp_path):
+    made = agent("")
+    made.wait_ready()
+    (tmp_path / "later.py").write_text("raise KeyError('no such device')")
+    made.also_import(["later"])
+    for _ in range(2):
+        with pytest.raises(RunnerError, match="did not start: KeyError: 'no such device'\nTraceback"):
+            made.wait_ready()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_closing_does_not_wait_for_an_import(agent, tmp_path, later):
+    slow = "import time; open(starts, 'w').close(); time.sleep(600)"
+    made = agent("" if later else slow)
+    if later:
+        made.wait_ready()
+        (tmp_path / "later.py").write_text(f"starts = {str(tmp_path / 'starts')!r}; {slow}")
+        made.also_import(["later"])
+    while not (tmp_path / "starts").exists():
+        time.sleep(0.01)
+    made.close()
+    assert made._process.returncode == -signal.SIGTERM
+
+
 def test_a_child_that_outlives_its_agent_does_not_hide_the_death(agent, tmp_path):
     leaves_a_child = """
 pid = os.fork()

@@ -16,7 +16,7 @@ from redline.tuner.cli.outcome import print_result
 from redline.tuner.cli.progress import trial_line
 from redline.tuner.confirm import Confirmation
 from redline.tuner.result import make_result
-from redline.tuner.tuning import resolve_task
+from redline.tuner.task import resolve_task
 
 H100 = find_hardware("h100-80gb")
 FIX = {
@@ -68,7 +68,7 @@ def test_a_callable_has_no_default_space_to_add_to():
 
 def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     gpu = resolve_task("gpt2-tiny", simulated=H100).device
-    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: gpu)
+    monkeypatch.setattr("redline.tuner.task.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")

@@ -7,7 +7,7 @@ from redline.runners.estimate import Shape
 from redline.runners.estimate.hardware import find_hardware
 from redline.runners.estimate.question import ask
 from redline.tuner.cli import main
-from redline.tuner.tuning import resolve_task
+from redline.tuner.task import resolve_task
 
 
 def test_the_commands_choose_alike_and_say_so():

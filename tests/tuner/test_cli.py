@@ -168,7 +168,7 @@ def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path,
 
     monkeypatch.chdir(tmp_path)
     there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))
-    monkeypatch.setattr("redline.tuner.tuning.detect", lambda: there)
+    monkeypatch.setattr("redline.tuner.task.detect", lambda: there)
     code, _, err = run(capsys, "tune", "gpt2-tiny", "--devices", "4")
     assert code == 2
     assert "4 devices were asked for, but there are 2 (NVIDIA H100)" in err

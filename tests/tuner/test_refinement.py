@@ -190,7 +190,7 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
 
 def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
     from redline.tuner.cli.options import fixes_of
-    from redline.tuner.tuning import resolve_task
+    from redline.tuner.task import resolve_task
 
     task = resolve_task("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4")))
     config = task.space.default()

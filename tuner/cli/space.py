@@ -37,7 +37,7 @@ def space(
     from ...models.kernels import kernels_obstacle
     from ...models.spaces import lossy_beyond
     from ...space import Space
-    from ..tuning import resolve_task
+    from ..task import resolve_task
 
     task = resolve_task(
         target_of(model, workload),

@@ -1,0 +1,123 @@
+"""The host agent imports while a search is prepared, and ends with it however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import redline as rl
+from redline.runners.estimate import measuring
+from redline.runners.host import HostAgent
+from redline.tuner import running, tuning
+from torch import nn
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The host agents that searches start; these import nothing, which takes no time."""
+    made = []
+
+    class Quick(HostAgent):
+        def __init__(self, imports):
+            super().__init__([])
+            made.append(self)
+
+        def also_import(self, imports):
+            """Left out."""
+
+    monkeypatch.setattr(tuning, "HostAgent", Quick)
+    yield made
+    for each in made:
+        each.close()
+
+
+def made_by(model):
+    return rl.Workload(model=model, batch=lambda size, seed: (), loss=lambda output, batch: output, name="own")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+FAULTS = {
+    "a model of that name": (lambda: {"target": "gpt3-tiny"}, rl.UsageError),
+    "a knob to fix": (lambda: {"target": "gpt2-tiny", "fix": {"warp": 9}}, rl.UsageError),
+    "a model that is built": (lambda: {"target": made_by(lambda: 1 / 0)}, rl.RedlineError),
+    "patience": (lambda: {"target": made_by(interrupted)}, KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("missing", FAULTS)
+def test_what_ends_a_search_before_its_first_trial_ends_its_agent(started, tmp_path, missing):
+    options, raised = FAULTS[missing]
+    with pytest.raises(raised):
+        rl.tune(**options(), runner="local", out=tmp_path / "run")
+    (agent,) = started
+    assert agent._process.returncode is not None
+    assert not (tmp_path / "run").exists()
+
+
+def test_this_machine_is_measured_when_the_agent_is_at_rest(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    owed = []
+
+    def measure(**_):
+        owed.extend(each._awaited for each in started)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "table_entry", lambda device: None)
+    monkeypatch.setattr(measuring, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        rl.tune("gpt2-tiny", runner="local", out=tmp_path / "run", fix={"fusion": False})
+    assert owed == [0]
+
+
+def test_what_runs_nothing_here_starts_no_agent(started, tmp_path):
+    space = rl.Space()
+    space.choice("x", [1, 2])
+    rl.tune(lambda config: float(config["x"]), space, isolate=False, trials=2)
+    rl.tune("gpt2-tiny", runner="simulate", hardware="h100-80gb", trials=1, out=tmp_path / "run")
+    with pytest.raises(rl.UsageError):
+        rl.tune("gpt3-tiny", runner="ray")
+    with pytest.raises(rl.UsageError):
+        rl.tune("gpt2-tiny", tmp_path / "missing.yaml", runner="local")
+    assert started == []
+
+
+def test_a_workload_file_is_read_before_its_agent_starts(started, tmp_path, monkeypatch):
+    monkeypatch.delenv("LIBRARIES_LOOK_AT", raising=False)
+    file = tmp_path / "train.py"
+    file.write_text("import os\nos.environ['LIBRARIES_LOOK_AT'] = 'this'\nworkload = None\n")
+    with pytest.raises(rl.UsageError, match=r"must be a redline\.Workload"):
+        rl.tune(f"{file}:workload", runner="local")
+    assert started == [] and os.environ["LIBRARIES_LOOK_AT"] == "this"
+
+
+@pytest.mark.parametrize(
+    ("options", "compiles"), [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)]
+)
+def test_what_compiles_is_imported_where_something_may_compile(options, compiles):
+    task = tuning.resolve_task("gpt2-tiny", devices=1, **options)
+    if "fusion" not in task.space.by_name:
+        pytest.skip("nothing compiles on this machine")
+    assert running.may_compile(task.workload, task.space) is compiles
+    assert running.may_compile(made_by(lambda: nn.Linear(2, 2)), task.space)
+
+
+def test_an_interrupt_while_it_imports_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redline.tuner.cli", "tune", "gpt2-tiny", "--runner", "local", "--out", "run"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    driver = psutil.Process(process.pid)
+    while not (agents := [each for each in driver.children() if "redline.runners.agent" in each.cmdline()]):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and "redline: interrupted" in errors
+    assert psutil.wait_procs(agents, timeout=0)[1] == []
+    assert not (tmp_path / "run").exists()
