@@ -142,25 +142,3 @@ def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
     """
     text = yaml.safe_dump(plain(document), sort_keys=False, allow_unicode=True, width=110)
     write_atomic(path, text.encode("utf-8", "backslashreplace"))
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        StudyError: it cannot be read, is not YAML, or holds no mapping.
-    """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyError(
-            f"'{path}' is not valid YAML: {error}; restore it or start with another --out"
-        ) from error
-    if not isinstance(document, dict):
-        found = "nothing" if document is None else f"a {type(document).__name__}"
-        raise StudyError(
-            f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out"
-        )
-    return document

@@ -73,8 +73,8 @@ class RunFolder:
                 `request.INFORMATIVE` those worth a note when they change; others are free.
             knobs: the values of each knob, in the order of their columns; None for a derived one.
             make_config: makes a configuration from a mapping of its values.
-            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder, or when
-                resuming for the one run.yaml names (it keeps no password).
+            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder. A run that has one
+                is resumed with it named again: what run.yaml names is never opened by itself.
             resume: continue the run that is there.
             warn: told of what goes wrong without ending the run.
 
@@ -104,7 +104,7 @@ class RunFolder:
                 # Before the ledger, so that a run killed in between can be resumed.
                 write_yaml(path / RUN, document)
             ledger = Ledger.open(
-                storage or document.get("storage") or path / LEDGER,
+                storage or path / LEDGER,
                 name=document["study"],
                 metadata={"run": document["run"]},
                 knobs=knobs,
@@ -314,7 +314,7 @@ def _remove(path: Path, *names: str) -> None:
 
 def _of(path: Path) -> str:
     try:
-        model = request.read(path / RUN)["asked"].get("model")
+        model = request.read(path)[0]["asked"].get("model")
     except StudyError:  # whatever is wrong with it, the folder is taken
         return ""
     return f" of {model}" if model else ""

@@ -151,7 +151,8 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     """The best without lossy values: how fast, and in what it differs from the winner."""
     if trial is None:
         return "none succeeded"
-    ratio = trial.measurement.throughput / winner.measurement.throughput
+    fastest = winner.measurement.throughput
+    ratio = trial.measurement.throughput / fastest if fastest else 1.0
     differing = ", ".join(
         f"{name}={knob_text(trial, name)}"
         for name in trial.config

@@ -6,9 +6,9 @@ from typing import Any
 from ...errors import StudyError
 from ..names import TABLE
 from ..report.exports import exports
-from ..report.inside import Outside, open_inside, read_inside, tail_inside
+from ...reading import Outside, open_inside, read_inside, tail_inside
 from ..report.page import SCRIPTS, asset, bundle
-from ..report.source import LARGEST_TABLE
+from ..table import LARGEST_TABLE
 from .library import Library
 
 LOG_BYTES = 256 * 1024

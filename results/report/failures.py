@@ -7,7 +7,7 @@ from typing import Any
 
 from ..columns import fold
 from ..measurement import Status, Trial
-from .inside import tail_inside
+from ...reading import tail_inside
 
 LINES = 12
 """Lines of a log that are shown."""
