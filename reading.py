@@ -28,7 +28,11 @@ LONGEST_PATH, LONGEST_NAME = 4096, 255
 
 
 class Refused(ValueError):
-    """What was read is damaged, or larger or deeper than anything that redline writes; says in what."""
+    """What was read is damaged, or `TooMuch`; says in what."""
+
+
+class TooMuch(Refused):
+    """It is larger or deeper than anything that redline writes."""
 
 
 class Outside(OSError):
@@ -178,7 +182,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     import yaml
 
     if len(data) > LARGEST_DOCUMENT:
-        raise Refused(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
+        raise TooMuch(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
@@ -195,6 +199,24 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
         raise Refused(f"{place}{said or ' '.join(str(error).split())}") from error
     finally:
         loader.dispose()
+
+
+def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
+    """Whether a document is within the limits, before another loader has it; what else is wrong with it, that one says.
+
+    Args:
+        text: the document.
+        nodes: as `MOST_NODES`.
+
+    Raises:
+        TooMuch: it is larger, deeper or wider than the limits.
+    """
+    try:
+        parse_yaml(text, nodes=nodes)
+    except TooMuch:
+        raise
+    except Refused:
+        return
 
 
 _CORE = "tag:yaml.org,2002:"
@@ -228,7 +250,7 @@ class _Building:
                 if event.tag not in (None, "!", _CORE + wanted):
                     raise Refused(f"line {event.start_mark.line + 1}: the tag {event.tag[:60]} is not known here")
                 if len(self.stack) >= DEEPEST:
-                    raise Refused(f"line {event.start_mark.line + 1}: nested more than {DEEPEST} deep")
+                    raise TooMuch(f"line {event.start_mark.line + 1}: nested more than {DEEPEST} deep")
                 self.stack.append([[] if wanted == "seq" else {}, event.anchor, _EMPTY, self.nodes])
             elif kind is yaml.SequenceEndEvent or kind is yaml.MappingEndEvent:
                 made, anchor, _, begun = self.stack.pop()
@@ -247,7 +269,7 @@ class _Building:
     def count(self, more: int) -> None:
         self.nodes += more
         if self.nodes > self.most:
-            raise Refused(f"it holds more than {self.most:,} values")
+            raise TooMuch(f"it holds more than {self.most:,} values")
 
     def put(self, made: Any, anchor: str | None, size: int) -> None:
         if anchor:
@@ -277,7 +299,7 @@ class _Building:
         if kind not in ("null", "bool", "int", "float"):
             raise Refused(f"line {event.start_mark.line + 1}: the tag {tag[:60]} is not known here")
         if len(text) > LONGEST_NUMBER:
-            raise Refused(f"line {event.start_mark.line + 1}: a number of {len(text)} characters")
+            raise TooMuch(f"line {event.start_mark.line + 1}: a number of {len(text)} characters")
         try:
             return self.loader.yaml_constructors[tag](self.loader, yaml.ScalarNode(tag, text))
         except (ValueError, KeyError, IndexError, OverflowError):
@@ -291,7 +313,8 @@ def _key(value: Any) -> str:
 
 # -- JSON ----------------------------------------------------------------------------------------------------
 
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -304,13 +327,13 @@ def parse_json(data: bytes) -> Any:
     Raises:
         Refused: it is no JSON, too deep, or has a number with too many digits.
     """
-    # Few brackets cannot be deep; only of many the depth is counted out.
+    # Few brackets cannot be deep; of many, each pass takes the innermost away.
     if data.count(b"[") + data.count(b"{") > DEEPEST:
-        depth = 0
-        for found in _BRACKETS.finditer(data):
-            depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found.group(), 0)
-            if depth > DEEPEST:
-                raise Refused(f"nested more than {DEEPEST} deep")
+        rest = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+        for _ in range(DEEPEST):
+            rest = rest.replace(b"[]", b"").replace(b"{}", b"")
+        if rest:
+            raise TooMuch(f"nested more than {DEEPEST} deep")
     try:
         found = json.loads(data, parse_int=_integer)
     except (ValueError, RecursionError) as error:

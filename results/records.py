@@ -19,12 +19,12 @@ from .schema import number, scalar, shown
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-LARGEST_LEDGER = 64 << 20
+LARGEST_LEDGER = 32 << 20
 """Bytes of a study.log that is read."""
 LONGEST_RECORD = 2 << 20
 """Bytes of one line of it."""
 MOST_RECORDS = 400_000
-MOST_TRIALS = 50_000
+MOST_TRIALS = 30_000
 """Trials of a run that is read."""
 
 _CREATE_STUDY, _DELETE_STUDY, _STUDY_ATTRIBUTE = 0, 1, 2

@@ -105,6 +105,8 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
     path = Path(source).absolute()
     reserve = None
     if mend:
+        if path.is_symlink():
+            raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
         if path.exists():
             repair(path)
             break_stale_lock(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError
 from ..reading import path_of, read_named
-from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, values
+from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
 from .files import write_atomic
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
@@ -226,7 +226,7 @@ def trials_of(
 
 def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     try:
-        names = next(csv.reader([first.removesuffix("\r")], strict=True), [])
+        names = [unquoted(each) for each in next(csv.reader([first.removesuffix("\r")], strict=True), [])]
     except csv.Error:
         names = []
     lacking = [name for name in ESSENTIAL if name not in names]
@@ -270,13 +270,13 @@ def _cut(text: str) -> str:
 
 def _values(name: str, texts: Sequence[str]) -> list[Any]:
     if name in TEXTS:
-        return list(texts)
+        return [unquoted(each) for each in texts]
     if name in INTEGERS:
         return [int(each) if each else None for each in texts]
     if name in FIXED:
         return [float(each) if each else None for each in texts]
     if not name.startswith(KNOB):
-        return [each or None for each in texts]
+        return [unquoted(each) or None for each in texts]
     given = [each for each in texts if each]
     kinds: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
         (lambda each: each in ("true", "false"), lambda each: each == "true"),
@@ -286,7 +286,7 @@ def _values(name: str, texts: Sequence[str]) -> list[Any]:
     for fits, make in kinds:
         if all(fits(each) for each in given):
             return [make(each) if each else None for each in texts]
-    return [each or None for each in texts]
+    return [unquoted(each) or None for each in texts]
 
 
 def _whole(text: str) -> bool:

@@ -53,6 +53,15 @@ class Source:
         return bool((self.request or {}).get("asked", {}).get("simulated"))
 
     @classmethod
+    def unreadable(cls, folder: Path, why: str) -> "Source":
+        """A run of which nothing can be read, as one without trials."""
+        columns, _ = parse(_NOTHING, TABLE)
+        return cls(
+            folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
+            problems=[why],
+        )  # fmt: skip
+
+    @classmethod
     def read(cls, path: str | Path, *, lenient: bool = False) -> "Source":
         """The run in a folder, or the table in a CSV file of any name (then without sidecars).
 
@@ -100,10 +109,12 @@ class Source:
         )  # fmt: skip
 
 
+_NOTHING = b"trial,status,throughput\n"
+
+
 def _table(
     folder: Path, name: str, may_be_missing: bool, problems: list[str], lenient: bool
 ) -> dict[str, list[Any]]:
-    nothing = b"trial,status,throughput\n"
     try:
         data = read_inside(folder.resolve(), name, at_most=LARGEST_TABLE)
     except FileNotFoundError:
@@ -113,19 +124,19 @@ def _table(
                 "trial, and `redline tune --resume` writes it anew"
             ) from None
         problems.append(f"{name} is not there (yet)")
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     except OSError as error:
         if not lenient:
             raise StudyError(f"cannot read '{folder / name}': {error.strerror or error}") from error
         problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     try:
         columns, found = parse(data, name)
     except StudyError as error:
         if not lenient:
             raise StudyError(str(error).replace(f"'{name}'", f"'{folder / name}'", 1)) from None
         problems.append(str(error))
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     problems += found
     return sane(columns, problems)
 
