@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from ...errors import StudyError
+from ...reading import Outside, open_inside, read_inside, tail_inside
 from ..names import TABLE
 from ..report.exports import exports
-from ...reading import Outside, open_inside, read_inside, tail_inside
 from ..report.page import SCRIPTS, asset, bundle
 from ..table import LARGEST_TABLE, safe_lines
 from .library import Library

@@ -15,9 +15,8 @@ from .. import summary
 from ..lossy import lossy_values
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..report import Source, document
+from ..report import Source, document, words
 from ..report import state as run_state
-from ..report import words
 from ..report.document import plain, rows
 from .discover import runs_under
 

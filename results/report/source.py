@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StudyError
-from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_inside, read_named
+from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_inside
 from .. import request, schema
 from ..lossy import lossy_of
 from ..measurement import Trial
