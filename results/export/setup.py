@@ -95,6 +95,8 @@ class Setup:
         self.seed: int = asked.get("seed") or 0
         """Of weights and data."""
         shape = {name: value for name, value in (asked.get("shape") or {}).items() if value is not None}
+        self.layers: int = shape.get("layers", 0)
+        """Blocks of the model; 0 where that is not known."""
         self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
         """The model's sizes in run.yaml's words (`redline.models.shape`); empty where they are not known."""
         self.simulated: bool = bool(asked.get("simulated"))
