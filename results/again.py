@@ -34,7 +34,7 @@ def measured_again(
     if not throughputs:
         return first
     middle = median(throughputs)
-    ratio = middle / first.throughput
+    ratio = middle / first.throughput if first.throughput else 1.0
     many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
     told = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.throughput, first.unit)}"
     again = replace(
@@ -46,11 +46,11 @@ def measured_again(
             for name in ("samples_per_second", "tokens_per_second", "tflops_per_device", "mfu")
         },
     )
-    if first.step_ms is None:
+    if first.step_ms is None or ratio == 0:
         return again
     step_ms = first.step_ms / ratio
     parts = [] if first.spread is None else [first.spread]
-    if len(throughputs) > 1:
+    if len(throughputs) > 1 and fmean(throughputs):
         parts.append(Z95 * stdev(throughputs) / fmean(throughputs) / math.sqrt(len(throughputs)))
     return replace(again, step_ms=step_ms, step_ms_spread=step_ms * math.hypot(*parts) if parts else None)
 

@@ -32,6 +32,8 @@ MAX_TEXT = 2000
 
 _BREAKS = re.compile("[\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufeff]")
+_FORMULA = re.compile("'*[=+\\-@\t]")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|-inf")
 _DIGITS = {"loss": 9}
 
 
@@ -64,10 +66,21 @@ def values(trial: Trial, knobs: Iterable[str]) -> list[Any]:
 
 
 def line(cells: Iterable[str]) -> str:
-    """One line of CSV with its end; a cell that needs quotes gets them."""
+    """One line of CSV with its end; a cell that needs quotes gets them, one that a spreadsheet would run as a formula an
+    apostrophe, which `unquoted` takes off again."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow(cells)
+    csv.writer(out, lineterminator="\n").writerow(map(_quoted, cells))
     return out.getvalue()
+
+
+def _quoted(text: str) -> str:
+    # Source: OWASP, CSV injection. A negative number is no formula.
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
+
+
+def unquoted(text: str) -> str:
+    """What a cell was before `line`."""
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def row(trial: Trial, knobs: Iterable[str]) -> str:
@@ -121,10 +134,14 @@ def speed(throughput: float, unit: str) -> str:
     return f"{digits} {unit}".strip()
 
 
+def printable(text: str) -> str:
+    """`text` with control characters other than tabs and line breaks as their escapes: none reaches a terminal."""
+    return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
 def fold(text: str) -> str:
     """`text` on one line: line breaks become a space, other control characters their escapes."""
-    text = _BREAKS.sub(" ", text)
-    text = _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    text = printable(_BREAKS.sub(" ", text))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 

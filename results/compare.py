@@ -140,7 +140,7 @@ def _difference(first: Side, other: Side) -> Difference | None:
         return None
     ratio = other.throughput / first.throughput
     errors = relative_error(first.best), relative_error(other.best)
-    p = None if None in errors else probability(ratio, *errors)
+    p = None if None in errors or ratio <= 0 else probability(ratio, *errors)
     return Difference(ratio=ratio, p=p)
 
 
@@ -148,7 +148,7 @@ def _knob_sets(side: Side) -> set[str]:
     """The knobs of a run's space; of its trials where run.yaml does not say, conditional ones perhaps missing."""
     space = ((side.document or {}).get("asked") or {}).get("space") or {}
     declared = space.get("knobs") if isinstance(space, Mapping) else None
-    names = {each["name"] for each in declared or () if isinstance(each, Mapping) and "name" in each}
+    names = {each["name"] for each in declared or () if isinstance(each, Mapping) and each.get("name")}
     return names | {name for trial in side.trials for name in trial.config}
 
 

@@ -2,14 +2,17 @@
 
 import contextlib
 import enum
+import errno
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from ..errors import StudyError
+from ..reading import path_of
 
 MIB = 1024 * 1024
 MIN_FREE_MIB = 16
@@ -30,16 +33,44 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     # One name a file, so that a killed process leaves at most one behind, and the next write takes it over.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
+        with open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            write_all(file, data)
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):  # what failed above is what the caller needs to hear
             temporary.unlink()
         raise
+
+
+def open_plain(path: Path, flags: int) -> BinaryIO:
+    """Opens a file of a run's folder to write it, never through a link (O_NOFOLLOW), unbuffered.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or no regular file.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{path.name} is a symbolic link, and links are not followed", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file", str(path))
+    return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "wb", buffering=0)
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Writes all of `data` to an unbuffered file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def make_folder(path: Path) -> bool:
@@ -49,6 +80,7 @@ def make_folder(path: Path) -> bool:
         StudyError: it is a file, cannot be created, or its disk has less than `MIN_FREE_MIB` free;
             nothing is created then.
     """
+    path = path_of(path)
     if path.exists() and not path.is_dir():
         raise StudyError(f"'{path}' is a file, and a run needs a folder; give another --out")
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -94,8 +126,8 @@ class Reserve:
             OSError: there is not enough; none is taken up then.
         """
         try:
-            with open(self.path, "wb") as file:
-                file.write(os.urandom(self.size))  # random, so that no file system compresses it away
+            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+                write_all(file, os.urandom(self.size))  # random, so that no file system compresses it away
         except OSError:
             self.path.unlink(missing_ok=True)
             raise
@@ -142,25 +174,3 @@ def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
     """
     text = yaml.safe_dump(plain(document), sort_keys=False, allow_unicode=True, width=110)
     write_atomic(path, text.encode("utf-8", "backslashreplace"))
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        StudyError: it cannot be read, is not YAML, or holds no mapping.
-    """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyError(
-            f"'{path}' is not valid YAML: {error}; restore it or start with another --out"
-        ) from error
-    if not isinstance(document, dict):
-        found = "nothing" if document is None else f"a {type(document).__name__}"
-        raise StudyError(
-            f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out"
-        )
-    return document

@@ -15,7 +15,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._file import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
 
 from ..errors import StudyError
-from .files import Reserve
+from .files import Reserve, open_plain, write_all
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class Journal(JournalFileBackend):
@@ -89,12 +91,10 @@ class Journal(JournalFileBackend):
 
     def _append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in records)
-        with get_lock_file(self._lock), open(self._file_path, "ab", buffering=0) as file:
+        with get_lock_file(self._lock), open_plain(Path(self._file_path), _APPEND) as file:
             size = file.seek(0, os.SEEK_END)
             try:
-                written = 0
-                while written < len(data):
-                    written += file.write(data[written:])
+                write_all(file, data)
                 if durable:
                     os.fsync(file.fileno())
             except OSError:
@@ -110,7 +110,7 @@ def repair(path: Path) -> int:
     Raises:
         OSError: the file cannot be read or written.
     """
-    with open(path, "r+b") as file:
+    with open_plain(path, os.O_RDWR) as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = _line_start(file, end)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError, unknown
+from ..reading import path_of, read_named
 from .again import judged
 from .distributions import distribution
 from .files import plain
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
+from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of
 from .storage import contained, is_path, open_storage, open_study, quiet, words
 
 if TYPE_CHECKING:
@@ -37,29 +39,42 @@ class Ledger:
 
     def __init__(
         self,
-        storage: "BaseStorage",
-        study_id: int,
+        study: Recorded,
         *,
         where: str,
-        knobs: Mapping[str, Sequence[Any] | None],
         make_config: Callable[[Mapping[str, Any]], Any],
+        storage: "BaseStorage | None" = None,
+        study_id: int = -1,
+        knobs: Mapping[str, Sequence[Any] | None] | None = None,
         journal: "Journal | None" = None,
-        read_only: bool = False,
         lossy: Lossy | None = None,
     ) -> None:
         self._storage = storage
         self._study_id = study_id
         self._where = where
         self._journal = journal
-        self._read_only = read_only
         self._lossy = lossy or {}
-        self._distributions = {name: distribution(values) for name, values in knobs.items() if values}
+        self._distributions = {name: distribution(values) for name, values in (knobs or {}).items() if values}
         self._lock = threading.RLock()
-        self._trials: dict[int, Trial] = {}
-        self._ids: dict[int, int] = {}
-        self._first: dict[int, Measurement] = {}
-        self._fallen: dict[int, Measurement] = {}
-        self._load(make_config)
+        told = trials_of(study, where, make_config, self._lossy)
+        self._trials: dict[int, Trial] = told.trials
+        self._first: dict[int, Measurement] = told.first
+        self._fallen: dict[int, Measurement] = told.fallen
+        self._ids: dict[int, int] = {entry.number: entry.id for entry in study.entries}
+        self.problems: tuple[str, ...] = tuple(told.problems)
+        """What was left out because it makes no sense, in words."""
+        if storage is None:
+            return
+        if self.problems:
+            raise StudyError(
+                f"{'; '.join(self.problems[:3])}. Nothing is continued where something is lost: restore {where}, or start "
+                "with another --out"
+            )
+        for entry in study.entries:
+            # Killed between the outcome and the state, which are one write but may be torn.
+            if entry.number in self._trials and not entry.finished and entry.attributes.get("measurement"):
+                outcome = self._first.get(entry.number, self._trials[entry.number].measurement)
+                self._store(entry.id, outcome)
 
     @classmethod
     def open(
@@ -97,11 +112,12 @@ class Ledger:
             try:
                 study_id = open_study(storage, where, name, plain(metadata), exist_ok)
                 return cls(
-                    storage,
-                    study_id,
+                    stored(storage, study_id, name),
                     where=where,
-                    knobs=knobs or {},
                     make_config=make_config,
+                    storage=storage,
+                    study_id=study_id,
+                    knobs=knobs,
                     journal=journal,
                     lossy=lossy,
                 )
@@ -119,7 +135,7 @@ class Ledger:
         make_config: Callable[[Mapping[str, Any]], Any] = dict,
         lossy: Lossy | None = None,
     ) -> "Ledger":
-        """The ledger of an existing study to read, also while another process writes it.
+        """The ledger of an existing study to read, also while another process writes it; nothing is written.
 
         Args:
             source: as for `open`.
@@ -128,35 +144,52 @@ class Ledger:
             lossy: as for `open`.
 
         Raises:
-            StudyError: there is no such storage or study.
+            StudyError: there is no such storage or study, or it is damaged.
             MissingDependency: the storage needs a package that is not installed.
         """
         where = words(source)
+        if is_path(source):
+            try:
+                data = read_named(path_of(source), at_most=LARGEST_LEDGER)
+            except FileNotFoundError:
+                raise StudyError(f"there is no ledger at {where}") from None
+            except OSError as error:
+                raise StudyError(f"cannot read {where}: {error.strerror or error}") from error
+            return cls.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
         with quiet(), contained(where):
-            if is_path(source) and not Path(source).is_file():
-                raise StudyError(f"there is no ledger at {where}")
             storage, _ = open_storage(source, mend=False)
-            studies = {study.study_name: study._study_id for study in storage.get_all_studies()}
-            if name is None and len(studies) == 1:
-                name = next(iter(studies))
-            if name is None:
-                listing = (
-                    f"{len(studies)} studies, so one must be named: {', '.join(studies)}"
-                    if studies
-                    else "no study"
-                )
-                raise StudyError(f"{where} holds {listing}")
-            if name not in studies:
-                raise StudyError(f"{where}: {unknown('study', name, studies)}")
-            return cls(
-                storage,
-                studies[name],
-                where=where,
-                knobs={},
-                make_config=make_config,
-                read_only=True,
-                lossy=lossy,
-            )
+            names = {study.study_name: study._study_id for study in storage.get_all_studies()}
+            name = _named(name, names, where)
+            study = stored(storage, names[name], name)
+            if storage is not source:
+                storage.remove_session()
+        return cls(study, where=where, make_config=make_config, lossy=lossy)
+
+    @classmethod
+    def parse(
+        cls,
+        data: bytes,
+        *,
+        where: str,
+        name: str | None = None,
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        lossy: Lossy | None = None,
+    ) -> "Ledger":
+        """The ledger in the bytes of a study.log, to read.
+
+        Args:
+            data: the file's contents.
+            where: its name, for messages.
+            name: as for `load`.
+            make_config: as for `open`.
+            lossy: as for `open`.
+
+        Raises:
+            StudyError: it is damaged, or there is no such study.
+        """
+        studies = {study.name: study for study in replay(data, where).values()}
+        study = studies[_named(name, studies, where)]
+        return cls(study, where=where, make_config=make_config, lossy=lossy)
 
     def start(
         self,
@@ -301,35 +334,8 @@ class Ledger:
         """Gives back the space kept for the last record, and the connection. May be called twice."""
         if self._journal is not None:
             self._journal.close()
-        self._storage.remove_session()
-
-    def _load(self, make_config: Callable[[Mapping[str, Any]], Any]) -> None:
-        stored = self._storage.get_study_user_attrs(self._study_id)
-        remeasured = stored.get("remeasured", {})
-        self._fallen = {int(n): Measurement.from_dict(each) for n, each in stored.get("fallen", {}).items()}
-        for frozen in self._storage.get_all_trials(self._study_id, deepcopy=False):
-            attributes = frozen.user_attrs
-            if "config" not in attributes:
-                continue  # enqueued by somebody else, through Optuna's dashboard or its API
-            outcome = attributes.get("measurement")
-            config = make_config(attributes["config"])
-            self._ids[frozen.number] = frozen._trial_id
-            self._trials[frozen.number] = Trial(
-                number=frozen.number,
-                config=config,
-                sampler=attributes.get("sampler", ""),
-                predicted_throughput=attributes.get("predicted_throughput"),
-                predicted_memory_mib=attributes.get("predicted_memory_mib"),
-                measurement=Measurement.from_dict(outcome) if outcome else None,
-                lossy=lossy_in(config, self._lossy),
-            )
-            if outcome and not frozen.state.is_finished() and not self._read_only:
-                # Killed between the outcome and the state, which are one write but may be torn.
-                self._store(frozen._trial_id, self._trials[frozen.number].measurement)
-            again = tuple(remeasured.get(str(frozen.number), ()))
-            trial = self._trials[frozen.number]
-            if trial.ok and (again or frozen.number in self._fallen):
-                self._judge(trial, trial.measurement, again)
+        if self._storage is not None:
+            self._storage.remove_session()
 
     def _judge(self, trial: Trial, first: Measurement, throughputs: tuple[float, ...]) -> Trial:
         """The trial as its re-measurements have it, remembered so."""
@@ -362,7 +368,7 @@ class Ledger:
         return self._trials[number]
 
     def _writable(self) -> None:
-        if self._read_only:
+        if self._storage is None:
             raise StudyError(f"{self._where} was opened to read only")
 
     def _raise_trouble(self, what: str) -> None:
@@ -372,3 +378,21 @@ class Ledger:
                 f"{what} is stored, but there is no space for another in {self._where} "
                 f"({trouble.strerror or trouble}); free some and continue with --resume"
             ) from trouble
+
+
+def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
+    """The name of the study that is meant.
+
+    Raises:
+        StudyError: there is no such one, or several and none is named.
+    """
+    if name is None and len(studies) == 1:
+        return next(iter(studies))
+    if name is None:
+        listing = (
+            f"{len(studies)} studies, so one must be named: {', '.join(studies)}" if studies else "no study"
+        )
+        raise StudyError(f"{where} holds {listing}")
+    if name not in studies:
+        raise StudyError(f"{where}: {unknown('study', name, studies)}")
+    return name

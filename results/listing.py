@@ -1,7 +1,5 @@
 """The trials of a run chosen, sorted and written: CSV, JSON, Markdown, or cells of a terminal's table."""
 
-import csv
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from . import summary
-from .columns import FIXED, KNOB, cell, header, knob_text, number
+from .columns import FIXED, KNOB, cell, fold, header, knob_text, line, number
 from .measurement import Status, Trial
 
 FORMATS = ("table", "csv", "json", "markdown")
@@ -124,12 +122,10 @@ def write_rows(names: Sequence[str], rows: Sequence[Sequence[str]], form: str) -
         UsageError: another form.
     """
     if form == "csv":
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([names, *rows])
-        return out.getvalue()
+        return "".join(line(each) for each in (map(fold, names), *rows))
     if form == "markdown":
-        lines = [names, ["---"] * len(names), *rows]
-        return "".join("| " + " | ".join(_markdown(each) for each in line) + " |\n" for line in lines)
+        lines = [[*map(fold, names)], ["---"] * len(names), *rows]
+        return "".join("| " + " | ".join(map(_markdown, each)) + " |\n" for each in lines)
     raise UsageError(unknown("format", form, FORMATS))
 
 

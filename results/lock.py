@@ -26,7 +26,7 @@ class FolderLock:
         self.path = folder / ".lock"
         self._fd = -1
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise cannot_write(folder, error) from error
         try:

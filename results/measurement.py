@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import UsageError, unknown
 from .probe import Probe
+from .schema import count, number, shown
 
 
 class Status(StrEnum):
@@ -49,6 +50,11 @@ class RankReport:
 
 
 _TEXTS = frozenset({"reason", "unit", "log"})
+_COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""Numbers that JSON has no word for."""
+_NESTED = frozenset({"ranks", "probe"})
+_MOST_RANKS = 1 << 16
 
 
 @cache
@@ -68,14 +74,43 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _from_json(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    known = _names(cls)
-    values = {name: value for name, value in data.items() if name in known}
-    values["status"] = Status(values["status"])
-    for name, value in values.items():
-        if isinstance(value, str) and name != "status" and name not in _TEXTS:
-            values[name] = float(value)
+def _from_json(cls: type, data: Any) -> dict[str, Any]:
+    """The fields of `cls` in `data`, each of its type; nested ones as they are.
+
+    Raises:
+        UsageError: a field is of another type.
+    """
+    if not isinstance(data, Mapping):
+        raise UsageError(f"a measurement is a mapping, but got {shown(data)}")
+    values: dict[str, Any] = {}
+    for name in _names(cls):
+        if name not in data:
+            continue
+        value = data[name]
+        if name == "status":
+            if not isinstance(value, str) or value not in list(Status):
+                raise UsageError(unknown("status", shown(value), Status))
+            value = Status(value)
+        elif name in _TEXTS:
+            if not isinstance(value, str):
+                raise UsageError(f"{name} must be a text, but got {shown(value)}")
+        elif name not in _NESTED and value is not None:
+            value = _number(name, value)
+        values[name] = value
+    if "status" not in values:
+        raise UsageError("the measurement has no status")
     return values
+
+
+def _number(name: str, value: Any) -> float | int:
+    if isinstance(value, str) and value in _WORDS:
+        value = _WORDS[value]
+    if name in _COUNTS:
+        if not count(value):
+            raise UsageError(f"{name} must be a whole number, but got {shown(value)}")
+    elif not number(value) and not (isinstance(value, float) and not math.isfinite(value)):
+        raise UsageError(f"{name} must be a number, but got {shown(value)}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,14 +212,27 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Measurement":
-        """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read."""
+        """The inverse of `to_dict`; unknown keys are ignored so that newer ledgers can be read.
+
+        Raises:
+            UsageError: a field is of another type, or the status is missing or unknown.
+        """
         values = _from_json(cls, data)
-        if "probe" in values:
+        if values.get("probe") is not None:
             values["probe"] = Probe.from_dict(values["probe"])
-        values["ranks"] = tuple(
-            RankReport(**_from_json(RankReport, rank)) for rank in values.get("ranks", ())
-        )
+        ranks = values.get("ranks") or ()
+        if not isinstance(ranks, list | tuple) or len(ranks) > _MOST_RANKS:
+            raise UsageError(f"ranks must be a list of reports, but got {shown(ranks)}")
+        values["ranks"] = tuple(RankReport(**_rank(each)) for each in ranks)
         return cls(**values)
+
+
+def _rank(data: Any) -> dict[str, Any]:
+    values = _from_json(RankReport, data)
+    if values.get("rank") is None:
+        raise UsageError("a rank's report does not say which rank it is")
+    values["allocation_retries"] = values.get("allocation_retries") or 0
+    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
+
+from ..errors import UsageError
+from .schema import count, number, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +71,22 @@ class Probe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Probe":
-        """The inverse of `to_dict`; unknown keys are ignored."""
+        """The inverse of `to_dict`; unknown keys are ignored.
+
+        Raises:
+            UsageError: a field is missing or of another type.
+        """
         values = _read(cls, data)
         for name in ("quiet", "step"):
             if values.get(name) is not None:
-                values[name] = Computed(**_read(Computed, values[name]))
-        return cls(**values)
+                values[name] = _make(Computed, _read(Computed, values[name]))
+        return _make(cls, values)
 
 
 _COUNTS = ("samples", "depth", "noise_numbers")
 _NAMES = ("still", "brought")
+_LISTS = ("logits", "blocks", "vectors")
+_COMPUTED = ("quiet", "step")
 
 
 def _plain(value: Any) -> Any:
@@ -88,11 +97,35 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+def _read(cls: type, data: Any) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise UsageError(f"a probe is a mapping, but got {shown(data)}")
     values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
     for name, value in values.items():
-        if isinstance(value, list | tuple):
-            values[name] = tuple(value if name in _NAMES else map(float, value))
-        elif isinstance(value, str | float | int) and name not in _COUNTS:
-            values[name] = float(value)
+        if name in _NAMES:
+            if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+                raise UsageError(f"a probe's {name} must be a list of texts, but got {shown(value)}")
+            values[name] = tuple(value)
+        elif name in _LISTS:
+            if not isinstance(value, list | tuple):
+                raise UsageError(f"a probe's {name} must be a list of numbers, but got {shown(value)}")
+            values[name] = tuple(_number(name, each) for each in value)
+        elif name in _COUNTS:
+            if not count(value):
+                raise UsageError(f"a probe's {name} must be a whole number, but got {shown(value)}")
+        elif name not in _COMPUTED:
+            values[name] = _number(name, value)
     return values
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, float) or number(value) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise UsageError(f"a probe's {name} must be a number, but got {shown(value)}")
+
+
+def _make(cls: type, values: dict[str, Any]) -> Any:
+    missing = [each.name for each in fields(cls) if each.default is MISSING and values.get(each.name) is None]
+    if missing:
+        raise UsageError(f"a probe has no {', '.join(missing)}")
+    return cls(**values)

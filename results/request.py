@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from ..errors import StudyError
-from . import environment, table
-from .files import plain, read_yaml
+from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
+from . import environment, schema, table
+from .files import plain
 from .names import LEDGER, RUN, TABLE
 from .storage import without_password
 
@@ -27,17 +28,31 @@ INFORMATIVE = ("model", "sampler", "seed", "runner", "trial_timeout_s")
 _MEMORY_TOLERANCE = 0.05
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The contents of a run.yaml.
+def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The contents of the run.yaml in `folder`, and which parts of it were left out, in words (`schema.REQUEST`).
 
     Raises:
         StudyError: it cannot be read, is damaged, or comes from a newer redline.
     """
-    return check(read_yaml(path), path)
+    path = folder / RUN
+    try:
+        document = parse_yaml(read_inside(folder, RUN, at_most=LARGEST_DOCUMENT))
+    except OSError as error:
+        raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
+    except Refused as error:
+        raise StudyError(
+            f"'{path}' is not valid YAML: {error}; restore it or start with another --out"
+        ) from error
+    if not isinstance(document, dict):
+        found = "nothing" if document is None else f"a {type(document).__name__}"
+        raise StudyError(
+            f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out"
+        )
+    return check(document, path)
 
 
-def check(document: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`document` if it is what this redline knows as a run.yaml.
+def check(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What this redline knows of a run.yaml's document, and which parts of it were left out, in words.
 
     Raises:
         StudyError: it has another format, or does not say what was asked.
@@ -45,16 +60,17 @@ def check(document: dict[str, Any], path: Path) -> dict[str, Any]:
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(
-            f"'{path}' is not a run of redline: its format is {version!r}, not a number; give another --out"
+            f"'{path}' is not a run of redline: its format is {schema.shown(version)}, not a number; "
+            "give another --out"
         )
     if version > FORMAT:
         raise StudyError(
-            f"'{path}' was written by a newer redline (format {version}, this one knows up to {FORMAT}); "
+            f"'{path}' was written by a newer redline (format {schema.shown(version)}, this one knows up to {FORMAT}); "
             "upgrade with `pip install --upgrade redline` or give another --out"
         )
     if not isinstance(document.get("asked"), dict) or not isinstance(document.get("study"), str):
         raise StudyError(f"'{path}' does not say what was asked; restore it or give another --out")
-    return document
+    return schema.clean(document, schema.REQUEST, path.name)
 
 
 def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str, Any]:
@@ -81,8 +97,18 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"'{path}' cannot be resumed: {RUN} is missing, so what was asked is not known; "
             "restore it or give another --out"
         )
-    document = read(path / RUN)
+    document, faults = read(path)
+    if faults or not isinstance(document.get("run"), str):
+        raise StudyError(
+            f"'{path}' cannot be resumed, since {RUN} is damaged: {'; '.join(faults[:3]) or 'it does not say which run it is'}. "
+            "Restore it or give another --out"
+        )
     stored = document.get("storage")
+    if stored and storage is None:
+        raise StudyError(
+            f"'{path}' keeps its trials in the storage '{stored}', which is opened only where you name it: add "
+            f"--storage '{stored}', with the password if it needs one"
+        )
     # A run killed right at its start has no ledger yet, but no rows either.
     if not stored and not (path / LEDGER).exists() and _rows(path / TABLE):
         raise StudyError(
@@ -98,7 +124,7 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"'{path}' cannot be resumed, it was asked something else: {'; '.join(refused)}. "
             "Ask the same again, or give another --out"
         )
-    before = document.get("environment", {})
+    before: dict[str, Any] = document.get("environment", {})
     for each in document.setdefault("resumed", []):
         before = each
     versions = environment.versions()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StudyError
+from ..reading import path_of
 from . import best, environment, request, table
 from .files import cannot_write, make_folder, write_yaml
 from .ledger import Ledger
@@ -73,8 +74,8 @@ class RunFolder:
                 `request.INFORMATIVE` those worth a note when they change; others are free.
             knobs: the values of each knob, in the order of their columns; None for a derived one.
             make_config: makes a configuration from a mapping of its values.
-            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder, or when
-                resuming for the one run.yaml names (it keeps no password).
+            storage: URL of an Optuna storage for the ledger; None for `study.log` in the folder. A run that has one
+                is resumed with it named again: what run.yaml names is never opened by itself.
             resume: continue the run that is there.
             warn: told of what goes wrong without ending the run.
 
@@ -83,7 +84,7 @@ class RunFolder:
                 and `resume` is off, none and `resume` is on, or a run that was asked something else. Nothing in it
                 is changed then.
         """
-        path = Path(path)
+        path = path_of(path)
         created = make_folder(path)
         lock = None
         try:
@@ -104,7 +105,7 @@ class RunFolder:
                 # Before the ledger, so that a run killed in between can be resumed.
                 write_yaml(path / RUN, document)
             ledger = Ledger.open(
-                storage or document.get("storage") or path / LEDGER,
+                storage or path / LEDGER,
                 name=document["study"],
                 metadata={"run": document["run"]},
                 knobs=knobs,
@@ -116,6 +117,8 @@ class RunFolder:
             stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
             rows = table.Table(path / TABLE, {**knobs, **stray})
             folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
+            if (path / LOGS).is_symlink():
+                raise StudyError(f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it")
             (path / LOGS).mkdir(exist_ok=True)
             rows.write()
             if resumed:
@@ -144,7 +147,7 @@ class RunFolder:
             StudyError: it holds a run and `resume` is off, none and `resume` is on, or one that was asked
                 something else.
         """
-        path = Path(path)
+        path = path_of(path)
         resumed = holds_run(path)
         if resumed and not resume:
             raise StudyError(
@@ -241,8 +244,11 @@ class RunFolder:
         return f"{LOGS}/{number}.log"
 
     def log_path(self, number: int) -> Path:
-        """Path of a trial's log; its folder exists."""
-        return self.path / LOGS / f"{number}.log"
+        """Path of a trial's log; its folder exists, and it is no link to somewhere else."""
+        path = self.path / LOGS / f"{number}.log"
+        if path.is_symlink():
+            path.unlink()
+        return path
 
     def write_best(self, command: Sequence[str], *, devices: Mapping[str, Any] | None = None) -> Path:
         """Writes best.yaml from the trials so far, and returns its path.
@@ -314,7 +320,7 @@ def _remove(path: Path, *names: str) -> None:
 
 def _of(path: Path) -> str:
     try:
-        model = request.read(path / RUN)["asked"].get("model")
+        model = request.read(path)[0]["asked"].get("model")
     except StudyError:  # whatever is wrong with it, the folder is taken
         return ""
     return f" of {model}" if model else ""

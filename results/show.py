@@ -37,6 +37,11 @@ class Column:
     cells: list[str]
     side: Literal["left", "right"] = "left"
 
+    def __post_init__(self) -> None:
+        # Both may come from a stranger's folder.
+        object.__setattr__(self, "name", fold(self.name))
+        object.__setattr__(self, "cells", [fold(each) for each in self.cells])
+
     @property
     def heading(self) -> str:
         """The name on several lines, for a column as narrow as its cells."""
@@ -71,7 +76,7 @@ def render(
     shown, more = listing.select(trials, selection)
     asked = listing.chosen_columns(trials, selection.columns)
     for line in [*_head(run), *_outcome(trials, console.encoding)]:
-        console.print(Text(line), soft_wrap=not console.is_terminal)
+        console.print(Text(fold(line)), soft_wrap=not console.is_terminal)
     if not shown:
         return
     console.print()
@@ -84,7 +89,7 @@ def render(
     else:
         _write(shown, [*outcome, *knobs], console, reasons=not asked)
     if common:
-        console.print(Text("the same in all: " + ", ".join(common)), soft_wrap=not console.is_terminal)
+        console.print(Text(fold("the same in all: " + ", ".join(common))), soft_wrap=not console.is_terminal)
     again = [str(trial.number) for trial in shown if trial.remeasured]
     if again and not asked:
         many = len(again) > 1
@@ -151,7 +156,8 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     """The best without lossy values: how fast, and in what it differs from the winner."""
     if trial is None:
         return "none succeeded"
-    ratio = trial.measurement.throughput / winner.measurement.throughput
+    fastest = winner.measurement.throughput
+    ratio = trial.measurement.throughput / fastest if fastest else 1.0
     differing = ", ".join(
         f"{name}={knob_text(trial, name)}"
         for name in trial.config

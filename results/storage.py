@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependency, StudyError
+from ..errors import MissingDependency, StudyError, unknown
 from .files import Reserve
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
 
     Args:
         source: a path, a URL, a storage, or None for memory.
-        mend: whether to mend a journal file first and to keep back space for its last record.
+        mend: whether to mend a journal file first and to keep back space for its last record. Without, it is to be
+            read: a database in a file must be there, and is opened so that it cannot change.
 
     Raises:
         StudyError: the file is damaged, or the URL leads nowhere.
@@ -98,12 +99,14 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
     if not isinstance(source, (str, Path)):
         return source, None
     if not is_path(source):
-        return _remote(str(source)), None
+        return _remote(str(source), read_only=not mend), None
     from .journal import Journal, break_stale_lock, damage, repair
 
     path = Path(source).absolute()
     reserve = None
     if mend:
+        if path.is_symlink():
+            raise StudyError(f"'{path}' is a symbolic link, and links in a run's folder are not followed; remove it")
         if path.exists():
             repair(path)
             break_stale_lock(path)
@@ -112,26 +115,50 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
     journal = Journal(path, reserve)
     try:
         return optuna.storages.JournalStorage(journal), journal
-    except (ValueError, KeyError, TypeError, AssertionError) as error:  # how Optuna meets a damaged record
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:  # how Optuna meets a damaged record
         journal.close()
         raise damage(path, error) from error
 
 
-def _remote(url: str) -> "BaseStorage":
+DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "mssql", "oracle")
+"""The kinds of URLs that are opened: Optuna keeps studies there as columns and JSON."""
+
+
+def check_url(url: str) -> None:
+    """Refuses what must not be opened.
+
+    Raises:
+        StudyError: the URL is of another kind than `DATABASES`.
+    """
+    kind = url.partition("://")[0].partition("+")[0].lower()
+    if kind.startswith(("redis", "valkey", "unix")):
+        raise StudyError(
+            f"the storage {words(url)} is not opened: Optuna unpickles what a Redis server sends, which runs whatever "
+            f"code somebody put there; use a database ({', '.join(DATABASES[:3])}), or the study.log in --out"
+        )
+    if kind not in DATABASES:
+        raise StudyError(f"cannot open the storage {words(url)}: {unknown('kind of database', kind, DATABASES)}")
+
+
+def _remote(url: str, *, read_only: bool) -> "BaseStorage":
     import optuna
 
-    if url.startswith("redis"):
-        from optuna.storages.journal import JournalRedisBackend
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.storages.JournalStorage(JournalRedisBackend(url))
+    check_url(url)
+    import sqlalchemy
     import sqlalchemy.exc
 
     try:
-        return optuna.storages.RDBStorage(url)
-    except (sqlalchemy.exc.SQLAlchemyError, RuntimeError) as error:  # RuntimeError: tables of another version
-        reason = str(error.orig if getattr(error, "orig", None) else error).splitlines()[0]
+        made = sqlalchemy.engine.make_url(url)
+        file = made.database if made.get_backend_name() == "sqlite" else None
+        if read_only and file and file != ":memory:" and not file.startswith("file:"):
+            path = Path(file).absolute()
+            if not path.is_file():
+                raise StudyError(f"cannot open the storage {words(url)}: there is no file '{file}'")
+            query = {**made.query, "mode": "ro", "uri": "true"}
+            url = made.set(database=path.as_uri().replace("file://", "file:", 1), query=query).render_as_string(False)
+        return optuna.storages.RDBStorage(url, skip_table_creation=read_only)
+    except (sqlalchemy.exc.SQLAlchemyError, RuntimeError, AssertionError) as error:  # tables of another version, or none
+        reason = next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
         raise StudyError(f"cannot open the storage {words(url)}: {reason}") from error
 
 

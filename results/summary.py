@@ -65,6 +65,8 @@ def _ties(trial: Trial, first: Trial) -> bool:
         return True
     if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
         return False
+    if not first.measurement.throughput:
+        return False
     ratio = trial.measurement.throughput / first.measurement.throughput
     return ratio >= 1 - EQUAL or (ratio >= 1 - NOISE and max(trial.remeasured) >= min(first.remeasured))
 

@@ -2,13 +2,15 @@
 
 import bisect
 import csv
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError
-from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, values
+from ..reading import path_of, read_named
+from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
 from .files import write_atomic
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 ESSENTIAL = ("trial", "status", "throughput")
 """The columns without which a table says nothing."""
+
+LARGEST_TABLE = 32 << 20
+"""Bytes of a table that is read."""
+MOST_COLUMNS, MOST_CELLS = 1_000, 1_000_000
+"""Columns of a table that is read, and its rows times its columns."""
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _COUNT = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -94,9 +101,9 @@ def read(path: str | Path) -> "tuple[DataFrame, list[str]]":
     Raises:
         StudyError: there is no such file, or not even the columns `trial`, `status` and `throughput`.
     """
-    path = Path(path)
+    path = path_of(path)
     try:
-        data = path.read_bytes()
+        data = read_named(path, at_most=LARGEST_TABLE)
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
     columns, problems = parse(data, path)
@@ -111,9 +118,16 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
         path: its name, for the messages.
 
     Raises:
-        StudyError: the columns `trial`, `status` and `throughput` are not all there.
+        StudyError: the columns `trial`, `status` and `throughput` are not all there, or the table is larger than
+            `MOST_COLUMNS` and `MOST_CELLS`.
     """
     problems: list[str] = []
+    count, rows = data.partition(b"\n")[0].count(b",") + 1, data.count(b"\n")
+    if count > MOST_COLUMNS or count * rows > MOST_CELLS:
+        raise StudyError(
+            f"'{path}' is too large to be read: {count:,} columns and {rows:,} rows; the most are {MOST_COLUMNS:,} columns "
+            f"and {MOST_CELLS:,} cells"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -148,6 +162,40 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
         texts = [""] * len(rows) if place is None else [each[place] for each in rows]
         table[name] = _values(name, texts)
     return table, problems
+
+
+def safe_lines(data: bytes) -> bytes:
+    """The table as it is, but without cells that a spreadsheet would run (see `columns.line`): a stranger may have written
+    it. A line that is no CSV is left out."""
+    out = []
+    for each in data.decode("utf-8-sig", errors="replace").splitlines():
+        try:
+            out.append(line(map(unquoted, next(csv.reader([each], strict=True), []))))
+        except csv.Error:
+            continue
+    return "".join(out).encode()
+
+
+def sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
+    """The columns of `parse` without numbers that are none, and without an `ok` that has no throughput to stand on, which
+    `problems` then names."""
+    columns = {
+        name: [None if isinstance(each, float) and not math.isfinite(each) else each for each in cells]
+        for name, cells in columns.items()
+    }
+    without = {
+        row
+        for row, (status, speed) in enumerate(zip(columns["status"], columns["throughput"]))
+        if status == "ok" and speed is None
+    }
+    if not without:
+        return columns
+    numbers = [str(columns["trial"][row]) for row in sorted(without)]
+    problems.append(
+        f"trial{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:10])}{' and more' * (len(numbers) > 10)}: "
+        "ok, but without a throughput; left out"
+    )
+    return {name: [each for row, each in enumerate(cells) if row not in without] for name, cells in columns.items()}
 
 
 def trials(
@@ -190,7 +238,7 @@ def trials_of(
 
 def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     try:
-        names = next(csv.reader([first.removesuffix("\r")], strict=True), [])
+        names = [unquoted(each) for each in next(csv.reader([first.removesuffix("\r")], strict=True), [])]
     except csv.Error:
         names = []
     lacking = [name for name in ESSENTIAL if name not in names]
@@ -217,36 +265,48 @@ def _cells(text: str, count: int, checked: Sequence[tuple[int, str]]) -> tuple[l
         value = cells[place]
         if name == "status":
             if value not in _STATUSES:
-                return cells, f"status '{value}' is none of {', '.join(Status)}"
+                return cells, f"status '{_cut(value)}' is none of {', '.join(Status)}"
         elif value == "" and name != "trial":
             continue
         elif name in INTEGERS:
             if not _COUNT.fullmatch(value):
-                return cells, f"{name} '{value}' is not a whole number"
-        elif not _REAL.fullmatch(value) and value not in _UNREAL:
-            return cells, f"{name} '{value}' is not a number"
+                return cells, f"{name} '{_cut(value)}' is not a whole number"
+        elif value not in _UNREAL and not _REAL.fullmatch(value):
+            return cells, f"{name} '{_cut(value)}' is not a number"
     return cells, None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _values(name: str, texts: Sequence[str]) -> list[Any]:
     if name in TEXTS:
-        return list(texts)
+        return [unquoted(each) for each in texts]
     if name in INTEGERS:
         return [int(each) if each else None for each in texts]
     if name in FIXED:
         return [float(each) if each else None for each in texts]
     if not name.startswith(KNOB):
-        return [each or None for each in texts]
+        return [unquoted(each) or None for each in texts]
     given = [each for each in texts if each]
     kinds: tuple[tuple[Callable[[str], Any], Callable[[str], Any]], ...] = (
         (lambda each: each in ("true", "false"), lambda each: each == "true"),
-        (_INTEGER.fullmatch, int),
-        (_REAL.fullmatch, lambda each: int(each) if _INTEGER.fullmatch(each) else float(each)),
+        (_whole, int),
+        (_real, lambda each: int(each) if _whole(each) else float(each)),
     )
     for fits, make in kinds:
         if all(fits(each) for each in given):
             return [make(each) if each else None for each in texts]
-    return [each or None for each in texts]
+    return [unquoted(each) or None for each in texts]
+
+
+def _whole(text: str) -> bool:
+    return len(text) < 300 and _INTEGER.fullmatch(text) is not None
+
+
+def _real(text: str) -> bool:
+    return _REAL.fullmatch(text) is not None and math.isfinite(float(text))
 
 
 def _frame(table: Mapping[str, list[Any]]) -> "DataFrame":

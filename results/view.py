@@ -1,15 +1,17 @@
-"""A run's folder to read."""
+"""A run's folder to read: only files inside it, and a storage elsewhere only where the user names it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingDependency, StudyError
+from ..errors import StudyError
+from ..reading import path_of, read_inside
 from . import request, table
 from .ledger import Ledger
 from .lossy import lossy_of
 from .measurement import Trial
 from .names import LEDGER, RUN, TABLE, holds_run
+from .records import LARGEST_LEDGER
 
 
 class View:
@@ -18,45 +20,74 @@ class View:
     Args:
         path: the run's folder.
         make_config: makes a configuration from a mapping of its values.
+        storage: where the ledger is, if not in the folder: as for `Ledger.load`. What run.yaml names is never opened
+            by itself.
 
     Raises:
         StudyError: there is no run, or it cannot be read.
+        MissingDependency: the storage needs a package that is not installed.
     """
 
-    def __init__(self, path: str | Path, make_config: Callable[[Mapping[str, Any]], Any] = dict) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        make_config: Callable[[Mapping[str, Any]], Any] = dict,
+        *,
+        storage: str | None = None,
+    ) -> None:
+        self.path = path_of(path)
         if not self.path.is_dir():
             raise StudyError(f"there is no folder '{path}'; give the --out of a run")
         if not holds_run(self.path):
             raise StudyError(f"'{path}' holds no run: neither {RUN} nor {LEDGER} nor {TABLE} is there")
-        self.document = request.read(self.path / RUN) if (self.path / RUN).exists() else None
+        self.document: dict[str, Any] | None = None
         """The contents of run.yaml; None if it is missing."""
         self.problems: list[str] = []
         """What is missing or damaged."""
-        if self.document is None:
+        if (self.path / RUN).exists():
+            self.document, self.problems = request.read(self.path)
+        else:
             self.problems.append(f"{self.path / RUN} is missing")
-        self._trials = self._read(make_config)
+        self._trials = self._read(make_config, storage)
 
     def trials(self) -> list[Trial]:
         """All trials in the order of their numbers, as they were when the view was made."""
         return list(self._trials)
 
-    def _read(self, make_config: Callable[[Mapping[str, Any]], Any]) -> list[Trial]:
-        storage = self.document.get("storage") if self.document else None
-        source, lossy = storage or self.path / LEDGER, lossy_of(self.document)
+    def _read(self, make_config: Callable[[Mapping[str, Any]], Any], storage: str | None) -> list[Trial]:
+        name = self.document["study"] if self.document else None
+        lossy = lossy_of(self.document)
+        if storage is not None:
+            ledger = Ledger.load(storage, name=name, make_config=make_config, lossy=lossy)
+            self.problems += ledger.problems
+            return ledger.trials()
+        elsewhere = (self.document or {}).get("storage")
         try:
-            return Ledger.load(
-                source,
-                name=self.document["study"] if self.document else None,
-                make_config=make_config,
-                lossy=lossy,
-            ).trials()
-        except (StudyError, MissingDependency) as error:
+            if elsewhere:
+                raise StudyError(
+                    f"the trials are in the storage '{elsewhere}', which is opened only where you name it, by --storage"
+                )
+            data = read_inside(self.path, LEDGER, at_most=LARGEST_LEDGER)
+            where = f"'{self.path / LEDGER}'"
+            ledger = Ledger.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
+        except (OSError, StudyError) as error:
+            said = str(error)
+            if isinstance(error, FileNotFoundError):
+                said = f"there is no ledger at '{self.path / LEDGER}'"
+            elif isinstance(error, OSError):
+                said = f"cannot read '{self.path / LEDGER}': {error.strerror or error}"
             if not (self.path / TABLE).exists():
-                if not storage and not (self.path / LEDGER).exists():
+                if isinstance(error, FileNotFoundError):
                     return []  # killed before the ledger was made
-                raise
-            self.problems.append(f"{error}; shown is what {TABLE} says")
-        found, problems = table.read(self.path / TABLE)
+                raise StudyError(said) from error
+            self.problems.append(f"{said}; shown is what {TABLE} says")
+        else:
+            self.problems += ledger.problems
+            return ledger.trials()
+        try:
+            data = read_inside(self.path, TABLE, at_most=table.LARGEST_TABLE)
+        except OSError as error:
+            raise StudyError(f"cannot read '{self.path / TABLE}': {error.strerror or error}") from error
+        columns, problems = table.parse(data, self.path / TABLE)
         self.problems += problems
-        return table.trials(found, make_config, lossy)
+        return table.trials_of(table.sane(columns, self.problems), make_config, lossy)

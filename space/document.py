@@ -1,5 +1,6 @@
 """Spaces as plain lists and mappings, and back."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 
 _LONG = 8  # more integers than this are written as a range where they are one
+MOST_KNOBS, MOST_CONSTRAINTS = 500, 500
+"""Of a space that is read, knobs and derived ones each."""
+MOST_TERMS = 10_000
+"""Names in the rule of a derived knob once the derived knobs it mentions are written out."""
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _SECTIONS = ("knobs", "derived", "constraints")
 _KNOB_KEYS = {
     "choice": ("name", "type", "values", "default", "when", "help", "others", "monotone_memory"),
@@ -137,6 +143,7 @@ class _Reader(Mapping[str, Knob]):
         ] = {}  # derived knobs that are not declared yet, by their place in the list
         self.entered: list[str] = []
         self.derived: list[Any] = []
+        self.terms: dict[str, int] = {}
 
     # What the grammar asks for.
 
@@ -195,6 +202,9 @@ class _Reader(Mapping[str, Knob]):
             return []
         if not isinstance(found, list | tuple):
             raise self.error((section,), f"'{section}' must be a list, but got {_short(found)}")
+        most = MOST_CONSTRAINTS if section == "constraints" else MOST_KNOBS
+        if len(found) > most:
+            raise self.error((section,), f"'{section}' has {len(found):,} entries; {most} are the most")
         for at, entry in enumerate(found):
             if not isinstance(entry, Mapping):
                 raise self.error(
@@ -247,6 +257,12 @@ class _Reader(Mapping[str, Knob]):
         entry = self.derived[self.pending[name]]
         self.entered.append(name)
         rule = self.rule(path, entry, "value")
+        self.terms[name] = sum(self.terms.get(each, 1) for each in _NAME.findall(entry["value"]))
+        if self.terms[name] > MOST_TERMS:
+            raise self.error(
+                (*path, "value"),
+                f"written out, the rule of derived knob '{name}' has {self.terms[name]:,} terms; {MOST_TERMS:,} are the most",
+            )
         self.entered.pop()
         del self.pending[name]
         help_text = self.text(path, entry, "help") if "help" in entry else ""

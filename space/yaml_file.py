@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpaceError
+from ..reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
 from .document import KeyPath, Places, read_dict, write_dict
 from .grammar import GrammarError
 
 if TYPE_CHECKING:
     from .space import Space
+
+_MOST_NODES = 20_000
+"""Of a file that PyYAML itself reads, since only that says where each entry stands."""
 
 
 def write_yaml(space: "Space", path: str | os.PathLike[str]) -> None:
@@ -59,12 +63,16 @@ def read_yaml(space: "Space", path: str | os.PathLike[str]) -> "Space":
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_named(path_of(path), at_most=LARGEST_DOCUMENT).decode("utf-8")
     except OSError as error:
         raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise SpaceError(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}") from error
     loader = None
+    try:
+        measure_yaml(text, nodes=_MOST_NODES)
+    except TooMuch as error:
+        raise SpaceError(f"{path}: {error}") from error
     try:
         loader = yaml.SafeLoader(text)  # what yaml.safe_load uses; it also tells where a node stands
         node = loader.get_single_node()

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 from ...errors import StudyError
+from ...reading import Outside, open_inside, read_inside, tail_inside
 from ..names import TABLE
 from ..report.exports import exports
-from ..report.inside import Outside, open_inside, read_inside, tail_inside
 from ..report.page import SCRIPTS, asset, bundle
-from ..report.source import LARGEST_TABLE
+from ..table import LARGEST_TABLE, safe_lines
 from .library import Library
 
 LOG_BYTES = 256 * 1024
@@ -98,7 +98,7 @@ def make_app(library: Library) -> Any:
     def table(run: str) -> Response:
         folder = library.folder(run)
         try:
-            data = read_inside(folder, TABLE, at_most=LARGEST_TABLE)
+            data = safe_lines(read_inside(folder, TABLE, at_most=LARGEST_TABLE))
         except (Outside, OSError) as error:
             return PlainTextResponse(f"{TABLE} cannot be read: {error.strerror or error}.", status_code=404)
         return Response(data, media_type="text/csv; charset=utf-8", headers=attachment(f"{folder.name}.csv"))

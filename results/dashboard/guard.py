@@ -1,6 +1,7 @@
 """Who may see the dashboard, and what a browser may do with its pages."""
 
 import hmac
+import re
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
@@ -22,6 +23,9 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+
+
+_NAME = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(?::[0-9]{1,5})?")
 
 
 class Guard:
@@ -79,8 +83,9 @@ class Guard:
 
 
 def _host(header: str) -> str:
-    header = header.strip().lower()
-    return header.partition("]")[0] + "]" if header.startswith("[") else header.partition(":")[0]
+    """The whole name in a Host header, without its port (RFC 9110, 7.2); empty where it is anything else."""
+    found = _NAME.fullmatch(header.strip().lower())
+    return found[1] if found else ""
 
 
 def _cookie(headers: dict[str, str], name: str) -> str | None:

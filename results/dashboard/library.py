@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StudyError, unknown
+from ...reading import path_of
 from .. import summary
 from ..lossy import lossy_values
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..report import Source, document
+from ..report import Source, document, words
 from ..report import state as run_state
-from ..report import words
 from ..report.document import plain, rows
 from .discover import runs_under
 
@@ -72,7 +72,7 @@ class Library:
     """
 
     def __init__(self, root: str | Path) -> None:
-        if not Path(root).is_dir():
+        if not path_of(root).is_dir():
             raise StudyError(f"there is no folder '{root}'; give the folder that holds your runs")
         self.root = Path(root).resolve()
         self._found: list[str] = []
@@ -201,9 +201,9 @@ def _read(run: str, folder: Path) -> Source:
     """
     try:
         return Source.read(folder, lenient=True)
-    except StudyError:
+    except StudyError as error:
         if holds_run(folder):
-            raise
+            return Source.unreadable(folder, str(error))
         raise NoSuchRun(f"run '{run}' is no longer there: its folder was deleted, moved or renamed") from None
 
 

@@ -1,12 +1,12 @@
 """What an export starts from: a configuration, its sizes, and a record of the knobs carried over."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UsageError
 from ..columns import fold
 from ..lossy import LOSSY, lossy_values
-from ..meaning import Formats, formats_of
+from ..meaning import FORMATS, REDUCED, Formats, formats_of
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -31,6 +31,27 @@ NEUTRAL: Mapping[str, Any] = {
 }
 """The standard knobs at the value that asks nothing of a framework."""
 
+MOST_DEVICES = 1 << 20
+"""Of one training."""
+
+_STANDARD: Mapping[str, Callable[[Any], bool]] = {
+    "zero": lambda value: _is_whole(value) and 0 <= value <= 3,
+    "sequence_parallel": lambda value: isinstance(value, bool),
+    "pipeline_schedule": lambda value: value is None or isinstance(value, str),
+    "virtual_stages": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
+    "checkpoint_ratio": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
+    "precision": lambda value: value in FORMATS,
+    "attention": lambda value: value is None or isinstance(value, str),
+    "fusion": lambda value: isinstance(value, bool),
+    "fused_optimizer": lambda value: value is None or isinstance(value, bool),
+    "kernels": lambda value: isinstance(value, bool),
+    "offload": lambda value: isinstance(value, str),
+    "reduce_dtype": lambda value: value in REDUCED,
+}
+"""Which values the standard knobs can have: a callable's space may call other things by their names."""
+_SHAPE = ("family", "layers", "hidden", "heads", "intermediate", "vocabulary")
+"""What has to be known of a model's shape."""
+
 
 class Setup:
     """A configuration to be written in the words of another framework.
@@ -54,10 +75,14 @@ class Setup:
         asked = (document or {}).get("asked", {})
         self.trial = trial
         self.config = dict(trial.config)
+        self._standard = {
+            name: value for name, value in self.config.items() if name not in _STANDARD or _STANDARD[name](value)
+        }
         self.target = target
         self.notes: list[str] = []
         """What could not be carried over, one sentence each."""
         self._used: set[str] = set()
+        self._whole = False
         self.model: str = str(asked.get("model") or "")
         """What is trained, as people call it; empty where it is not known."""
         workload = asked.get("workload") or {}
@@ -69,7 +94,10 @@ class Setup:
         """Tokens of a sample."""
         self.seed: int = asked.get("seed") or 0
         """Of weights and data."""
-        self.shape: Mapping[str, Any] = asked.get("shape") or {}
+        shape = {name: value for name, value in (asked.get("shape") or {}).items() if value is not None}
+        self.layers: int = shape.get("layers", 0)
+        """Blocks of the model; 0 where that is not known."""
+        self.shape: Mapping[str, Any] = shape if all(name in shape for name in _SHAPE) else {}
         """The model's sizes in run.yaml's words (`redline.models.shape`); empty where they are not known."""
         self.simulated: bool = bool(asked.get("simulated"))
         """Whether the trial is a prediction: nothing was run."""
@@ -83,6 +111,8 @@ class Setup:
         """Replicas."""
         self.devices = self.tp * self.pp * self.dp
         """Devices of one training."""
+        if self.devices > MOST_DEVICES:
+            raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
         self.processes = self.devices if pipelines else self.tp * self.dp
         """Devices that the exported file runs on."""
         per_host = devices.get("per_host")
@@ -128,9 +158,9 @@ class Setup:
             out.append(ending(self.trial))
         if self.simulated:
             out.append("predicted, simulated: nothing was run")
-        known = {name for name, lossy in LOSSY.items() if self.config.get(name) in lossy}
+        known = {name for name, lossy in LOSSY.items() if self._standard.get(name) in lossy}
         for name in sorted(known):
-            value = self.config[name]
+            value = self._standard[name]
             exact = "fp32 or bf16" if name == "precision" else "without"
             out.append(f"{name}={value} is another training than {exact}: {LOSSY[name][value]}")
         if others := [name for name in self.trial.lossy if name not in known]:
@@ -141,17 +171,17 @@ class Setup:
     def knob(self, name: str) -> Any:
         """The value of a standard knob, neutral where the configuration does not have it."""
         self._used.add(name)
-        return self.config.get(name, NEUTRAL[name])
+        return self._standard.get(name, NEUTRAL[name])
 
     @property
     def formats(self) -> Formats:
         """In which formats it was trained, and gradients were reduced."""
         self._used.add("precision")
-        return formats_of(self.config)
+        return formats_of(self._standard)
 
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""
-        return name in self.config and self.config[name] != NEUTRAL.get(name)
+        return name in self._standard and self._standard[name] != NEUTRAL.get(name)
 
     def note(self, sentence: str) -> None:
         """States that something could not be carried over, and what to do instead."""
@@ -166,6 +196,7 @@ class Setup:
     def take_all(self) -> dict[str, Any]:
         """The whole configuration, carried over as it is."""
         self._used.update(self.config)
+        self._whole = True
         return dict(self.config)
 
     def order_of_stages(self) -> str | None:
@@ -177,7 +208,7 @@ class Setup:
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""
         for name in self.config:
-            if name not in self._used:
+            if name not in self._used or (name not in self._standard and not self._whole):
                 self.note(
                     f"{name}={words(self.config[name])} is not known to the export to {self.target}: "
                     "follow it in your own code"
@@ -186,7 +217,7 @@ class Setup:
 
     def _size(self, name: str) -> int:
         value = self.config.get(name, NEUTRAL[name])
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not _is_whole(value) or value < 1:
             raise UsageError(
                 f"cannot export trial {self.trial.number}: {name} must be a whole number of at least 1, "
                 f"but is {value!r}"
@@ -209,6 +240,10 @@ class Setup:
         if steps is not None:
             return None if share is None else share // steps, steps
         return share, None if share is None else 1
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def ending(trial: Trial) -> str:

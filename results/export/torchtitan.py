@@ -83,7 +83,7 @@ def _chunks(setup: Setup, give) -> None:
     chunks = setup.knob("virtual_stages")
     if setup.order_of_stages() in ("1f1b", "gpipe") or chunks == 2:
         return
-    layers, stages = setup.shape.get("layers", 0) + 2, setup.pp * chunks
+    layers, stages = setup.layers + 2, setup.pp * chunks
     each = -(-layers // stages)
     if chunks > 2 and -(-layers // each) == stages:
         give("parallelism.pipeline_parallel_layers_per_stage", each)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...reading import tail_inside
 from ..columns import fold
 from ..measurement import Status, Trial
-from .inside import tail_inside
 
 LINES = 12
 """Lines of a log that are shown."""

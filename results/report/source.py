@@ -5,19 +5,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...errors import StudyError
-from .. import request
+from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_inside
+from .. import request, schema
 from ..lossy import lossy_of
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..table import parse, trials_of
+from ..table import LARGEST_TABLE, parse, sane, trials_of
 from . import state
-from .inside import read_inside
-
-LARGEST_TABLE = 512 << 20
-LARGEST_SIDECAR = 16 << 20
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +53,15 @@ class Source:
         return bool((self.request or {}).get("asked", {}).get("simulated"))
 
     @classmethod
+    def unreadable(cls, folder: Path, why: str) -> "Source":
+        """A run of which nothing can be read, as one without trials."""
+        columns, _ = parse(_NOTHING, TABLE)
+        return cls(
+            folder=folder, table=TABLE, columns=columns, trials=[], request=None, best=None, state=state.STOPPED,
+            problems=[why],
+        )  # fmt: skip
+
+    @classmethod
     def read(cls, path: str | Path, *, lenient: bool = False) -> "Source":
         """The run in a folder, or the table in a CSV file of any name (then without sidecars).
 
@@ -69,7 +73,7 @@ class Source:
         Raises:
             StudyError: there is no run, its table lacks a needed column, or it has another format.
         """
-        path = Path(path)
+        path = path_of(path)
         if path.is_dir():
             folder, name = path, TABLE
         elif path.exists():
@@ -83,7 +87,7 @@ class Source:
         asked = None if alone else _asked(folder, problems, lenient or path != folder)
         columns = _table(folder, name, asked is not None, problems, lenient)
         trials = trials_of(columns, lossy=lossy_of(asked))
-        best = None if alone else _sidecar(folder, BEST, problems)
+        best = None if alone else _best(folder, problems)
         running = not alone and state.is_running(folder)
         if best is not None and not _tells_of(best, trials):
             if not running:
@@ -105,10 +109,12 @@ class Source:
         )  # fmt: skip
 
 
+_NOTHING = b"trial,status,throughput\n"
+
+
 def _table(
     folder: Path, name: str, may_be_missing: bool, problems: list[str], lenient: bool
 ) -> dict[str, list[Any]]:
-    nothing = b"trial,status,throughput\n"
     try:
         data = read_inside(folder.resolve(), name, at_most=LARGEST_TABLE)
     except FileNotFoundError:
@@ -118,40 +124,21 @@ def _table(
                 "trial, and `redline tune --resume` writes it anew"
             ) from None
         problems.append(f"{name} is not there (yet)")
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     except OSError as error:
         if not lenient:
             raise StudyError(f"cannot read '{folder / name}': {error.strerror or error}") from error
         problems.append(f"{name} cannot be read: {error.strerror or error}")
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     try:
         columns, found = parse(data, name)
     except StudyError as error:
         if not lenient:
             raise StudyError(str(error).replace(f"'{name}'", f"'{folder / name}'", 1)) from None
         problems.append(str(error))
-        return parse(nothing, name)[0]
+        return parse(_NOTHING, name)[0]
     problems += found
-    return _sane(columns, problems)
-
-
-def _sane(columns: dict[str, list[Any]], problems: list[str]) -> dict[str, list[Any]]:
-    """The columns without numbers that are none, and without an `ok` that has no throughput to stand on."""
-    for name, cells in columns.items():
-        columns[name] = [None if isinstance(each, float) and not math.isfinite(each) else each for each in cells]
-    without = {
-        row
-        for row, (status, speed) in enumerate(zip(columns["status"], columns["throughput"]))
-        if status == "ok" and speed is None
-    }
-    if not without:
-        return columns
-    numbers = [str(columns["trial"][row]) for row in sorted(without)]
-    problems.append(
-        f"trial{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:10])}{' and more' * (len(numbers) > 10)}: "
-        "ok, but without a throughput; left out"
-    )
-    return {name: [each for row, each in enumerate(cells) if row not in without] for name, cells in columns.items()}
+    return sane(columns, problems)
 
 
 def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] | None:
@@ -159,7 +146,7 @@ def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] |
     if document is None:
         return None
     try:
-        return request.check(document, folder / RUN)
+        document, faults = request.check(document, folder / RUN)
     except StudyError as error:
         if lenient:
             problems.append(str(error))
@@ -167,12 +154,23 @@ def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] |
         raise StudyError(
             f"{str(error).partition('; ')[0]}. For a page of the table alone: redline report {folder / TABLE}"
         ) from None
+    problems += faults
+    return document
+
+
+def _best(folder: Path, problems: list[str]) -> dict[str, Any] | None:
+    document = _sidecar(folder, BEST, problems)
+    if document is None:
+        return None
+    document, faults = schema.clean(document, schema.BEST, BEST)
+    problems += faults
+    return document
 
 
 def _sidecar(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | None:
     """The mapping in a YAML file, None if it is not there; damage is a problem, not an error."""
     try:
-        found = yaml.load(read_inside(folder.resolve(), name, at_most=LARGEST_SIDECAR), Loader=_loader())
+        found = parse_yaml(read_inside(folder.resolve(), name, at_most=LARGEST_DOCUMENT))
     except FileNotFoundError:
         if name == RUN and (folder / LEDGER).exists():
             problems.append(f"{RUN} is missing: what was asked, the space and the environment are not known")
@@ -180,17 +178,13 @@ def _sidecar(folder: Path, name: str, problems: list[str]) -> dict[str, Any] | N
     except OSError as error:
         problems.append(f"{name} cannot be read: {error.strerror or error}")
         return None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        problems.append(f"{name} is damaged and left out: {str(error).splitlines()[0]}")
+    except Refused as error:
+        problems.append(f"{name} is damaged and left out: {error}")
         return None
     if not isinstance(found, dict):
         problems.append(f"{name} is damaged and left out: it holds no mapping")
         return None
     return found
-
-
-def _loader() -> Any:
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _tells_of(best: dict[str, Any], trials: list[Trial]) -> bool:

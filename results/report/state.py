@@ -6,8 +6,8 @@ import socket
 import time
 from pathlib import Path
 
+from ...reading import read_inside
 from ..names import LEDGER, TABLE
-from .inside import read_inside
 
 RUNNING, FINISHED, NOTHING, STOPPED, TABLE_ONLY = "running", "finished", "nothing", "stopped", "table"
 """A process holds the run's lock; best.yaml tells of all its trials, with a winner or without one; neither; there is

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ...errors import StudyError
+from ...reading import path_of
 from ..files import write_atomic
 from .document import document
 from .page import page
@@ -27,7 +28,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     if output is None:
         alone = Path(run).is_file() and source.table != "trials.csv"
         output = source.folder / (Path(source.table).stem + ".html" if alone else NAME)
-    output = Path(output)
+    output = path_of(output)
     if output.is_dir():
         output = output / NAME
     text = page(document(source))

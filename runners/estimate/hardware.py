@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UsageError, unknown
+from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
 from .hardware_names import DeviceName, device_name
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -129,14 +130,12 @@ class Hardware:
         Raises:
             UsageError: there is no such file, or a field is missing, unknown or impossible.
         """
-        import yaml
-
         where = Path(path)
         try:
-            data = yaml.safe_load(where.read_text())
+            data = parse_yaml(read_named(path_of(where), at_most=LARGEST_DOCUMENT))
         except OSError as error:
-            raise UsageError(f"hardware file {where} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UsageError(f"hardware file {where} cannot be read: {error.strerror or error}") from error
+        except Refused as error:
             raise UsageError(f"hardware file {where} is no YAML: {error}") from error
         if not isinstance(data, dict):
             raise UsageError(f"hardware file {where} must hold a mapping, but holds {type(data).__name__}")

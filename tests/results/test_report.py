@@ -15,7 +15,7 @@ from redline.results.report import Source, document, page, write_report
 from redline.results.report.analysis import cost, frontier, lanes, predictions
 from redline.results.report.effects import effects
 from redline.results.report.failures import failures
-from redline.results.report.inside import Outside, open_inside, read_inside, tail_inside
+from redline.reading import Outside, open_inside, read_inside, tail_inside
 
 
 def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", predicted=(None, None), **more):

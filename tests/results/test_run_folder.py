@@ -271,15 +271,17 @@ def test_a_damaged_run_yaml_is_an_error_that_names_it(text, tmp_path, open_run):
         open_run(tmp_path, resume=True)
 
 
-def test_a_storage_elsewhere_is_found_again_and_its_password_is_not_written(tmp_path, open_run, point, ok):
+def test_a_storage_elsewhere_is_named_again_and_its_password_is_not_written(tmp_path, open_run, point, ok):
     url = f"sqlite:///{tmp_path / 'studies.db'}"
     with open_run(tmp_path / "a", storage=url) as run:
         run.start(point(), sampler="tpe")
         run.finish(0, ok())
     assert not (tmp_path / "a" / "study.log").exists()
-    with open_run(tmp_path / "a", resume=True) as run:
+    with pytest.raises(StudyError, match="add --storage"):
+        open_run(tmp_path / "a", resume=True)
+    with open_run(tmp_path / "a", storage=url, resume=True) as run:
         assert run.trials()[0].ok
-    assert View(tmp_path / "a").trials()[0].ok
+    assert View(tmp_path / "a", storage=url).trials()[0].ok
     with pytest.raises(StudyError, match=r"storage: was sqlite.*now sqlite:///other\.db"):
         open_run(tmp_path / "a", storage="sqlite:///other.db", resume=True)
     with pytest.raises(StudyError, match="already holds a study 'a'"):

@@ -20,6 +20,7 @@ def compare(runs: tuple[str, ...], form: str) -> None:
     """
     from ...errors import UsageError, unknown
     from ...results import View, listing
+    from ...results.columns import fold
     from ...results.compare import compare as side_by_side
 
     if form not in listing.FORMATS:
@@ -41,15 +42,15 @@ def compare(runs: tuple[str, ...], form: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
     for side in made.sides:
-        table.add_column(Text(side.name), justify="right", overflow="fold")
+        table.add_column(Text(fold(side.name)), justify="right", overflow="fold")
     for part in (made.knobs, made.numbers):
         for name, cells in part:
             style = "bold" if part is made.knobs and len(set(cells)) > 1 else ""
-            table.add_row(Text(name, style=style), *(Text(each, style=style) for each in cells))
+            table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
         table.add_section()
     console.print(table)
     for side, each in zip(made.sides[1:], made.differences):
         if each is not None:
-            console.print(Text(f"{side.name} against {made.sides[0].name}: {each.words}"), soft_wrap=True)
+            console.print(Text(fold(f"{side.name} against {made.sides[0].name}: {each.words}")), soft_wrap=True)
     for note in made.notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+        console.print(Text(fold(f"note: {note}")), soft_wrap=True)

@@ -1,7 +1,5 @@
 """`redline export`: a run's winner, or any trial, in the words of the framework people train with."""
 
-from pathlib import Path
-
 import click
 
 EXAMPLES = """\b
@@ -37,11 +35,18 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
     metavar="HOW",
     help="In place of the target's file what starts a training with it: torchrun, slurm or kubernetes.",
 )
+@click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets."
 )
 def export(
-    run: str, target: str, output: str | None, trial: int | None, force: bool, launch: str | None
+    run: str,
+    target: str,
+    output: str | None,
+    trial: int | None,
+    force: bool,
+    launch: str | None,
+    storage: str | None,
 ) -> None:
     """Write the winner of the run in folder RUN as a file of another framework.
 
@@ -49,20 +54,22 @@ def export(
     file has no comments, on standard error.
     """
     from ...errors import UsageError
+    from ...reading import path_of
     from ...results import View
+    from ...results.columns import fold
     from ...results.export import chosen_trial, form_of, render
     from ...results.files import write_atomic
 
     if force and trial is None:
         raise UsageError("--force is for a single trial: give --trial N too")
-    view = View(run)
+    view = View(run, storage=storage)
     chosen = chosen_trial(view.trials(), trial, force=force)
     form = form_of(target, output) if output else None
     made = render(target, chosen, view.document, form=form, launch=launch, file=output)
     if output is None:
         click.echo(made.text, nl=False)
     else:
-        path = Path(output)
+        path = path_of(output)
         if not path.parent.is_dir():
             raise UsageError(f"cannot write '{output}': there is no folder '{path.parent}'")
         try:
@@ -71,7 +78,7 @@ def export(
             raise UsageError(f"cannot write '{output}': {error.strerror or error}") from error
         click.echo("\n".join((f"wrote {output}", *made.use)), err=True)
     for problem in view.problems:
-        click.echo(f"note: {problem}", err=True)
+        click.echo(f"note: {fold(problem)}", err=True)
     if not made.comments_inside:
         for note in (*made.notes, *(made.use if output is None else ())):
             click.echo(f"note: {note}", err=True)

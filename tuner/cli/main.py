@@ -1,5 +1,6 @@
 """The command group: commands found lazily, errors worded for people, exit codes."""
 
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -79,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RedlineError as error:
         if debug:
             raise
-        click.echo(f"redline: {error}", err=True)
+        from ...results.columns import printable
+
+        click.echo(f"redline: {printable(str(error))}", err=True)
         sys.exit(EXIT_USAGE if isinstance(error, (UsageError, ImportError)) else EXIT_FAILED)
     except (KeyboardInterrupt, click.Abort):
         if debug:
@@ -89,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         sys.stderr.close()
         sys.exit(EXIT_FOUND)
+    except OSError as error:
+        if debug or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise
+        click.echo(f"redline: cannot use the path {str(error.filename)[:80]!r}: {error.strerror}", err=True)
+        sys.exit(EXIT_USAGE)
     if code == EXIT_INTERRUPTED:
         # CPython notes that an interrupt passed through code made of text, such as a dataclass in the making, and
         # would kill itself by SIGINT at its exit, although the interrupt was caught; this takes the note back.

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...results import summary
-from ...results.columns import speed
+from ...results.columns import fold, speed
 from ..result import Candidate, Result
 from . import words
 
@@ -22,7 +22,7 @@ def print_result(result: Result) -> None:
     elif result.ended:
         console.print(Text(f"Done: {result.ended}.", style="dim"))
     if result.best is None:
-        console.print(Text(f"Nothing feasible: {result.why}", style="bold red"))
+        console.print(Text(fold(f"Nothing feasible: {result.why}"), style="bold red"))
     else:
         _winner(result, console)
     if result.folder is not None:
@@ -77,7 +77,7 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
             for each in sides.values()
         ]
         style = "bold" if len(set(cells)) > 1 else ""
-        table.add_row(Text(name, style=style), *(Text(each, style=style) for each in cells))
+        table.add_row(Text(fold(name), style=style), *(Text(fold(each), style=style) for each in cells))
     return table
 
 
@@ -108,7 +108,7 @@ def _default_failed(result: Result) -> str:
     trial = next((each for each in result.all_trials if each.sampler == "default"), None)
     if trial is None or trial.pending:
         return "not measured"
-    return f"{trial.measurement.status} ({trial.measurement.reason})"
+    return f"{trial.measurement.status} ({fold(trial.measurement.reason)})"
 
 
 def _next(result: Result) -> list[str]:

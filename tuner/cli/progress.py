@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...results import Status, Trial
-from ...results.columns import speed
+from ...results.columns import fold, speed
 from ..listener import SearchListener, SearchPlan
 from . import words
 
@@ -72,7 +72,7 @@ class LineListener(ProgressListener):
         self._print(f"note: {message}")
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(fold(line), file=self._stream, flush=True)
 
 
 class TerminalListener(ProgressListener):
@@ -105,9 +105,9 @@ class TerminalListener(ProgressListener):
     def began(self, plan: SearchPlan) -> None:
         self._plan, self._what = plan, ""
         title, *rest = headline(plan)
-        self._console.print(Text(title, style="bold"))
+        self._console.print(Text(fold(title), style="bold"))
         for line in rest:
-            self._console.print(Text(line, style="dim"))
+            self._console.print(Text(fold(line), style="dim"))
         self._console.print()
 
     def waiting(self, what: str) -> None:
@@ -128,16 +128,16 @@ class TerminalListener(ProgressListener):
             self._what = ""
 
     def said(self, message: str) -> None:
-        self._console.print(Text(f"note: {message}", style="yellow"))
+        self._console.print(Text(fold(f"note: {message}"), style="yellow"))
 
     def _view(self) -> Group:
-        lines = [Text(f"{self._what} ...", style="cyan")] if self._what else []
+        lines = [Text(fold(f"{self._what} ..."), style="cyan")] if self._what else []
         if self._plan is not None:
             lines.append(self._status(self._plan))
             for trial, since in self._running.values():
                 spent = words.duration(time.monotonic() - since)
                 what = words.difference(trial.config, self._plan.default, self._plan.derived, trial.lossy)
-                lines.append(Text(f"trial {trial.number}, {spent}: {what}", style="dim"))
+                lines.append(Text(fold(f"trial {trial.number}, {spent}: {what}"), style="dim"))
         for line in lines:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*lines)
@@ -196,9 +196,9 @@ def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = F
     base = plan.default if plan is not None and not is_default else None
     derived = plan.derived if plan is not None else frozenset()
     what = words.difference(trial.config, base, derived, trial.lossy)
-    line.append(f"default: {what}" if is_default else what)
+    line.append(fold(f"default: {what}" if is_default else what))
     if measured.reason:
-        line.append(f"  ({measured.reason})", style="dim")
+        line.append(f"  ({fold(measured.reason)})", style="dim")
     return line
 
 

@@ -19,11 +19,13 @@ Examples:
 @click.option("--status", metavar="A,B", help="Only trials of these statuses: ok, oom, timeout, ..., pending.")
 @click.option("--sort", default="", metavar="COLUMN", help="Sort by a column; -COLUMN downwards.  [default: speed]")
 @click.option("--columns", metavar="A,B,C", help="Columns of trials.csv or knobs.  [default: those that tell]")
+@click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
 @click.option("--format", "form", default="table", show_default=True, help="table, csv, json or markdown.")
-def show(run: str, top: int | None, status: str | None, sort: str, columns: str | None, form: str) -> None:
+def show(run: str, top: int | None, status: str | None, sort: str, columns: str | None, storage: str | None, form: str) -> None:
     """Show the winner, the counts by status and the best trials of the run in folder RUN, also while it runs."""
     from ...errors import UsageError, unknown
     from ...results import View, listing
+    from ...results.columns import fold
 
     if form not in listing.FORMATS:
         raise UsageError(unknown("format", form, listing.FORMATS))
@@ -33,7 +35,7 @@ def show(run: str, top: int | None, status: str | None, sort: str, columns: str 
         sort=sort,
         columns=names_of(columns, "--columns"),
     )
-    view = View(run)
+    view = View(run, storage=storage)
     if form == "table":
         from rich.console import Console
 
@@ -46,4 +48,4 @@ def show(run: str, top: int | None, status: str | None, sort: str, columns: str 
     names = listing.chosen_columns(trials, selection.columns or listing.header(listing.knob_names(trials)))
     click.echo(listing.write(shown, names, form), nl=False)
     for problem in view.problems:
-        click.echo(f"note: {problem}", err=True)
+        click.echo(f"note: {fold(problem)}", err=True)

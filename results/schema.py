@@ -1,0 +1,174 @@
+"""What the documents in a run's folder hold, part by part; a part that is something else is named and left out."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MOST_SAID = 20
+"""Faults of one document that are named one by one."""
+MOST_FACTS = 64
+"""Values of a list in what is told of a device or a machine."""
+
+Shape = Mapping[Any, Any] | list[Any] | Callable[[Any], bool]
+"""A predicate whose docstring says what it wants, a list of one shape, or a mapping from keys to shapes: what it does
+not name has the shape of `...`, and is kept as it is where there is none."""
+
+
+def text(value: Any) -> bool:
+    """a text"""
+    return isinstance(value, str)
+
+
+def flag(value: Any) -> bool:
+    """true or false"""
+    return isinstance(value, bool)
+
+
+def number(value: Any) -> bool:
+    """a number that measures something"""
+    # A whole number may be too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def count(value: Any) -> bool:
+    """a whole number from 0 on"""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
+
+
+def positive(value: Any) -> bool:
+    """a whole number from 1 on"""
+    return count(value) and value > 0
+
+
+def scalar(value: Any) -> bool:
+    """a text, a number, true, false or null"""
+    return value is None or isinstance(value, (str, bool)) or number(value)
+
+
+def fact(value: Any) -> bool:
+    """a text, a number, true, false or null, or some of these in a list"""
+    return scalar(value) or (isinstance(value, list) and len(value) <= MOST_FACTS and all(map(scalar, value)))
+
+
+def rule(value: Any) -> bool:
+    """an expression as text"""
+    return isinstance(value, str) or (isinstance(value, Mapping) and text(value.get("callable")))
+
+
+_DEVICES = {"count": count, "used": count, "per_host": count, "memory_mib": number, "type": text, "name": text, ...: fact}
+_ENVIRONMENT = {
+    "versions": {...: text},
+    "host": {"cores": count, ...: fact},
+    "devices": _DEVICES,
+}
+_KNOB = {
+    "name": text, "type": text, "values": [scalar], "default": scalar, "low": number, "high": number, "step": number,
+    "powers_of_two": flag, "when": rule, "help": text, "others": [scalar], "monotone_memory": text,
+}  # fmt: skip
+REQUEST: Shape = {
+    "format": count,
+    "run": text,
+    "study": text,
+    "storage": text,
+    "created": text,
+    "asked": {
+        "model": text,
+        "name": text,
+        "workload": {...: text},
+        "shape": {
+            "family": text, "layers": positive, "hidden": positive, "heads": positive, "kv_heads": positive,
+            "head_dim": positive, "intermediate": positive, "vocabulary": positive, "positions": count, "tied": flag,
+            "activation": text, "norm_eps": number, "dropout": number, "attention_dropout": number,
+            "attention_bias": flag, "mlp_bias": flag, "window": count, "experts": count, "experts_per_token": count,
+            "parallel_residual": flag,
+            "rope": {"rope_theta": number, "partial_rotary_factor": number, "factor": number, "rope_type": text},
+        },
+        "space": {
+            "knobs": [_KNOB],
+            "derived": [{"name": text, "value": rule, "help": text}],
+            "constraints": [{"require": rule, "reason": text}],
+        },
+        "devices": _DEVICES,
+        "seq_len": count,
+        "global_batch": count,
+        "memory_limit_mib": number,
+        "sampler": text,
+        "seed": count,
+        "runner": text,
+        "trial_timeout_s": number,
+        "first_trial": text,
+        "simulated": flag,
+        "lossy": {...: [scalar]},
+    },
+    "environment": _ENVIRONMENT,
+    "resumed": [{"at": text, "versions": {...: text}, "changes": [text]}],
+}
+"""run.yaml."""
+
+
+_WINNER = {"trial": count, "configuration": {...: scalar}}
+BEST: Shape = {
+    "simulated": flag,
+    "best": _WINNER,
+    "best_exact": _WINNER,
+    "default": _WINNER,
+    "why": text,
+    "gain": number,
+    "remeasured": {...: {"first": number, "again": [number]}},
+    "trials": {...: count},
+    "environment": _ENVIRONMENT,
+    "reproduce": text,
+}
+"""best.yaml."""
+
+
+def clean(document: Any, shape: Shape, name: str) -> tuple[dict[str, Any], list[str]]:
+    """The parts of a document that have their shape, and which do not, in words. A null is no fault; it is left out where
+    a mapping or a list should be.
+
+    Args:
+        document: a mapping.
+        shape: its shape.
+        name: what the words call it.
+    """
+    faults: list[str] = []
+    made = _clean(document, shape, "", faults)
+    more = [f"and {len(faults) - MOST_SAID} more parts"] if len(faults) > MOST_SAID else []
+    return made, [f"{name}: {each}; left out" for each in [*faults[:MOST_SAID], *more]]
+
+
+_BAD = object()
+
+
+def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
+    if value is None:
+        return _BAD if isinstance(shape, (Mapping, list)) else None
+    if isinstance(shape, Mapping):
+        if isinstance(value, Mapping):
+            parts = {
+                key: _clean(each, inner, f"{where}.{key}".lstrip("."), faults)
+                if (inner := shape.get(key, shape.get(...))) is not None
+                else each
+                for key, each in value.items()
+            }
+            return {key: each for key, each in parts.items() if each is not _BAD}
+        wanted = "a mapping"
+    elif isinstance(shape, list):
+        if isinstance(value, list):
+            parts = [_clean(each, shape[0], f"{where}[{at}]", faults) for at, each in enumerate(value)]
+            return [each for each in parts if each is not _BAD]
+        wanted = "a list"
+    elif shape(value):
+        return value
+    else:
+        wanted = shape.__doc__
+    faults.append(f"{where} is {shown(value)}, not {wanted}")
+    return _BAD
+
+
+def shown(value: Any) -> str:
+    """A value in a message about it: short, whatever it is."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value):,}"
+    text = "a huge number" if isinstance(value, int) and abs(value) >= 10**30 else repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

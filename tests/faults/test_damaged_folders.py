@@ -1,0 +1,111 @@
+"""Two thousand damaged runs: each is shown, or refused in words, and never hides the others."""
+
+import random
+import shutil
+
+import pytest
+from damage import ASKED, copied, damage, make_run, read_everything, serve_everything
+from redline.results import View
+from redline.results.export import export_targets, render
+from redline.results.report import Source, document
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("whole") / "whole")
+
+
+def fuzz(whole, root, seeds):
+    left_out = 0
+    for seed in seeds:
+        run = copied(whole, root / "damaged")
+        said = damage(run, random.Random(seed))
+        try:
+            refused = read_everything(run, whole)
+            (line,) = serve_everything(root).values() if any((run / name).exists() for name in ("run.yaml", "trials.csv")) else [{}]
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {', '.join(said)}") from error
+        left_out += bool(line.get("problems") or any(each.startswith("show") for each in refused))
+        shutil.rmtree(run)
+    return left_out
+
+
+def test_a_whole_run_is_read_without_a_problem(whole):
+    assert read_everything(whole, whole) == []
+    assert serve_everything(whole.parent)["whole"]["problems"] == 0
+    assert View(whole).problems == []
+
+
+def test_damaged_runs_are_read_or_refused_in_words(whole, tmp_path):
+    # Damage that nobody notices would make this test one that cannot fail.
+    assert fuzz(whole, tmp_path, range(80)) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_thousand_damaged_runs_are_read_or_refused_in_words(whole, tmp_path):
+    assert fuzz(whole, tmp_path, range(80, 2080)) > 750
+
+
+def test_one_damaged_run_is_a_row_beside_the_others(whole, tmp_path):
+    copied(whole, tmp_path / "whole")
+    for name in ("run.yaml", "best.yaml", "trials.csv"):
+        (copied(whole, tmp_path / name.replace(".", "-")) / name).write_bytes(b"[" * 50_000)
+    unreadable = copied(whole, tmp_path / "wide")
+    (unreadable / "trials.csv").write_text("trial,status,throughput" + ",x" * 100_000 + "\n")
+    lines = serve_everything(tmp_path)
+    assert sorted(lines) == ["best-yaml", "run-yaml", "trials-csv", "whole", "wide"]
+    assert lines["whole"]["problems"] == 0 and lines["whole"]["trials"] == 8
+    assert all(lines[name]["problems"] for name in lines if name != "whole")
+    assert lines["best-yaml"]["trials"] == 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seq_len: 128", "seq_len: lots", "asked.seq_len is 'lots', not a whole number"),
+        ("heads: 4", "heads: 0", "asked.shape.heads is 0, not a whole number from 1 on"),
+        ("family: gpt2", "family: [gpt2]", "asked.shape.family is a list of 1, not a text"),
+        ("used: 8", "used: .nan", "asked.devices.used is nan, not a whole number"),
+    ],
+)
+def test_a_part_of_another_type_is_named_and_left_out(whole, tmp_path, old, new, said):
+    run = copied(whole, tmp_path / "run")
+    text = (run / "run.yaml").read_text()
+    assert old in text
+    (run / "run.yaml").write_text(text.replace(old, new))
+    assert any(said in each for each in View(run).problems)
+    assert any(said in each for each in Source.read(run).problems)
+    assert [problem for problem in read_everything(run, whole) if "Error" in problem] == []
+
+
+def test_a_trial_that_makes_no_sense_is_named_and_left_out(whole, tmp_path):
+    run = copied(whole, tmp_path / "run")
+    text = (run / "study.log").read_text()
+    assert '"peak_memory_mib":501.0' in text
+    (run / "study.log").write_text(text.replace('"peak_memory_mib":501.0', '"peak_memory_mib":"lots"'))
+    view = View(run)
+    assert [trial.number for trial in view.trials()] == [0, 2, 3, 4, 5, 6, 7, 8]
+    assert "trial 1: peak_memory_mib must be a number, but got 'lots'; left out" in "".join(view.problems)
+
+
+OTHERS = [
+    {"precision": "high", "checkpoint_ratio": "some", "fusion": "all", "zero": "yes", "offload": 3},
+    {"precision": 16, "checkpoint_ratio": 7, "virtual_stages": "x", "reduce_dtype": "low", "attention": 2},
+]
+
+
+def test_a_callables_own_knobs_may_have_the_names_of_standard_ones(tmp_path):
+    names = {name: None for each in OTHERS for name in each}
+    asked = {"model": "fn", "workload": {"callable": "fn"}, "space": {"knobs": [{"name": name, "values": ["a"]} for name in names]}}
+    run = make_run(tmp_path / "run", asked | {"devices": ASKED["devices"]}, OTHERS)
+    document(Source.read(run))
+    view = View(run)
+    refused = read_everything(run, run)
+    assert not [each for each in refused if "needs a model" not in each], refused
+    for target in export_targets():
+        if target == "python":
+            continue
+        made = render(target, view.trials()[0], view.document)
+        if target not in ("yaml", "json", "env"):
+            assert any("precision=high" in note for note in made.notes), target

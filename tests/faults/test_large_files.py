@@ -1,0 +1,197 @@
+"""Whatever a file of a run holds, reading it ends soon and in little memory, with a row that says so or a refusal."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from damage import make_run
+
+SECONDS = 2
+"""CPU seconds that reading a run may take; twice that here, as the caches of a busy machine are others'."""
+MIB = 200
+
+_READ = """
+import io, json, resource, sys
+sys.setrecursionlimit(1000)
+from pathlib import Path
+import optuna, rich.console, rich.table  # what reading imports is no part of reading
+from redline.errors import RedlineError
+from redline.results import View, read_table
+from redline.results.dashboard.library import Library
+from redline.results.report import Source
+from redline.results.compare import compare
+from redline.results.export import render
+
+def spent():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+def held():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1024
+
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew, proc(5)
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+run, whole = Path(sys.argv[1]), Path(sys.argv[2])
+ways = {
+    "view": lambda path: View(path),
+    "source": lambda path: Source.read(path, lenient=True),
+    "compare": lambda path: compare([View(whole), View(path)]),
+    "dashboard": lambda path: Library(path.parent).lines(),
+}
+for way in ways.values():
+    way(whole)
+out = {}
+for name, way in ways.items():
+    reset()
+    before, begin = held(), spent()
+    try:
+        said = str(way(run))[:2000]
+    except RedlineError as error:
+        said = "refused: " + str(error)[:2000]
+    out[name] = {"seconds": spent() - begin, "mib": peak() - before, "said": said}
+print(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("whole") / "whole")
+
+
+def read(run, whole):
+    """What reading the run in each way costs, in a process of its own: it may be killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, str(run), str(whole)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(done.stdout)
+
+
+def header(path):
+    return path.read_text().partition("\n")[0]
+
+
+def deep_yaml(run):
+    text = (run / "best.yaml").read_text()
+    (run / "best.yaml").write_text("[" * 50_000)
+    (run / "run.yaml").write_text("asked: " + "{a: " * 50_000)
+    return text
+
+
+def alias_bomb(run):
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in zip("abcdefghi", "bcdefghij")]
+    (run / "best.yaml").write_text("\n".join(lines))
+    with open(run / "run.yaml", "a") as file:
+        file.write("\n".join(lines))
+
+
+def large_yaml(run):
+    with open(run / "run.yaml", "a") as file:
+        file.write("".join(f"key{number}: a value of some length\n" for number in range(450_000)))
+
+
+def long_lists(run):
+    for name in ("run.yaml", "best.yaml"):
+        with open(run / name, "a") as file:
+            file.write("more: [" + "1," * 1_000_000 + "]\n")
+
+
+def many_constraints(run):
+    text = (run / "run.yaml").read_text()
+    entries = "".join(f"    - require: tp * pp <= {number}\n" for number in range(1_500))
+    assert "    constraints:\n" in text
+    (run / "run.yaml").write_text(text.replace("    constraints:\n", "    constraints:\n" + entries))
+
+
+def long_number(run):
+    (run / "best.yaml").write_text("gain: 1" + ":59" * 500_000)
+
+
+def pipes(run):
+    for name in ("run.yaml", "best.yaml", "study.log", "trials.csv", ".lock"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+    (run / "run.yaml").unlink()
+    (run / "run.yaml").write_text("format: 1\nstudy: a\nasked: {model: a}\n")
+
+
+def deep_record(run):
+    with open(run / "study.log", "a") as file:
+        file.write('{"op_code":' + "[" * 200_000 + "\n")
+
+
+def many_records(run):
+    line = (run / "study.log").read_text().splitlines()[-1]
+    with open(run / "study.log", "a") as file:
+        file.write(f"{line}\n" * 200_000)
+
+
+def many_attributes(run):
+    """One trial to which another attribute is added again and again: copying all of them each time takes for ever."""
+    with open(run / "study.log", "a") as file:
+        for number in range(60_000):
+            file.write(json.dumps({"op_code": 8, "worker_id": "x", "trial_id": 8, "user_attr": {f"a{number}": 1}}) + "\n")
+
+
+def small_lists(run):
+    with open(run / "study.log", "a") as file:
+        for _ in range(20):
+            file.write('{"op_code":8,"worker_id":"x","trial_id":8,"user_attr":{"b":[' + "[]," * 600_000 + "[]]}}\n")
+
+
+def many_rows(run):
+    (run / "study.log").unlink()
+    row = (run / "trials.csv").read_text().splitlines()[1].partition(",")[2]
+    with open(run / "trials.csv", "a") as file:
+        file.writelines(f"{number},{row}\n" for number in range(100, 250_000))
+
+
+def many_columns(run):
+    (run / "study.log").unlink()
+    names, *rows = (run / "trials.csv").read_text().splitlines()
+    names += "".join(f",knob.k{number}" for number in range(100_000))
+    rows = [row + ",1" * 100_000 for row in rows]
+    (run / "trials.csv").write_text("\n".join([names, *rows]) + "\n")
+
+
+def as_many_rows_as_are_read(run):
+    (run / "study.log").unlink()
+    names, row, *_ = (run / "trials.csv").read_text().splitlines()
+    rest = row.partition(",")[2]
+    count = 990_000 // (names.count(",") + 1)
+    (run / "trials.csv").write_text(names + "\n" + "".join(f"{number},{rest}\n" for number in range(count)))
+
+
+DAMAGES = (
+    deep_yaml, alias_bomb, large_yaml, long_lists, many_constraints, long_number, pipes, deep_record, many_records,
+    many_attributes, small_lists, many_rows, many_columns, as_many_rows_as_are_read,
+)  # fmt: skip
+
+
+def check(how, tmp_path, whole):
+    import shutil
+
+    run = tmp_path / "runs" / "run"
+    shutil.copytree(whole, run)
+    how(run)
+    for way, told in read(run, whole).items():
+        assert told["seconds"] < 2 * SECONDS, (way, told)
+        assert told["mib"] < MIB, (way, told)
+
+
+@pytest.mark.parametrize("how", [deep_yaml, deep_record, pipes, alias_bomb], ids=lambda how: how.__name__)
+def test_what_kills_or_hangs_a_reader_is_refused_at_once(how, tmp_path, whole):
+    check(how, tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", DAMAGES, ids=lambda how: how.__name__)
+def test_any_file_is_read_or_refused_within_two_seconds_and_200_mib(how, tmp_path, whole):
+    check(how, tmp_path, whole)

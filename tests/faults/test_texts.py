@@ -1,0 +1,107 @@
+"""Texts of strangers: none moves a terminal's cursor, none is a formula in a spreadsheet."""
+
+import csv
+import io
+
+import pytest
+from damage import copied, make_run
+from redline.results import Measurement, Status, Trial, View, listing, read_table
+from redline.results.columns import header, line, row
+from redline.results.dashboard.guard import Guard
+from redline.results.show import render
+from redline.results.table import parse
+from redline.tuner.cli.progress import LineListener, TerminalListener, trial_line
+from rich.console import Console
+
+WILD = "\x1b]0;owned\x07\x1b[2J\x9b31m\x00\r\nnext"
+FORMULAS = ["=1+1", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "'=1", "''-x", "'", "=", "-"]
+
+
+def failed(reason):
+    return Trial(number=0, config={"a": reason}, sampler=reason, measurement=Measurement(status=Status.CRASH, reason=reason, unit=reason))
+
+
+def is_plain(text):
+    return not [each for each in text if (ord(each) < 32 and each != "\n") or 127 <= ord(each) < 160]
+
+
+def test_live_output_shows_control_characters_escaped():
+    for narrow in (False, True):
+        assert is_plain(trial_line(failed(WILD), narrow=narrow).plain)
+    out = io.StringIO()
+    LineListener(out).said(WILD)
+    LineListener(out).finished(failed(WILD))
+    assert is_plain(out.getvalue()) and "\\x1b" in out.getvalue()
+    out = io.StringIO()
+    listener = TerminalListener(out)
+    listener.said(WILD)
+    listener.finished(failed(WILD))
+    assert is_plain(out.getvalue()) and "\\x1b" in out.getvalue()
+
+
+def test_a_strangers_run_shows_control_characters_escaped(tmp_path):
+    asked = {"model": WILD, "sampler": WILD, "workload": {"id": "a"}, "first_trial": WILD}
+    view = View(make_run(tmp_path / "run", asked, [{WILD: WILD, "b": 1}, {WILD: "x", "b": 2}]))
+    for terminal in (False, True):
+        out = io.StringIO()
+        render(view, Console(file=out, force_terminal=terminal, color_system=None, width=120, highlight=False))
+        assert is_plain(out.getvalue()) and "\\x1b" in out.getvalue()
+    names = header(listing.knob_names(view.trials()))
+    for form in ("csv", "markdown", "json"):
+        assert is_plain(listing.write(view.trials(), names, form))
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_no_cell_is_a_formula_and_each_comes_back_as_it_was(text, tmp_path):
+    trial = failed(text)
+    data = line(header(["a"])) + row(trial, ["a"])
+    (tmp_path / "trials.csv").write_text(data)
+    for cell in next(iter(list(csv.reader(io.StringIO(data)))[1:])):
+        assert not cell.startswith(("=", "+", "-", "@", "\t")), cell
+    columns, problems = parse(data.encode(), "trials.csv")
+    assert problems == []
+    assert [columns[name] for name in ("reason", "sampler", "unit", "knob.a")] == [[text]] * 4
+    assert read_table(tmp_path / "trials.csv")[0].reason[0] == text
+    shown = listing.write([trial], ["reason", "knob.a"], "csv")
+    assert all(not cell.startswith(("=", "+", "-", "@", "\t")) for cells in csv.reader(io.StringIO(shown)) for cell in cells)
+
+
+def test_negative_numbers_stay_numbers():
+    assert line(["-1.5", "-inf", "+2", "1e-3"]) == "-1.5,-inf,+2,1e-3\n"
+
+
+def test_a_table_that_is_downloaded_has_no_formulas(tmp_path):
+    fastapi = pytest.importorskip("fastapi.testclient")
+    from redline.results.dashboard.app import make_app
+    from redline.results.dashboard.library import Library
+
+    run = copied(make_run(tmp_path / "made"), tmp_path / "runs" / "run")
+    text = (run / "trials.csv").read_text()
+    (run / "trials.csv").write_text(text.replace("rank 0: trial 2 needed more", "=HYPERLINK(1)"))
+    got = fastapi.TestClient(make_app(Library(tmp_path / "runs"))).get("/table", params={"run": "run"}).text
+    assert "'=HYPERLINK(1)" in got and ",=HYPERLINK" not in got
+
+
+@pytest.mark.parametrize(
+    ("host", "let_in"),
+    [
+        ("localhost", True), ("LOCALHOST:8420", True), ("127.0.0.1:1", True), ("[::1]:8420", True), ("[::1]", True),
+        ("[::1]evil.example", False), ("[::1].evil.example:80", False), ("localhost:80.evil.example", False),
+        ("localhost.evil.example", False), ("localhost:", False), ("", False), ("evil@localhost", False), ("localhost/x", False),
+    ],
+)  # fmt: skip
+def test_the_host_check_compares_whole_names(host, let_in):
+    import asyncio
+
+    answered = []
+
+    async def app(scope, receive, send):
+        answered.append("in")
+
+    async def send(message):
+        answered.append(message.get("status"))
+
+    guard = Guard(app, token=None, hosts=("localhost", "127.0.0.1", "[::1]"))
+    scope = {"type": "http", "path": "/", "query_string": b"", "headers": [(b"host", host.encode())]}
+    asyncio.run(guard(scope, None, send))
+    assert answered[0] == ("in" if let_in else 400)

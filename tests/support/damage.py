@@ -1,0 +1,295 @@
+"""Runs' folders, whole and damaged, and everything that reads one."""
+
+import contextlib
+import io
+import json
+import random
+import shutil
+from pathlib import Path
+
+import yaml
+from redline.errors import RedlineError
+from redline.results import Measurement, RankReport, RunFolder, Status, View, listing
+from redline.results.compare import compare
+from redline.results.dashboard.library import Library
+from redline.results.export import export_targets, render
+from redline.results.probe import Computed, Probe
+from redline.results.report import Source, document, page
+from redline.results.report.exports import exports
+from redline.results.show import render as show
+from rich.console import Console
+
+KNOBS = {
+    "tp": (1, 2),
+    "pp": (1, 2),
+    "micro_batch": (1, 2, 4, 8),
+    "checkpoint_ratio": (0, 0.5, 1),
+    "precision": ("fp32", "bf16", "bf16_pure"),
+    "attention": ("eager", "sdpa"),
+    "fusion": (False, True),
+    "zero": (0, 1, 2, 3),
+    "grad_accum": None,
+}
+ASKED = {
+    "model": "gpt2-tiny",
+    "workload": {"id": "3f2a", "spec": "gpt2-tiny"},
+    "shape": {
+        "family": "gpt2", "layers": 4, "hidden": 64, "heads": 4, "intermediate": 256, "vocabulary": 1000,
+        "positions": 128, "tied": True, "activation": "gelu_new", "norm_eps": 1e-5, "dropout": 0.1,
+    },
+    "space": {
+        "knobs": [{"name": name, "values": list(values)} for name, values in KNOBS.items() if values],
+        "derived": [{"name": "grad_accum", "value": "8 // micro_batch", "help": "what is left"}],
+        "constraints": [{"require": "tp * pp <= 4", "reason": "more devices than there are"}],
+    },
+    "devices": {"type": "cuda", "name": "H100", "count": 8, "used": 8, "per_host": 8, "memory_mib": 81000, "features": ["bf16"]},
+    "seq_len": 128,
+    "global_batch": 64,
+    "memory_limit_mib": 80000,
+    "sampler": "bayes",
+    "seed": 0,
+    "runner": "ray",
+    "trial_timeout_s": 300.0,
+    "lossy": {"precision": ["bf16_pure"]},
+}  # fmt: skip
+FILES = ("run.yaml", "best.yaml", "study.log", "trials.csv", ".lock")
+
+
+def make_run(folder: Path, asked=ASKED, configs=None, storage=None) -> Path:
+    """A finished run of eight trials with every kind of outcome, re-measurements, ranks and a probe."""
+    computed = Computed(loss=6.9, gradient=1.2, blocks=(0.1, 0.2), vectors=(0.3,), samples=4)
+    probe = Probe(quiet=computed, step=computed, logits=(0.1, 0.2), roundoff=2**-24, loss_roundoff=2**-24)
+    names = {name: None for each in configs or () for name in each} or KNOBS
+    with RunFolder.open(folder, asked, knobs=names, storage=storage) as run:
+        for number in range(8):
+            config = {"tp": 1 + number % 2, "pp": 1 + number // 2 % 2, "micro_batch": 2 ** (number % 4), "fusion": number > 3}
+            config |= {"checkpoint_ratio": (0, 0.5, 1)[number % 3], "zero": number % 4, "grad_accum": 4, "attention": "sdpa"}
+            config["precision"] = KNOBS["precision"][number % 3]
+            config = configs[number % len(configs)] if configs else config
+            trial = run.start(
+                config, sampler="default" if number == 0 else "bayes", predicted_throughput=900.0, predicted_memory_mib=700.0
+            )
+            common = {
+                "started": 1e9 + number, "seconds_total": 3.5, "seconds_overhead": 0.5, "devices": 8, "unit": "tokens/s",
+                "peak_memory_mib": 500.0 + number, "memory_limit_mib": 80000.0, "log": f"logs/{number}.log", "probe": probe,
+            }  # fmt: skip
+            if number % 4 < 2:
+                ranks = tuple(RankReport(rank=rank, status=Status.OK, step_ms=2.0) for rank in range(2))
+                outcome = Measurement(
+                    status=Status.OK, throughput=1000.0 + number, step_ms=2.5, step_ms_spread=0.1, loss=6.9, ranks=ranks, **common
+                )
+            else:
+                status = (Status.OOM, Status.CRASH)[number % 2]
+                outcome = Measurement(status=status, reason=f"rank 0: trial {number} needed more", **common)
+            run.finish(trial.number, outcome)
+            run.log_path(number).write_text(f"[rank 0] trial {number}\n")
+        run.remeasure(1, [990.0, 1010.0])
+        run.remeasure(4, [], Measurement(status=Status.TIMEOUT, reason="too slow"))
+        run.start(config, sampler="bayes")
+        run.write_best(["redline", "tune", "gpt2-tiny"])
+    return folder
+
+
+_WILD = (
+    None, True, 0, -1, 10**30, 10**400, 1e308, -1e308, float("nan"), float("inf"), "", "lots", "=1+1", "\x1b[2J", "\ud800",
+    "x" * 5000, [], {}, [[[[1]]]], {"a": {"b": [1, {}]}}, [1, "a", None], {"callable": 3}, "2026-01-01", b"\xff", "fp9", 1.5, "1e999",
+)  # fmt: skip
+
+
+def _places(document, path=()):
+    """Paths to every value of a document."""
+    yield path
+    parts = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    for key, value in parts:
+        yield from _places(value, (*path, key))
+
+
+def _with_another(document, draw: random.Random):
+    """The document with a value replaced, dropped, added or nested."""
+    path = draw.choice(list(_places(document))[1:])
+    holder = document
+    for key in path[:-1]:
+        holder = holder[key]
+    what = draw.randrange(4)
+    if what == 0 and isinstance(holder, dict):
+        del holder[path[-1]]
+    elif what == 1 and isinstance(holder, dict):
+        holder[draw.choice(("extra", 3, "tp", "knobs", "=x"))] = draw.choice(_WILD)
+    elif what == 2:
+        made = holder[path[-1]]
+        for _ in range(draw.choice((1, 3, 150, 3000))):
+            made = [made]
+        holder[path[-1]] = made
+    else:
+        holder[path[-1]] = draw.choice(_WILD)
+
+
+def _flow(value) -> str:
+    """A document as JSON, which is YAML too, however deep it is."""
+    if isinstance(value, list) and len(value) == 1:
+        depth = 0
+        while isinstance(value, list) and len(value) == 1:
+            value, depth = value[0], depth + 1
+        return "[" * depth + _flow(value) + "]" * depth
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return json.dumps(value.decode("latin-1") if isinstance(value, bytes) else value)
+
+
+def _another_value(path: Path, draw: random.Random) -> None:
+    if path.suffix == ".yaml":
+        document = yaml.safe_load(path.read_text())
+        _with_another(document, draw)
+        path.write_text(_flow(document))
+        return
+    lines = path.read_text().splitlines()
+    at = draw.randrange(len(lines))
+    if path.suffix == ".csv":
+        cells = lines[at].split(",")
+        value = draw.choice(_WILD)
+        cells[draw.randrange(len(cells))] = str(value)
+        lines[at] = ",".join(cells)
+    else:
+        record = json.loads(lines[at])
+        _with_another(record, draw)
+        lines[at] = _flow(record)
+    path.write_text("\n".join(lines) + "\n", errors="replace")
+
+
+def _bytes_flipped(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.choice((1, 2, 20))):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.write_bytes(data)
+
+
+def _truncated(path: Path, draw: random.Random) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: draw.randrange(len(data))])
+
+
+def _lines_moved(path: Path, draw: random.Random) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    for _ in range(draw.choice((1, 5))):
+        a, b = draw.randrange(len(lines)), draw.randrange(len(lines))
+        what = draw.randrange(3)
+        if what == 0:
+            lines[a], lines[b] = lines[b], lines[a]
+        elif what == 1:
+            lines.insert(a, lines[b])
+        elif len(lines) > 1:
+            del lines[a]
+    path.write_bytes(b"".join(lines))
+
+
+def _digits_changed(path: Path, draw: random.Random) -> None:
+    text = path.read_text()
+    places = [place for place, each in enumerate(text) if each.isdigit()] or [0]
+    for place in sorted(draw.choices(places, k=draw.choice((1, 3))), reverse=True):
+        text = text[:place] + draw.choice(("-1", "9" * 25, "9" * 500, "1e400", "nan", "0", "''", "~", "-")) + text[place + 1 :]
+    path.write_text(text)
+
+
+def _brackets_added(path: Path, draw: random.Random) -> None:
+    data = path.read_bytes()
+    at = draw.randrange(len(data))
+    path.write_bytes(data[:at] + draw.choice((b"[", b"{", b"- ", b"&a *a ", b"{a: ")) * draw.choice((1, 90, 20_000)) + data[at:])
+
+
+def _another_encoding(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_text().encode(draw.choice(("utf-16", "utf-32", "utf-8-sig", "cp037"))))
+
+
+def _emptied(path: Path, draw: random.Random) -> None:
+    path.write_bytes(draw.choice((b"", b"\n", b"\0" * 100, b"---\n", b"{}\n", b"[]\n", b"null\n")))
+
+
+def _replaced(path: Path, draw: random.Random) -> None:
+    path.unlink()
+    what = draw.randrange(4)
+    if what == 0:
+        path.mkdir()
+    elif what == 1:
+        path.symlink_to("/etc/hostname")
+    elif what == 2:
+        path.symlink_to(path.name)
+
+
+_DAMAGES = (_another_value,) * 6 + (
+    _bytes_flipped, _truncated, _lines_moved, _digits_changed, _brackets_added, _another_encoding, _emptied, _replaced,
+)  # fmt: skip
+
+
+def damage(folder: Path, draw: random.Random) -> list[str]:
+    """Damages one to three files of a run; says how."""
+    said = []
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        path, how = folder / draw.choice(FILES[:4] * 4 + FILES[4:]), draw.choice(_DAMAGES)
+        if path.is_file() and not path.is_symlink() and path.stat().st_size:
+            with contextlib.suppress(UnicodeError, yaml.YAMLError, ValueError, IndexError, TypeError, AttributeError, KeyError, RecursionError):
+                how(path, draw)  # what is damaged already cannot always be damaged in that way again
+                said.append(f"{how.__name__} {path.name}")
+    return said
+
+
+def read_everything(folder: Path, whole: Path) -> list[str]:
+    """Reads a run in every way that there is; how it was refused, for each way that was.
+
+    Raises:
+        Exception: anything but a refusal in words.
+    """
+    refused: list[str] = []
+
+    def attempt(way, function):
+        try:
+            return function()
+        except RedlineError as error:
+            refused.append(f"{way}: {error}")
+            return None
+
+    view = attempt("show", lambda: View(folder))
+    if view is not None:
+        for terminal in (False, True):
+            out = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+            attempt("show", lambda out=out: show(view, out))
+        trials = view.trials()
+        columns = attempt("show", lambda: listing.chosen_columns(trials, listing.header(listing.knob_names(trials))))
+        for form in ("csv", "json", "markdown"):
+            attempt(form, lambda form=form: listing.write(trials, columns, form).encode())
+        attempt("sorted", lambda: listing.select(trials, listing.Selection(sort="-throughput")))
+        other = attempt("compare", lambda: View(whole))
+        for sides in ((view, other), (other, view)):
+            found = attempt("compare", lambda sides=sides: compare(sides))
+            if found is not None:
+                found.to_json()
+                listing.write_rows(["", "a", "b"], found.rows(), "csv")
+        if trials:
+            for target in export_targets():
+                for trial in (trials[0], trials[-1]):
+                    if target == "deepspeed" and {trial.config.get("tp"), trial.config.get("pp")} == {2}:
+                        continue  # what DeepSpeed has no words for is refused in a whole run too
+                    attempt(target, lambda target=target, trial=trial: render(target, trial, view.document).text.encode())
+    source = attempt("report", lambda: Source.read(folder))
+    if source is not None:
+        page(document(source)).encode()
+    return refused
+
+
+def serve_everything(root: Path) -> dict[str, dict]:
+    """What the dashboard's API has for each run under `root`, by its name in the list."""
+    library = Library(root)
+    lines = {line["run"]: line for line in library.lines()}
+    for run in lines:
+        json.dumps(library.changes(run), allow_nan=False)
+        source = library.source(run)
+        for trial in source.trials[:2]:
+            json.dumps(exports(source, trial), allow_nan=False)
+    json.dumps(list(lines.values()), allow_nan=False)
+    return lines
+
+
+def copied(whole: Path, to: Path) -> Path:
+    """A copy of a run's folder."""
+    return Path(shutil.copytree(whole, to))
