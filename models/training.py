@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..results.meaning import REDUCED, formats_of
+from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
@@ -164,7 +164,11 @@ class Training:
             raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
         if (reduced := config.get("reduce_dtype", "fp32")) not in REDUCED:
             raise WorkloadError(unknown("reduce_dtype", reduced, REDUCED))
-        ranks = self.world.dp
+        ranks, groups = self.world.dp, config.get("hsdp", 1)
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
+        if obstacle := hsdp_obstacle(groups, ranks, zero):
+            raise WorkloadError(obstacle)
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(
@@ -235,8 +239,8 @@ class Training:
         if self.world.pp > 1:
             self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
         else:
-            zero = int(self.config.get("zero", 0)) if self.world.dp > 1 else 0
-            self._passes = Accumulation(self.workload, module, self.precision, zero)
+            exchange = exchange_of(self.config, self.world.dp)
+            self._passes = Accumulation(self.workload, module, self.precision, exchange)
         own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
         return build(
             sch,
@@ -262,9 +266,11 @@ class Training:
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            formats = formats_of(self.config)
+            formats, exchange = formats_of(self.config), exchange_of(self.config, self.world.dp)
             sch.shard_data(
-                zero=int(self.config.get("zero", 0)),
+                cut=exchange.cut,
+                gather=exchange.gathered if "gradients" in exchange.cut else None,
+                hsdp=exchange.hsdp,
                 gathered=self._gathered(),
                 param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
                 reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),

@@ -59,15 +59,23 @@ class Exchange:
     gathered: str
     """When weights are collected: `never`; behind the `update`, each from its owner; in the forward pass, for
     the whole `step`; or for every `pass`, forward and backward."""
+    hsdp: int = 1
+    """Into how many groups the replicas are divided, each of which cuts all that is cut over its own ranks."""
+    summed: str = "step"
+    """When the groups sum what each has reduced: as `reduced`."""
 
 
-EXCHANGES: tuple[Exchange, ...] = (
-    Exchange((), "step", "never"),
-    Exchange(("optimizer",), "step", "update"),
-    Exchange(("optimizer", "gradients"), "micro_batch", "step"),
-    Exchange(("optimizer", "gradients", "weights"), "micro_batch", "pass"),
-)
+EXCHANGES: Mapping[int, Exchange] = {
+    0: Exchange((), "step", "never"),
+    1: Exchange(("optimizer",), "step", "update"),
+    2: Exchange(("optimizer", "gradients"), "micro_batch", "step"),
+    3: Exchange(("optimizer", "gradients", "weights"), "micro_batch", "pass"),
+}
 """By the knob `zero`. Source: Rajbhandari et al., ZeRO (2020)."""
+
+SUMMED: Mapping[bool, str] = {False: "step", True: "micro_batch"}
+"""When groups of replicas (HSDP) sum their gradients, by whether it is in a pipeline: what a micro-batch adds
+is kept in pieces until the last, but a stage of a pipeline does not know which is its last."""
 
 
 def formats_of(config: Mapping[str, Any]) -> Formats:
@@ -79,3 +87,27 @@ def formats_of(config: Mapping[str, Any]) -> Formats:
     found = FORMATS[str(config.get("precision", "fp32"))]
     narrow = config.get("reduce_dtype", "fp32") == "bf16"
     return replace(found, reduced="bf16") if narrow else found
+
+
+def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
+    """What so many replicas exchange in a configuration, by its knobs `zero`, `hsdp` and `pp`."""
+    if replicas == 1:
+        return EXCHANGES[0]
+    pipelined = int(config.get("pp", 1)) > 1
+    return replace(
+        EXCHANGES[int(config.get("zero", 0))], hsdp=int(config.get("hsdp", 1)), summed=SUMMED[pipelined]
+    )
+
+
+def hsdp_obstacle(groups: int, replicas: int, zero: int) -> str:
+    """Why so many replicas at a stage of ZeRO cannot be divided into groups; empty where they can."""
+    if groups == 1:
+        return ""
+    if "gradients" not in EXCHANGES[zero].cut:
+        return f"hsdp={groups} needs zero 2 or 3, since nothing else is cut within a group, but zero is {zero}"
+    if groups < 1 or replicas % groups or replicas == groups:
+        return (
+            f"hsdp={groups} must divide the {replicas} replicas into groups of two or more, "
+            "each of which has all pieces"
+        )
+    return ""

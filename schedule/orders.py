@@ -89,7 +89,7 @@ def check(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) ->
 def _check_split(tree: Tree, kind: str) -> None:
     """Refuses what computes the gradients of inputs and weights in one go."""
     found = [(step, NOT_SPLIT[step.primitive]) for step in tree.steps if step.primitive in NOT_SPLIT]
-    if any(each.arguments.get("zero", 0) >= 2 for each in tree.deferred):
+    if any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred):
         reason = "ZeRO 2 and 3 reduce gradients where both are computed in one go; use ZeRO 0 or 1"
         found += [(step, reason) for step in tree.steps if step.primitive == "shard_data"]
     for step, reason in found:

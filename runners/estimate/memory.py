@@ -64,12 +64,12 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
 
 def cut(what: str, zero: np.ndarray) -> np.ndarray:
     """Where replicas share `what` among them: booleans, of the shape of `zero`."""
-    return np.array([what in each.cut for each in EXCHANGES])[zero]
+    return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
 
 
 def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
     """Where weights are collected `when` an `Exchange` says so: booleans, of the shape of `zero`."""
-    return np.array([each.gathered == when for each in EXCHANGES])[zero]
+    return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
 
 
 def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:

@@ -94,4 +94,4 @@ def test_the_knob_changes_what_travels_and_nothing_else():
 
 
 def test_more_is_cut_with_every_stage():
-    assert [len(each.cut) for each in EXCHANGES] == [0, 1, 2, 3]
+    assert [len(each.cut) for each in EXCHANGES.values()] == [0, 1, 2, 3]
