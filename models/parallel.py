@@ -37,7 +37,7 @@ class Spread:
 def declare(
     space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
 ) -> Spread:
-    """Adds `tp`, `pp`, `dp`, `zero`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule` where
+    """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule` where
     there are several devices, with a constraint for each degree that the model or the host cannot have.
 
     `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
@@ -93,6 +93,7 @@ def declare(
             # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
             monotone_memory=0,
         )
+    _hsdp(space, ways, devices, device)
     if any(tp > 1 for tp, _ in ways):
         space.flag(
             "sequence_parallel",
@@ -108,6 +109,48 @@ def declare(
                 "ZeRO 2 and 3 reduce them",
             )
     return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
+
+
+def no_hsdp(devices: int, device: Device) -> str:
+    """Why the default space has no `hsdp` on so many devices, where it has none: replicas must be on several
+    hosts, and several of them on each."""
+    per_host = _per_host(devices, device)
+    if device.type != "cuda":
+        return "which ranks share a host is not known of CPUs"
+    if per_host == devices:
+        return f"the {devices} devices are on one host"
+    if per_host == 1:
+        return f"each of the {devices} devices is on a host of its own"
+    return f"no replicas are both on several hosts and several on each host of {per_host}"
+
+
+def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Device) -> None:
+    """Adds `hsdp` where there are replicas on several hosts, and several of them on each.
+
+    Args:
+        ways: the pairs of tp and pp that are possible.
+    """
+    each = _per_host(devices, device)
+    groups = {
+        devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0
+    }
+    if device.type != "cuda" or not groups:
+        return
+    tp, dp = space["tp"], space["dp"]
+    knob = space.choice(
+        "hsdp",
+        sorted({1, *groups}),
+        when=(dp > 1) & (space["zero"] >= 2),
+        others=(),
+        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no groups",
+        monotone_memory=1,
+    )
+    space.require(
+        (knob == 1) | (tp * dp == each * knob),
+        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
+    )
+    if any(tp == each for tp, _ in ways):
+        space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
 
 
 def compose(space: Space, workload: Workload, device: Device, support: Support) -> None:
@@ -217,11 +260,16 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+def _per_host(devices: int, device: Device) -> int:
+    """Ranks on a host, where hosts have as many ranks each, as few as do."""
+    return max(each for each in divisors(devices) if each <= max(1, device.count))
+
+
 def _beyond_host(tp: int, devices: int, device: Device) -> str:
-    """Why neighbours among the ranks would not be on one host, where hosts have as many ranks each, as few as do."""
+    """Why neighbours among the ranks would not be on one host."""
     if device.type != "cuda":
         return ""
-    mine = max(each for each in divisors(devices) if each <= max(1, device.count))
+    mine = _per_host(devices, device)
     if mine % tp:
         return f"ranks that share a layer must be on one host, which has {mine} of the {devices} devices"
     return ""

@@ -69,9 +69,11 @@ def _zero(setup: Setup) -> list[str]:
                 f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}"
             )
     elif zero >= 2:
-        strategy = "optim_grads" if zero == 2 else "optim_grads_params"
+        strategy = "optim_grads_params" if "weights" in setup.exchange.cut else "optim_grads"
         out += ["--use-distributed-optimizer", f"--data-parallel-sharding-strategy {strategy}"]
         out += [_FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+        if (groups := setup.knob("hsdp")) > 1:
+            out.append(f"--num-distributed-optimizer-instances {groups}")
     if offload:
         out += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     return out

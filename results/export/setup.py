@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import UsageError
 from ..columns import fold
 from ..lossy import LOSSY, lossy_values
-from ..meaning import Formats, formats_of
+from ..meaning import Exchange, Formats, exchange_of, formats_of
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -15,6 +15,7 @@ NEUTRAL: Mapping[str, Any] = {
     "pp": 1,
     "dp": 1,
     "zero": 0,
+    "hsdp": 1,
     "sequence_parallel": False,
     "pipeline_schedule": None,
     "virtual_stages": 1,
@@ -95,6 +96,8 @@ class Setup:
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
         if self.pp == 1:
             self._used.update(("pipeline_schedule", "virtual_stages"))
+        if self.exchange.hsdp == 1:
+            self._used.add("hsdp")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @property
@@ -148,6 +151,11 @@ class Setup:
         """In which formats it was trained, and gradients were reduced."""
         self._used.add("precision")
         return formats_of(self.config)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What its replicas exchanged."""
+        return exchange_of(self.config, self.dp)
 
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""

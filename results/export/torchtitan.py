@@ -39,11 +39,17 @@ def flags(setup: Setup) -> list[str]:
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, give)
-    zero = setup.knob("zero") if setup.dp > 1 else 0
-    give("parallelism.data_parallel_replicate_degree", 1 if zero else setup.dp)
-    give("parallelism.data_parallel_shard_degree", setup.dp if zero else 1)
+    zero, exchange = setup.knob("zero") if setup.dp > 1 else 0, setup.exchange
+    groups = setup.knob("hsdp") if zero else setup.dp
+    give("parallelism.data_parallel_replicate_degree", groups)
+    give("parallelism.data_parallel_shard_degree", setup.dp // groups)
     if zero:
-        give("parallelism.fsdp_reshard_after_forward", "always" if zero == 3 else "never")
+        give("parallelism.fsdp_reshard_after_forward", "always" if exchange.gathered == "pass" else "never")
+    if exchange.hsdp > 1 and exchange.summed == "step" and setup.grad_accum != 1:
+        setup.note(
+            f"hsdp={exchange.hsdp}: torchtitan sums gradients between hosts with every micro-batch, and what was "
+            f"{setup.found} once a step"
+        )
     if zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
     give("parallelism.tensor_parallel_degree", setup.tp)

@@ -122,7 +122,14 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
 
 
 def _fsdp(setup: Setup) -> dict[str, Any]:
-    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.knob("zero") == 3}
+    groups = setup.knob("hsdp")
+    if groups > 1:
+        setup.note(
+            f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
+            f"dp_shard_size={setup.dp // groups}{f', tp_size={setup.tp}' if setup.tp > 1 else ''}); it cannot stand "
+            f"in a file, and without it pieces are cut over all {setup.dp} replicas: less memory than {setup.found}"
+        )
+    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
     if setup.knob("checkpoint_ratio"):
         out["activation_checkpointing"] = True
     if setup.knob("offload") == "optimizer":

@@ -9,11 +9,11 @@ import numpy as np
 from ...errors import UsageError, unknown
 from ...models.families.standard import BLOCK_KNOBS
 from ...models.parallel import CHUNKED, PIPELINES
-from ...results.meaning import REDUCED
+from ...results.meaning import REDUCED, hsdp_obstacle
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "pp": int, "zero": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -42,6 +42,8 @@ class Columns:
     pp: np.ndarray
     dp: np.ndarray
     zero: np.ndarray
+    hsdp: np.ndarray
+    """Groups of replicas, each with all pieces of what ZeRO cuts."""
     micro_batch: np.ndarray
     grad_accum: np.ndarray
     """Micro-batches of a replica in one optimizer step."""
@@ -66,6 +68,11 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.tp)
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Replicas that share what ZeRO cuts."""
+        return self.dp // self.hsdp
 
     def take(self, index: np.ndarray) -> "Columns":
         """Those at `index`."""
@@ -141,7 +148,7 @@ def columns(
                 raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
     tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
     for name, low, high in (
-        ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
+        ("tp", 1, None), ("pp", 1, None), ("hsdp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
         ("checkpoint_ratio", 0, 1), ("virtual_stages", 1, None),
     ):  # fmt: skip
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
@@ -178,6 +185,9 @@ def columns(
             raise UsageError(
                 f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
             )
+    for at in np.flatnonzero(values["hsdp"] > 1):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
+            raise UsageError(f"configuration {table.show(at)}: {why}")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}

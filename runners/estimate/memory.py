@@ -151,12 +151,13 @@ def stage_peak(
     weights = local_parameters(stage, facts, tp)
     none = np.zeros(len(tp))
 
-    # States, divided over the replicas as ZeRO's stage says.
-    state_share = np.where(cut("optimizer", zero), dp, 1.0)
-    gradient_share = np.where(cut("gradients", zero), dp, 1.0)
+    # States, divided over the replicas, or those of a group (HSDP), as ZeRO's stage says.
+    share = cols.shares.astype(float)
+    state_share = np.where(cut("optimizer", zero), share, 1.0)
+    gradient_share = np.where(cut("gradients", zero), share, 1.0)
     # Weights that are whole from forward to backward only are so beside the pieces that are updated.
     beside = setup.own & gathered_at("step", zero) & (dp > 1)
-    weight_share = np.where(cut("weights", zero) | beside, dp, 1.0)
+    weight_share = np.where(cut("weights", zero) | beside, share, 1.0)
     parameters = weights * form.parameter / weight_share
     gradients = weights * form.gradient / gradient_share
     on_host = cols.offload == "optimizer"
