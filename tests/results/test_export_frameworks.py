@@ -46,6 +46,7 @@ CONFIGURATIONS = {
     "ddp": {"micro_batch": 4, "grad_accum": 2, "dp": 4, "zero": 0, "precision": "bf16", "fusion": True},
     "zero 2": {"micro_batch": 4, "grad_accum": 2, "dp": 4, "zero": 2, "precision": "bf16", "checkpoint_ratio": 1.0},
     "zero 3, offload": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "offload": "optimizer"},
+    "hsdp": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "hsdp": 2, "precision": "bf16"},
     "tp and dp": {"micro_batch": 4, "grad_accum": 4, "tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
     "tp, pp, dp": {
         "micro_batch": 4, "grad_accum": 4, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
@@ -141,13 +142,15 @@ def test_accelerate_loads_its_config(name, tmp_path):
         assert arguments.fsdp_activation_checkpointing is (config.get("checkpoint_ratio", 0) > 0)
     if config.get("fusion"):
         assert arguments.dynamo_backend.lower() == "inductor" and arguments.dynamo_use_regional_compilation
-    if config.get("tp", 1) > 1:
+    if config.get("tp", 1) > 1 or config.get("hsdp", 1) > 1:
         from accelerate import ParallelismConfig
 
         sizes = {
             key.removeprefix("parallelism_config_"): size for key, size in loaded.parallelism_config.items()
         }
-        assert ParallelismConfig(**sizes).total_size == loaded.num_processes
+        made = ParallelismConfig(**sizes)
+        assert made.total_size == loaded.num_processes
+        assert made.dp_replicate_size == config.get("hsdp", 1)
 
 
 def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
