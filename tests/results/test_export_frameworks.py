@@ -549,8 +549,9 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     assert made["pipeline_parallel_schedule"] == (
         {"gpipe": "GPipe", "interleaved": "Interleaved1F1B"}.get(config.get("pipeline_schedule"), "1F1B")
     )
-    assert made["data_parallel_replicate_degree"] == (1 if zero else replicas)
-    assert made["data_parallel_shard_degree"] == (replicas if zero else 1)
+    groups = config.get("hsdp", 1) if zero else replicas
+    assert made["data_parallel_replicate_degree"] == groups
+    assert made["data_parallel_shard_degree"] == replicas // groups
     if zero:
         assert made["fsdp_reshard_after_forward"] == ("always" if zero == 3 else "never")
     if config.get("tp", 1) > 1:
@@ -576,6 +577,7 @@ MEGATRON_FLAGS = {
     "--use-distributed-optimizer": bool,
     "--use-megatron-fsdp": bool,
     "--data-parallel-sharding-strategy": ("optim_grads", "optim_grads_params"),
+    "--num-distributed-optimizer-instances": int,
     "--no-gradient-accumulation-fusion": bool,
     "--ckpt-format": ("torch_dist", "fsdp_dtensor"),
     "--optimizer-cpu-offload": bool,
@@ -662,6 +664,7 @@ def test_megatrons_flags_are_its_own(name):
     assert made.tensor_model_parallel_size == config.get("tp", 1)
     assert made.bf16 is (config.get("precision") in ("bf16", "bf16_pure"))
     assert made.use_megatron_fsdp is (config.get("zero", 0) >= 2)
+    assert made.num_distributed_optimizer_instances == (2 if name == "hsdp" else None)
     assert made.recompute_num_layers == {0: None, 0.5: 16, 1.0: 1}[config.get("checkpoint_ratio", 0)]
     assert connections == ("1" if config.get("tp", 1) > 1 and config.get("zero", 0) < 2 else "")
 
