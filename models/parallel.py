@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..errors import SpaceError
+from ..orders import ORDERS
 from ..space import Space
 from .device import Device
 from .families.standard import Support
@@ -14,11 +15,11 @@ HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the los
 with ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
-PIPELINES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv")
-"""Orders of a pipeline's micro-batches, those of `schedule/orders.py`."""
-CHUNKED = ("interleaved", "zero_bubble", "zbv")
+PIPELINES = tuple(ORDERS)
+"""Orders of a pipeline's micro-batches."""
+CHUNKED = tuple(name for name, each in ORDERS.items() if each.most != 1)
 """Those of which a rank may hold several chunks of the model."""
-SPLITTING = ("zero_bubble", "zbv")
+SPLITTING = tuple(name for name, each in ORDERS.items() if each.splits_backward)
 """Those that compute the gradients of weights apart from those of inputs."""
 VIRTUAL_STAGES = (1, 2, 4)
 """Model chunks of a pipeline rank that are tried."""
@@ -205,13 +206,11 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         help="order of the micro-batches: backward as soon as possible, or after all forwards (gpipe); over "
         "several chunks (interleaved); gradients of weights where a rank would wait (zero_bubble, zbv)",
     )
-    space.require(
-        (virtual == 1) | kind.isin(CHUNKED), "1F1B and GPipe run one model chunk on each rank"
-    )
-    space.require(
-        (virtual > 1) | (kind != "interleaved"), "interleaved runs several model chunks on each rank"
-    )
-    space.require((virtual == 2) | (kind != "zbv"), "ZB-V runs two model chunks on each rank")
+    for name, order in ORDERS.items():
+        if order.least == order.most:
+            space.require((virtual == order.most) | (kind != name), _runs(name, order.most))
+        elif order.least > 1:
+            space.require((virtual >= order.least) | (kind != name), _runs(name, f"{order.least} or more"))
     if support.virtual_stages:
         space.require(virtual == 1, support.virtual_stages)
         return
@@ -222,14 +221,19 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
             space.require((pp != degree) | ~virtual.isin(beyond), reason)
 
 
+def _runs(order: str, chunks: int | str) -> str:
+    return f"{order} runs {chunks} model chunk{'' if chunks == 1 else 's'} on each rank"
+
+
 def _order(space: Space) -> None:
-    """What the orders of micro-batches ask of all other knobs; `schedule/orders.py` refuses the rest."""
+    """What the orders of micro-batches ask of all other knobs; `schedule/order_check.py` refuses the rest."""
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
-    space.require((kind != "1f1b") | (steps >= pp), "1F1B needs a micro-batch for every stage")
-    space.require((kind != "zbv") | (steps >= pp), "ZB-V needs a micro-batch for every rank")
+    rounds = [name for name, each in ORDERS.items() if each.in_rounds]
+    early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]
+    space.require(~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank")
     space.require(
-        ~kind.isin(["interleaved", "zero_bubble"]) | (steps % pp == 0),
-        "interleaved and zero_bubble run the micro-batches in rounds of one for every rank",
+        ~kind.isin(rounds) | (steps % pp == 0),
+        f"{' and '.join(rounds)} run the micro-batches in rounds of one for every rank",
     )
     whole = ~kind.isin(SPLITTING)
     if "checkpoint_ratio" in names:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle
+from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
@@ -260,9 +260,8 @@ class Training:
             check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
-                several = len(sch.tree.cuts) + 1 > self.world.pp
-                kind = self.config.get("pipeline_schedule", self._pipeline_schedule(several))
-                sch.pipeline(kind, self.grad_accum)
+                held = (len(sch.tree.cuts) + 1) // self.world.pp
+                sch.pipeline(order_of({**self.config, "virtual_stages": held}, self.grad_accum), self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
@@ -281,12 +280,6 @@ class Training:
         blocks = self.outline.blocks
         named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
         return [blocks[index] for index in named]
-
-    def _pipeline_schedule(self, several: bool) -> str:
-        if several:
-            return "interleaved"
-        # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
-        return "1f1b" if self.grad_accum >= self.world.pp else "gpipe"
 
     def _make_data(self) -> list[list[Batch]]:
         """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""

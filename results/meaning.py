@@ -1,4 +1,5 @@
-"""What a configuration means: in which formats it computes, and what its replicas exchange, when and how.
+"""What a configuration means: in which formats it computes, what its replicas exchange, when and how, which
+blocks its stages have and which of them are recomputed. What the orders of a pipeline are is in `redline.orders`.
 
 Stated once. Training is built from it (`models/training.py`), time and memory are estimated from it
 (`runners/estimate`), and exports say it in the words of other frameworks (`results/export`).
@@ -97,6 +98,39 @@ def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
     return replace(
         EXCHANGES[int(config.get("zero", 0))], hsdp=int(config.get("hsdp", 1)), summed=SUMMED[pipelined]
     )
+
+
+def order_of(config: Mapping[str, Any], micro_batches: int | None) -> str:
+    """In which of `redline.orders.ORDERS` a pipeline runs so many micro-batches (None: enough), by the knobs
+    `pipeline_schedule`, `virtual_stages` and `pp`."""
+    if named := config.get("pipeline_schedule"):
+        return str(named)
+    if config.get("virtual_stages", 1) > 1:
+        return "interleaved"
+    # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
+    return "gpipe" if micro_batches is not None and micro_batches < config.get("pp", 1) else "1f1b"
+
+
+def stage_sizes(blocks: int, stages: int) -> list[int]:
+    """How many blocks each stage of a pipeline has: in even shares, the first stages a block more where there is
+    a rest, since the head comes with the last.
+
+    >>> stage_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    least, more = divmod(blocks, stages)
+    return [least + (stage < more) for stage in range(stages)]
+
+
+def recomputed(blocks: int, ratio: float) -> list[int]:
+    """Which of the blocks of a stage are recomputed at a `checkpoint_ratio`: `round(ratio * blocks)` of them, spread
+    evenly.
+
+    >>> recomputed(4, 0.5), recomputed(12, 0.25)
+    ([1, 3], [3, 7, 11])
+    """
+    chosen = round(ratio * blocks)
+    return [index for index in range(blocks) if (index + 1) * chosen // blocks > index * chosen // blocks]
 
 
 def hsdp_obstacle(groups: int, replicas: int, zero: int) -> str:

@@ -1,5 +1,6 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
+from ..meaning import recomputed
 from .common import note_order
 from .megatron_model import model_flags
 from .setup import Setup, words
@@ -116,7 +117,7 @@ def _recomputation(setup: Setup) -> list[str]:
         "spread ones"
     )
     if setup.shape:
-        number = str(max(1, round(setup.shape["layers"] / stages * ratio)))
+        number = str(max(1, len(recomputed(setup.shape["layers"] // stages, ratio))))
     else:
         setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
         share = round(ratio * 1000)

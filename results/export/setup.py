@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import UsageError
 from ..columns import fold
 from ..lossy import LOSSY, lossy_values
-from ..meaning import Exchange, Formats, exchange_of, formats_of
+from ..meaning import Exchange, Formats, exchange_of, formats_of, order_of
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -178,9 +178,8 @@ class Setup:
 
     def order_of_stages(self) -> str | None:
         """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
-        kind = self.knob("pipeline_schedule")
-        usual = "1f1b" if self.knob("virtual_stages") == 1 else "interleaved"
-        return (kind or usual) if self.pp > 1 else None
+        self._used.update(("pipeline_schedule", "virtual_stages"))
+        return order_of(self.config, self.grad_accum) if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from ..meaning import recomputed
 from .common import (
     adamw,
     no_fsdp_on_a_cpu,
@@ -108,6 +109,10 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         return {}
     every = round(1 / ratio)
     if every > 1 and abs(1 / ratio - every) < 1e-9 and not sharded:
+        layers = setup.shape.get("layers", 0)
+        there, here = len(recomputed(layers, ratio)), len(range(0, layers, every))
+        if there != here:
+            setup.note(f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, {there} {setup.found}")
         return {
             "activation_checkpointing": True,
             "activation_checkpointing_kwargs": {"every_n_layers": every},

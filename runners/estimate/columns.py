@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import UsageError, unknown
+from ...orders import ORDERS
 from ...models.families.standard import BLOCK_KNOBS
 from ...models.parallel import CHUNKED, PIPELINES
 from ...results.meaning import REDUCED, hsdp_obstacle
@@ -74,6 +75,14 @@ class Columns:
         """Replicas that share what ZeRO cuts."""
         return self.dp // self.hsdp
 
+    def order_that(self, fact: str) -> np.ndarray:
+        """Where a `fact` of `redline.orders.Order` is true of the order of micro-batches: booleans."""
+        found = np.zeros(len(self), bool)
+        for name, order in ORDERS.items():
+            if getattr(order, fact):
+                found |= self.pipeline_schedule == name
+        return found
+
     def take(self, index: np.ndarray) -> "Columns":
         """Those at `index`."""
         return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
@@ -81,7 +90,7 @@ class Columns:
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each way of sharing out the model that occurs, and where."""
         plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
-        v_shaped = self.pipeline_schedule == "zbv"
+        v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
             pp, chunks, turned = way.tolist()
@@ -95,15 +104,13 @@ class Columns:
         for key, found in named.items():
             yield key, np.array(found)
 
-    def of_stage(self, checkpointed: float | None, gathered: float) -> "Columns":
-        """As they are on one stage, of whose blocks these shares are named; None leaves
+    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "Columns":
+        """As they are on one stage, of whose blocks such shares are recomputed and stay gathered; None leaves
         `checkpoint_ratio`."""
         changed = replace(self, gathered_ratio=np.full(len(self), gathered))
-        return (
-            changed
-            if checkpointed is None
-            else replace(changed, checkpoint_ratio=np.full(len(self), checkpointed))
-        )
+        if checkpointed is None:
+            return changed
+        return replace(changed, checkpoint_ratio=np.broadcast_to(checkpointed, len(self)).astype(float))
 
     def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""

@@ -425,7 +425,7 @@ def crossings(pp: int, cols: Columns) -> np.ndarray:
     """
     chunks = cols.virtual_stages.astype(float)
     loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
-    return np.where(cols.pipeline_schedule == "zbv", chunks * min(pp - 1, 2), loop)
+    return np.where(cols.order_that("v_shaped"), chunks * min(pp - 1, 2), loop)
 
 
 def idle_slot(
@@ -446,14 +446,15 @@ def idle_slot(
 
     The tests play through the order of actions that torch makes.
     """
-    chunks, kind = cols.virtual_stages, cols.pipeline_schedule
+    chunks = cols.virtual_stages
     of_inputs = backward - of_weights
     largest = np.maximum(np.maximum(forward, of_inputs), of_weights)
     smallest = np.minimum(np.minimum(forward, of_inputs), of_weights)
     plain = (slot + 2 * hop) / chunks
     split = (np.maximum(slot - 2 * of_weights, 0.0) + 2 * hop) / chunks
     turning = np.maximum(largest - smallest, of_inputs / 2) + 2 * hop
-    return np.where(kind == "zbv", turning, np.where(kind == "zero_bubble", split, plain))
+    apart = np.where(cols.order_that("splits_backward"), split, plain)
+    return np.where(cols.order_that("v_shaped"), turning, apart)
 
 
 def _stalls(

@@ -199,9 +199,9 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         "(pp != 4) | (virtual_stages not in [4])"
     ]
     for knobs, why in (
-        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "ZB-V runs two model chunks"),
-        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1F1B and GPipe run one model chunk"),
-        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "several model chunks"),
+        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
+        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
+        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "interleaved runs 2 or more model chunks"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "zero": 2}, "in which ZeRO 2 and 3 reduce them"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "fusion": True}, "backward pass of a compiled block"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
