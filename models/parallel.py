@@ -38,8 +38,8 @@ class Spread:
 def declare(
     space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
 ) -> Spread:
-    """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule` where
-    there are several devices, with a constraint for each degree that the model or the host cannot have.
+    """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
+    where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
     `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
     (a first stage keeps several micro-batches) or in what fewer replicas are left to share (ZeRO).
@@ -143,15 +143,19 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         sorted({1, *groups}),
         when=(dp > 1) & (space["zero"] >= 2),
         others=(),
-        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no groups",
+        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no "
+        "groups",
         monotone_memory=1,
     )
     space.require(
         (knob == 1) | (tp * dp == each * knob),
-        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
+        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of "
+        "replicas",
     )
     if any(tp == each for tp, _ in ways):
-        space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
+        space.require(
+            (knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it"
+        )
 
 
 def compose(space: Space, workload: Workload, device: Device, support: Support) -> None:
@@ -230,7 +234,9 @@ def _order(space: Space) -> None:
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
     rounds = [name for name, each in ORDERS.items() if each.in_rounds]
     early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]
-    space.require(~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank")
+    space.require(
+        ~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank"
+    )
     space.require(
         ~kind.isin(rounds) | (steps % pp == 0),
         f"{' and '.join(rounds)} run the micro-batches in rounds of one for every rank",

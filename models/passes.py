@@ -19,9 +19,9 @@ Watch = Callable[[Any], None] | None
 class Accumulation:
     """Micro-batches one after the other; gradients add up.
 
-    What replicas exchange meanwhile is an `Exchange`: gradients that are whole on every rank are averaged with
-    the last micro-batch only, as groups of replicas sum their pieces, and weights that are gathered once a step
-    stay so until then.
+    What replicas exchange meanwhile is an `Exchange`: gradients that are whole on every rank are averaged
+    with the last micro-batch only, as groups of replicas sum their pieces, and weights that are gathered once
+    a step stay so until then.
     """
 
     def __init__(

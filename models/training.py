@@ -261,7 +261,8 @@ class Training:
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
                 held = (len(sch.tree.cuts) + 1) // self.world.pp
-                sch.pipeline(order_of({**self.config, "virtual_stages": held}, self.grad_accum), self.grad_accum)
+                kind = order_of({**self.config, "virtual_stages": held}, self.grad_accum)
+                sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:

@@ -1,5 +1,5 @@
 """What a configuration means: in which formats it computes, what its replicas exchange, when and how, which
-blocks its stages have and which of them are recomputed. What the orders of a pipeline are is in `redline.orders`.
+blocks its stages have and which of them are recomputed. `redline.orders` has the orders of a pipeline.
 
 Stated once. Training is built from it (`models/training.py`), time and memory are estimated from it
 (`runners/estimate`), and exports say it in the words of other frameworks (`results/export`).
@@ -61,7 +61,7 @@ class Exchange:
     """When weights are collected: `never`; behind the `update`, each from its owner; in the forward pass, for
     the whole `step`; or for every `pass`, forward and backward."""
     hsdp: int = 1
-    """Into how many groups the replicas are divided, each of which cuts all that is cut over its own ranks."""
+    """Into how many groups replicas are divided, each of which cuts all that is cut over its own ranks."""
     summed: str = "step"
     """When the groups sum what each has reduced: as `reduced`."""
 
@@ -112,8 +112,8 @@ def order_of(config: Mapping[str, Any], micro_batches: int | None) -> str:
 
 
 def stage_sizes(blocks: int, stages: int) -> list[int]:
-    """How many blocks each stage of a pipeline has: in even shares, the first stages a block more where there is
-    a rest, since the head comes with the last.
+    """How many blocks each stage of a pipeline has: in even shares, the first stages a block more where there
+    is a rest, since the head comes with the last.
 
     >>> stage_sizes(10, 4)
     [3, 3, 2, 2]
@@ -123,8 +123,8 @@ def stage_sizes(blocks: int, stages: int) -> list[int]:
 
 
 def recomputed(blocks: int, ratio: float) -> list[int]:
-    """Which of the blocks of a stage are recomputed at a `checkpoint_ratio`: `round(ratio * blocks)` of them, spread
-    evenly.
+    """Which of the blocks of a stage are recomputed at a `checkpoint_ratio`: `round(ratio * blocks)` of them,
+    spread evenly.
 
     >>> recomputed(4, 0.5), recomputed(12, 0.25)
     ([1, 3], [3, 7, 11])
@@ -138,7 +138,7 @@ def hsdp_obstacle(groups: int, replicas: int, zero: int) -> str:
     if groups == 1:
         return ""
     if "gradients" not in EXCHANGES[zero].cut:
-        return f"hsdp={groups} needs zero 2 or 3, since nothing else is cut within a group, but zero is {zero}"
+        return f"hsdp={groups} needs zero 2 or 3, as nothing else is cut within a group, but zero is {zero}"
     if groups < 1 or replicas % groups or replicas == groups:
         return (
             f"hsdp={groups} must divide the {replicas} replicas into groups of two or more, "

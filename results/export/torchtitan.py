@@ -40,8 +40,8 @@ def flags(setup: Setup) -> list[str]:
         give("parallelism.fsdp_reshard_after_forward", "always" if exchange.gathered == "pass" else "never")
     if exchange.hsdp > 1 and exchange.summed == "step" and setup.grad_accum != 1:
         setup.note(
-            f"hsdp={exchange.hsdp}: torchtitan sums gradients between hosts with every micro-batch, and what was "
-            f"{setup.found} once a step"
+            f"hsdp={exchange.hsdp}: torchtitan sums gradients between hosts with every micro-batch, and what "
+            f"was {setup.found} once a step"
         )
     if zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")

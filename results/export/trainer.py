@@ -112,7 +112,10 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         layers = setup.shape.get("layers", 0)
         there, here = len(recomputed(layers, ratio)), len(range(0, layers, every))
         if there != here:
-            setup.note(f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, {there} {setup.found}")
+            setup.note(
+                f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
+                f"was {setup.found}"
+            )
         return {
             "activation_checkpointing": True,
             "activation_checkpointing_kwargs": {"every_n_layers": every},
@@ -129,10 +132,11 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
 def _fsdp(setup: Setup) -> dict[str, Any]:
     groups = setup.knob("hsdp")
     if groups > 1:
+        tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
         setup.note(
             f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
-            f"dp_shard_size={setup.dp // groups}{f', tp_size={setup.tp}' if setup.tp > 1 else ''}); it cannot stand "
-            f"in a file, and without it pieces are cut over all {setup.dp} replicas: less memory than {setup.found}"
+            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"over all {setup.dp} replicas: less memory than {setup.found}"
         )
     out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
     if setup.knob("checkpoint_ratio"):

@@ -52,15 +52,15 @@ def shard_data(
             inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
         reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
             parameters' otherwise.
-        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds all
-            pieces: it gathers and reduces within, and sums the pieces of gradients with the others (HSDP).
+        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds
+            all pieces: it gathers and reduces within, and sums the pieces of gradients with the others.
         cut: what is cut, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
         gather: for how long weights that are gathered stay whole, a `step` or a `pass`; None: a pass where
             `weights` are cut.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that are
-            not two ranks or more. At `build`: stage 2 or 3 in a pipeline whose stages hold tied weights.
+        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that
+            are not two ranks or more. At `build`: stage 2 or 3 in a pipeline whose stages hold tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -75,7 +75,9 @@ def shard_data(
         raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {zero!r}")
     cut = _STAGES[:zero] if cut is None else tuple(cut)
     if cut != _STAGES[: len(cut)]:
-        raise ScheduleError(f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}")
+        raise ScheduleError(
+            f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}"
+        )
     if gather not in (None, "step", "pass"):
         raise ScheduleError(f"{label}: gather must be step or pass, but got {gather!r}")
     ranks = axis_of(sch.mesh, "dp").size

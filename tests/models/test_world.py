@@ -69,7 +69,7 @@ def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
 
 
 def _divided(axes, name):
-    """An axis of a mesh in two groups: with whom this rank shares a piece, with whom it holds all, how long it waits."""
+    """An axis in two groups: with whom this rank has a piece, with whom it has all; its place; how long it waits."""
     import torch.distributed as dist
     from redline.schedule.collectives import divided
 
