@@ -50,7 +50,7 @@ def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tupl
     """
     import torch
 
-    from ..schedule.sharding import is_dtensor, local, owner, shards_of
+    from ..schedule.sharding import copies_of, is_dtensor, local, owner, shards_of
 
     model, outline, world = training.model, training.outline, training.world
     zero = torch.zeros((), dtype=torch.float64, device=training.device)
@@ -64,7 +64,10 @@ def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tupl
             continue
         holder, leaf = owner(model, name)
         share = 1.0 if leaf in shards_of(holder) else 1.0 / world.tp
-        share *= 1.0 if alone or is_dtensor(param.grad) else 1.0 / world.dp
+        if is_dtensor(param.grad):
+            share /= copies_of(param.grad)
+        elif not alone:
+            share /= world.dp
         group = outline.group(name)
         for piece in local(param.grad.detach()).reshape(-1).split(CHUNK):
             square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()

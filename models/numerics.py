@@ -38,6 +38,8 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
     "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
     "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
+    "hsdp2+zero2": {"dp": 4, "hsdp": 2, "zero": 2, "micro_batch": 1},
+    "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
     "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4},
     "pp2·dp2": {"pp": 2, "dp": 2, "grad_accum": 2},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ..errors import SpaceError
+from ..orders import ORDERS
 from ..space import Space
 from .device import Device
 from .families.standard import Support
@@ -14,11 +15,11 @@ HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the los
 with ZeRO 3 where the loss is not the model's own."""
 SCALED_TOO_LATE = "the head's gradient is formed before the loss is scaled, as fp16 needs it"
 """Why `kernels` cannot be with fp16."""
-PIPELINES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv")
-"""Orders of a pipeline's micro-batches, those of `schedule/orders.py`."""
-CHUNKED = ("interleaved", "zero_bubble", "zbv")
+PIPELINES = tuple(ORDERS)
+"""Orders of a pipeline's micro-batches."""
+CHUNKED = tuple(name for name, each in ORDERS.items() if each.most != 1)
 """Those of which a rank may hold several chunks of the model."""
-SPLITTING = ("zero_bubble", "zbv")
+SPLITTING = tuple(name for name, each in ORDERS.items() if each.splits_backward)
 """Those that compute the gradients of weights apart from those of inputs."""
 VIRTUAL_STAGES = (1, 2, 4)
 """Model chunks of a pipeline rank that are tried."""
@@ -37,8 +38,8 @@ class Spread:
 def declare(
     space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
 ) -> Spread:
-    """Adds `tp`, `pp`, `dp`, `zero`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule` where
-    there are several devices, with a constraint for each degree that the model or the host cannot have.
+    """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
+    where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
     `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
     (a first stage keeps several micro-batches) or in what fewer replicas are left to share (ZeRO).
@@ -93,6 +94,7 @@ def declare(
             # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
             monotone_memory=0,
         )
+    _hsdp(space, ways, devices, device)
     if any(tp > 1 for tp, _ in ways):
         space.flag(
             "sequence_parallel",
@@ -108,6 +110,52 @@ def declare(
                 "ZeRO 2 and 3 reduce them",
             )
     return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
+
+
+def no_hsdp(devices: int, device: Device) -> str:
+    """Why the default space has no `hsdp` on so many devices, where it has none: replicas must be on several
+    hosts, and several of them on each."""
+    per_host = _per_host(devices, device)
+    if device.type != "cuda":
+        return "which ranks share a host is not known of CPUs"
+    if per_host == devices:
+        return f"the {devices} devices are on one host"
+    if per_host == 1:
+        return f"each of the {devices} devices is on a host of its own"
+    return f"no replicas are both on several hosts and several on each host of {per_host}"
+
+
+def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Device) -> None:
+    """Adds `hsdp` where there are replicas on several hosts, and several of them on each.
+
+    Args:
+        ways: the pairs of tp and pp that are possible.
+    """
+    each = _per_host(devices, device)
+    groups = {
+        devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0
+    }
+    if device.type != "cuda" or not groups:
+        return
+    tp, dp = space["tp"], space["dp"]
+    knob = space.choice(
+        "hsdp",
+        sorted({1, *groups}),
+        when=(dp > 1) & (space["zero"] >= 2),
+        others=(),
+        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no "
+        "groups",
+        monotone_memory=1,
+    )
+    space.require(
+        (knob == 1) | (tp * dp == each * knob),
+        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of "
+        "replicas",
+    )
+    if any(tp == each for tp, _ in ways):
+        space.require(
+            (knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it"
+        )
 
 
 def compose(space: Space, workload: Workload, device: Device, support: Support) -> None:
@@ -162,13 +210,11 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
         help="order of the micro-batches: backward as soon as possible, or after all forwards (gpipe); over "
         "several chunks (interleaved); gradients of weights where a rank would wait (zero_bubble, zbv)",
     )
-    space.require(
-        (virtual == 1) | kind.isin(CHUNKED), "1F1B and GPipe run one model chunk on each rank"
-    )
-    space.require(
-        (virtual > 1) | (kind != "interleaved"), "interleaved runs several model chunks on each rank"
-    )
-    space.require((virtual == 2) | (kind != "zbv"), "ZB-V runs two model chunks on each rank")
+    for name, order in ORDERS.items():
+        if order.least == order.most:
+            space.require((virtual == order.most) | (kind != name), _runs(name, order.most))
+        elif order.least > 1:
+            space.require((virtual >= order.least) | (kind != name), _runs(name, f"{order.least} or more"))
     if support.virtual_stages:
         space.require(virtual == 1, support.virtual_stages)
         return
@@ -179,14 +225,21 @@ def _pipeline(space: Space, support: Support, degrees: list[int]) -> None:
             space.require((pp != degree) | ~virtual.isin(beyond), reason)
 
 
+def _runs(order: str, chunks: int | str) -> str:
+    return f"{order} runs {chunks} model chunk{'' if chunks == 1 else 's'} on each rank"
+
+
 def _order(space: Space) -> None:
-    """What the orders of micro-batches ask of all other knobs; `schedule/orders.py` refuses the rest."""
+    """What the orders of micro-batches ask of all other knobs; `schedule/order_check.py` refuses the rest."""
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
-    space.require((kind != "1f1b") | (steps >= pp), "1F1B needs a micro-batch for every stage")
-    space.require((kind != "zbv") | (steps >= pp), "ZB-V needs a micro-batch for every rank")
+    rounds = [name for name, each in ORDERS.items() if each.in_rounds]
+    early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]
     space.require(
-        ~kind.isin(["interleaved", "zero_bubble"]) | (steps % pp == 0),
-        "interleaved and zero_bubble run the micro-batches in rounds of one for every rank",
+        ~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank"
+    )
+    space.require(
+        ~kind.isin(rounds) | (steps % pp == 0),
+        f"{' and '.join(rounds)} run the micro-batches in rounds of one for every rank",
     )
     whole = ~kind.isin(SPLITTING)
     if "checkpoint_ratio" in names:
@@ -217,11 +270,16 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
+def _per_host(devices: int, device: Device) -> int:
+    """Ranks on a host, where hosts have as many ranks each, as few as do."""
+    return max(each for each in divisors(devices) if each <= max(1, device.count))
+
+
 def _beyond_host(tp: int, devices: int, device: Device) -> str:
-    """Why neighbours among the ranks would not be on one host, where hosts have as many ranks each, as few as do."""
+    """Why neighbours among the ranks would not be on one host."""
     if device.type != "cuda":
         return ""
-    mine = max(each for each in divisors(devices) if each <= max(1, device.count))
+    mine = _per_host(devices, device)
     if mine % tp:
         return f"ranks that share a layer must be on one host, which has {mine} of the {devices} devices"
     return ""

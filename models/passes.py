@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
-from ..results.meaning import EXCHANGES
+from ..results.meaning import Exchange
 from .batches import Batch, Step, part, to_device
 from .precision import Precision
 from .workload import Workload
@@ -19,14 +19,17 @@ Watch = Callable[[Any], None] | None
 class Accumulation:
     """Micro-batches one after the other; gradients add up.
 
-    What replicas exchange meanwhile is `results.meaning.EXCHANGES`: gradients that are whole on every rank are
-    averaged with the last micro-batch only, and weights that are gathered once a step stay so until then.
+    What replicas exchange meanwhile is an `Exchange`: gradients that are whole on every rank are averaged
+    with the last micro-batch only, as groups of replicas sum their pieces, and weights that are gathered once
+    a step stay so until then.
     """
 
-    def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, zero: int) -> None:
+    def __init__(
+        self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange
+    ) -> None:
         self.loss_of = Step(workload, model)
         """The loss of one micro-batch."""
-        self._model, self._precision, self._zero = model, precision, zero
+        self._model, self._precision, self._exchange = model, precision, exchange
 
     def __call__(
         self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
@@ -54,8 +57,12 @@ class Accumulation:
 
     def _announce(self, last: bool) -> None:
         """Tells `fully_shard` whether another micro-batch follows."""
-        if EXCHANGES[self._zero].gathered == "step" and hasattr(self._model, "set_reshard_after_backward"):
+        if not hasattr(self._model, "set_reshard_after_backward"):
+            return
+        if self._exchange.gathered == "step":
             self._model.set_reshard_after_backward(last)
+        if self._exchange.hsdp > 1 and self._exchange.summed == "step":
+            self._model.set_requires_all_reduce(last)
 
 
 class Pipelined:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SpaceError, unknown
 from ..results.lossy import LOSSY
-from ..results.meaning import REDUCED
+from ..results.meaning import REDUCED, recomputed
 from ..space import Space
 from . import parallel
 from .blame import blamed
@@ -158,7 +158,7 @@ def ratios(blocks: int) -> list[float]:
     """
     nearest: dict[int, float] = {}
     for ratio in RATIOS:
-        count = round(ratio * blocks)
+        count = len(recomputed(blocks, ratio))
         if count not in nearest or abs(ratio * blocks - count) < abs(nearest[count] * blocks - count):
             nearest[count] = ratio
     return sorted(nearest.values())

@@ -70,7 +70,7 @@ def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -
     """This rank's piece of random signs of the whole parameter's shape, the same in every configuration."""
     import torch
 
-    from ..schedule.sharding import is_dtensor, owner, shards_of
+    from ..schedule.sharding import is_dtensor, owner, piece_of, shards_of
 
     holder, leaf = owner(training.model, name)
     shard = shards_of(holder).get(leaf)
@@ -81,7 +81,7 @@ def _pattern(training: "Training", key: str, name: str, param: "torch.Tensor") -
         signs = shard.cut(signs)
     if is_dtensor(param):
         # FSDP cuts as torch.chunk does; ranks beyond the last piece have none.
-        pieces = signs.chunk(training.world.dp, param.placements[0].dim)
-        rank = training.world.dp_rank
+        dim, ranks, rank = piece_of(param)
+        pieces = signs.chunk(ranks, dim)
         signs = pieces[rank] if rank < len(pieces) else signs[:0]
     return signs.to(training.device)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..results.meaning import REDUCED, formats_of
+from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
@@ -164,7 +164,11 @@ class Training:
             raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
         if (reduced := config.get("reduce_dtype", "fp32")) not in REDUCED:
             raise WorkloadError(unknown("reduce_dtype", reduced, REDUCED))
-        ranks = self.world.dp
+        ranks, groups = self.world.dp, config.get("hsdp", 1)
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
+        if obstacle := hsdp_obstacle(groups, ranks, zero):
+            raise WorkloadError(obstacle)
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(
@@ -235,8 +239,8 @@ class Training:
         if self.world.pp > 1:
             self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
         else:
-            zero = int(self.config.get("zero", 0)) if self.world.dp > 1 else 0
-            self._passes = Accumulation(self.workload, module, self.precision, zero)
+            exchange = exchange_of(self.config, self.world.dp)
+            self._passes = Accumulation(self.workload, module, self.precision, exchange)
         own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
         return build(
             sch,
@@ -256,15 +260,17 @@ class Training:
             check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
             if "pipeline" not in done:
                 # The standard way of splitting the batch: its micro-batches are the pipeline's.
-                several = len(sch.tree.cuts) + 1 > self.world.pp
-                kind = self.config.get("pipeline_schedule", self._pipeline_schedule(several))
+                held = (len(sch.tree.cuts) + 1) // self.world.pp
+                kind = order_of({**self.config, "virtual_stages": held}, self.grad_accum)
                 sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            formats = formats_of(self.config)
+            formats, exchange = formats_of(self.config), exchange_of(self.config, self.world.dp)
             sch.shard_data(
-                zero=int(self.config.get("zero", 0)),
+                cut=exchange.cut,
+                gather=exchange.gathered if "gradients" in exchange.cut else None,
+                hsdp=exchange.hsdp,
                 gathered=self._gathered(),
                 param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
                 reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
@@ -275,12 +281,6 @@ class Training:
         blocks = self.outline.blocks
         named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
         return [blocks[index] for index in named]
-
-    def _pipeline_schedule(self, several: bool) -> str:
-        if several:
-            return "interleaved"
-        # 1F1B keeps fewer activations, and needs as many micro-batches as stages.
-        return "1f1b" if self.grad_accum >= self.world.pp else "gpipe"
 
     def _make_data(self) -> list[list[Batch]]:
         """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""

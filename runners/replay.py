@@ -35,7 +35,7 @@ RESULTS = {
     ),
     *("step_ms_spread", "seconds_total", "measured", "loss", "trial"),
 }
-MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "tp": -1, "pp": -1}
+MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "pp": -1}
 """Knobs of which more needs more memory (1) or less (-1)."""
 
 

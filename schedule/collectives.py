@@ -40,6 +40,26 @@ def axis_of(mesh: Any, name: str) -> Axis | None:
     return Axis(name, group.size(), mesh.get_local_rank(name), group.group_name)
 
 
+def divided(mesh: Any, name: str, groups: int) -> Any:
+    """An axis of a mesh as a mesh of two, `replicate` and `shard`: so many groups of neighbours along it.
+
+    All ranks call it. The new process groups wait as long as that of the axis does.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    along = mesh[name].get_group()
+    device = torch.device(mesh.device_type)
+    timeout = along._get_backend(device).options._timeout
+    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, groups, along.size() // groups)
+    made = []
+    for axis, ranks in (("replicate", lines.transpose(1, 2)), ("shard", lines)):
+        every = ranks.flatten(0, 1).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=f"mesh_{axis}")
+        made.append(own)
+    (mine,) = lines[(lines == dist.get_rank()).any(dim=(1, 2))]
+    return DeviceMesh.from_group(made, mesh.device_type, mesh=mine, mesh_dim_names=("replicate", "shard"))
+
+
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over the axis, without gradient."""
     if tensor.is_meta:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ScheduleError
+from ..orders import Placement
 from . import held
 from .caches import without_cache
 from .forward import layers_of
@@ -40,26 +41,6 @@ class Unit:
     stage: int
     ends: bool = False
     """Whether the cut follows it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Which rank of a pipeline holds which of its stages."""
-
-    stages: int
-    ranks: int
-    v_shaped: bool = False
-    """Whether every second lap through the ranks runs backwards, so that rank 0 of p holds the stages 0 and
-    2p - 1; otherwise each lap begins at rank 0."""
-
-    def rank(self, stage: int) -> int:
-        """The rank that holds a stage."""
-        lap, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.v_shaped and lap % 2 else place
-
-    def held(self, rank: int) -> list[int]:
-        """The stages that a rank holds, ascending."""
-        return [stage for stage in range(self.stages) if self.rank(stage) == rank]
 
 
 @dataclass(frozen=True, slots=True)

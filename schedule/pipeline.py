@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
+from ..orders import ORDERS, Placement
 from .collectives import Axis
-from .orders import SCHEDULES, check
-from .partition import Board, Gate, Placement, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .order_check import check
+from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .schedule import Tree
 from .sharding import holders, is_dtensor
 from .split import leave, splits
@@ -28,7 +29,7 @@ class Pipeline:
         self.num_stages = len(tree.cuts) + 1
         kind, micro_batches = tree.pipeline or (None, None)
         self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
-        self.order = SCHEDULES[self.kind]
+        self.order = ORDERS[self.kind]
         self.micro_batches = micro_batches or self.num_stages
         check(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
         self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)

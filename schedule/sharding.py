@@ -6,6 +6,7 @@ is cut in strides that no DTensor placement keeps through an optimizer, and beca
 without parallelism in mind, computes with them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +119,19 @@ def is_dtensor(value: Any) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece of a tensor that FSDP cuts, sharing its memory; any other as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def piece_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Of a tensor that FSDP cuts: the dimension, over how many ranks, and which of the pieces is here."""
+    mesh = tensor.device_mesh
+    ((axis, cut),) = [(axis, each) for axis, each in enumerate(tensor.placements) if each.is_shard()]
+    return cut.dim, mesh.size(axis), mesh.get_local_rank(axis)
+
+
+def copies_of(tensor: torch.Tensor) -> int:
+    """How many ranks hold the piece of a tensor that FSDP cuts: with HSDP one in every group."""
+    sizes = zip(tensor.device_mesh.shape, tensor.placements)
+    return math.prod(size for size, each in sizes if each.is_replicate())
 
 
 def whole(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def _margins(request, _margins_file):
 def _ranks_before_threads(request, threads):
     # A process that has computed on several threads cannot be forked into one that does.
     if threads > 1:
-        for name in {"two", "four"} & {each for item in request.session.items for each in item.fixturenames}:
+        for name in {"two", "four", "eight"} & {each for item in request.session.items for each in item.fixturenames}:
             request.getfixturevalue(name).start()
 
 
@@ -201,3 +201,9 @@ def two(threads):
 def four(threads):
     """Four ranks."""
     yield from _ranks(4, threads)
+
+
+@pytest.fixture(scope="session")
+def eight(threads):
+    """Eight ranks."""
+    yield from _ranks(8, threads)

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from .generic import schedule as generic_schedule
-from .standard import StandardSchedule, Support, indices_of, spread
+from .standard import StandardSchedule, Support, indices_of
 from .tensor_parallel import Cuts, Regions, columns, rows
 
 # Model types, as transformers names them, to the module with their schedule. What transformers itself has plans
@@ -31,7 +31,6 @@ __all__ = [
     "indices_of",
     "rows",
     "schedule_of",
-    "spread",
 ]
 
 

@@ -3,9 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ScheduleError
+from ...orders import Placement
+from ...results.meaning import recomputed, stage_sizes
 from ..alike import shorten
 
 if TYPE_CHECKING:
@@ -94,7 +97,7 @@ class StandardSchedule:
         for index in indices_of(chosen, len(blocks)) if chosen is not None else ():
             blocks[index].checkpoint()
         for stage in _between(blocks, ends) if chosen is None else ():
-            for index in spread(len(stage), config.get("checkpoint_ratio", 0)):
+            for index in recomputed(len(stage), config.get("checkpoint_ratio", 0)):
                 stage[index].checkpoint()
         if config.get("fusion", False):
             for block in blocks or [sch]:
@@ -209,7 +212,7 @@ class _Trials:
 
     def tied_stages(self) -> str:
         """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
-        from ...schedule.partition import Placement, tied_within, units_of
+        from ...schedule.partition import tied_within, units_of
         from ...schedule.primitives.shard_data import no_tied_stages
 
         tried = self._divided(2)
@@ -259,8 +262,7 @@ def _check_heads(sch: "Schedule") -> None:
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
-    """The last block of each stage but the last, blocks in even shares; where these differ the first stages
-    have more, since the head comes with the last.
+    """The last block of each stage but the last, blocks in even shares.
 
     Raises:
         ScheduleError: fewer blocks than stages.
@@ -269,7 +271,7 @@ def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":
         raise ScheduleError(
             f"pp: each of {stages} stages needs a repeated block, but the model has {len(blocks) or 'none'}"
         )
-    return [blocks[-(-len(blocks) * stage // stages) - 1] for stage in range(1, stages)]
+    return [blocks[end - 1] for end in accumulate(stage_sizes(len(blocks), stages)[:-1])]
 
 
 def _between(blocks: "Sequence[Schedule]", ends: "Sequence[Schedule]") -> "list[list[Schedule]]":
@@ -328,13 +330,3 @@ def indices_of(text: str, count: int) -> list[int]:
     if max(out, default=0) >= count:
         raise ScheduleError(f"blocks {text!r}: the model has {count} blocks, so the last is {count - 1}")
     return sorted(out)
-
-
-def spread(count: int, ratio: float) -> list[int]:
-    """Indices of `round(ratio * count)` of `count` blocks, spread evenly.
-
-    >>> spread(4, 0.5), spread(12, 0.25)
-    ([1, 3], [3, 7, 11])
-    """
-    chosen = round(ratio * count)
-    return [index for index in range(count) if (index + 1) * chosen // count > index * chosen // count]

@@ -46,13 +46,15 @@ def config(setup: Setup) -> dict[str, Any]:
             )
         setup.note_unless_neutral("offload", "accelerate offloads with FSDP only")
     note_partial_checkpointing(setup, "this checkpoints every block")
-    if setup.tp > 1:
+    groups = setup.knob("hsdp") if sharded else setup.dp
+    if setup.tp > 1 or (sharded and groups > 1):
         out["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": 1 if sharded else setup.dp,
-            "parallelism_config_dp_shard_size": setup.dp if sharded else 1,
+            "parallelism_config_dp_replicate_size": groups,
+            "parallelism_config_dp_shard_size": setup.dp // groups,
             "parallelism_config_tp_size": setup.tp,
             "parallelism_config_cp_size": 1,
         }
+    if setup.tp > 1:
         setup.note(
             f"tp={setup.tp}: the model must be loaded cut as well, by from_pretrained(..., tp_plan='auto', "
             "device_mesh=accelerator.torch_device_mesh['tp'])"
@@ -129,7 +131,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": setup.knob("zero") not in (1, 2),
+        "fsdp_reshard_after_forward": setup.exchange.gathered not in ("update", "step"),
         "fsdp_offload_params": offload,
         "fsdp_activation_checkpointing": setup.knob("checkpoint_ratio") > 0,
         "fsdp_cpu_ram_efficient_loading": False,

@@ -65,6 +65,16 @@ def note_reduction(setup: Setup, instead: str) -> None:
         setup.note_unless_neutral("reduce_dtype", instead)
 
 
+def note_hsdp(setup: Setup, instead: str) -> None:
+    """States that the replicas are one group, which cuts all of it."""
+    if setup.dp > 1:
+        setup.note_unless_neutral(
+            "hsdp",
+            f"pieces are cut over all {setup.dp} replicas and gathered between hosts: less memory than "
+            f"{setup.found}; {instead}",
+        )
+
+
 def note_order(setup: Setup, known: Sequence[str], done: str) -> None:
     """States that a pipeline's micro-batches have another order than one of those `known` here."""
     kind = setup.order_of_stages()
@@ -105,6 +115,7 @@ def no_fsdp_on_a_cpu(setup: Setup) -> bool:
     zero = setup.knob("zero")
     if setup.device_type != "cpu" or zero == 0 or setup.dp == 1:
         return False
+    setup.knob("hsdp")
     setup.note(
         f"zero={zero} has no counterpart here: accelerate has no FSDP on a CPU, so the replicas are whole "
         f"(DDP): more memory than {setup.found}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .common import adamw, note_attention, note_lora, note_order
+from .common import adamw, note_attention, note_hsdp, note_lora, note_order
 from .setup import Setup, words
 from .target import Target
 
@@ -64,6 +64,9 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
         stage = 1
+    note_hsdp(
+        setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these"
+    )
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.dp > 1:

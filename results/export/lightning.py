@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .common import adamw, note_attention, note_lora, note_pipeline, note_reduction
+from .common import adamw, note_attention, note_hsdp, note_lora, note_pipeline, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -46,12 +46,15 @@ def _strategy(setup: Setup) -> Any:
             f"tp={setup.tp}: your module's configure_model() cuts the model, by parallelize_module(model, "
             "self.device_mesh['tensor_parallel'], plan)"
         )
+    note_hsdp(
+        setup, "a mesh of your own, init_device_mesh(...) of replicas and shards, would keep the groups"
+    )
     if setup.dp > 1:
         stage = "which shards the gradients too (ZeRO stage 2)" if zero == 1 else f"ZeRO stage {zero or 2}"
         setup.note(
             f"zero={zero}: your module's configure_model() shards it, {stage}: fully_shard(each, "
-            f"mesh=self.device_mesh['data_parallel'], reshard_after_forward={zero == 3}) of each block, then "
-            "of the model"
+            "mesh=self.device_mesh['data_parallel'], reshard_after_forward="
+            f"{setup.exchange.gathered == 'pass'}) of each block, then of the model"
         )
     return {
         "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",

@@ -1,5 +1,6 @@
 """Megatron-LM: the flags of pretrain_gpt.py and its kin, as a bash array."""
 
+from ..meaning import recomputed
 from .common import note_order
 from .megatron_model import model_flags
 from .setup import Setup, words
@@ -69,9 +70,11 @@ def _zero(setup: Setup) -> list[str]:
                 f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}"
             )
     elif zero >= 2:
-        strategy = "optim_grads" if zero == 2 else "optim_grads_params"
+        strategy = "optim_grads_params" if "weights" in setup.exchange.cut else "optim_grads"
         out += ["--use-distributed-optimizer", f"--data-parallel-sharding-strategy {strategy}"]
         out += [_FSDP[0], _FSDP[1], " ".join(_FSDP[2:])]
+        if (groups := setup.knob("hsdp")) > 1:
+            out.append(f"--num-distributed-optimizer-instances {groups}")
     if offload:
         out += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     return out
@@ -114,7 +117,7 @@ def _recomputation(setup: Setup) -> list[str]:
         "spread ones"
     )
     if setup.shape:
-        number = str(max(1, round(setup.shape["layers"] / stages * ratio)))
+        number = str(max(1, len(recomputed(setup.shape["layers"] // stages, ratio))))
     else:
         setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
         share = round(ratio * 1000)

@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import UsageError
 from ..columns import fold
 from ..lossy import LOSSY, lossy_values
-from ..meaning import FORMATS, REDUCED, Formats, formats_of
+from ..meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, order_of
 from ..measurement import Trial
 from .hosts import Hosts
 
@@ -15,6 +15,7 @@ NEUTRAL: Mapping[str, Any] = {
     "pp": 1,
     "dp": 1,
     "zero": 0,
+    "hsdp": 1,
     "sequence_parallel": False,
     "pipeline_schedule": None,
     "virtual_stages": 1,
@@ -36,6 +37,7 @@ MOST_DEVICES = 1 << 20
 
 _STANDARD: Mapping[str, Callable[[Any], bool]] = {
     "zero": lambda value: _is_whole(value) and 0 <= value <= 3,
+    "hsdp": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
     "sequence_parallel": lambda value: isinstance(value, bool),
     "pipeline_schedule": lambda value: value is None or isinstance(value, str),
     "virtual_stages": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
@@ -125,6 +127,8 @@ class Setup:
         self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
         if self.pp == 1:
             self._used.update(("pipeline_schedule", "virtual_stages"))
+        if self.exchange.hsdp == 1:
+            self._used.add("hsdp")
         self.micro_batch, self.grad_accum = self._batch(asked.get("global_batch"))
 
     @property
@@ -179,6 +183,11 @@ class Setup:
         self._used.add("precision")
         return formats_of(self._standard)
 
+    @property
+    def exchange(self) -> Exchange:
+        """What its replicas exchanged."""
+        return exchange_of(self._standard, self.dp)
+
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""
         return name in self._standard and self._standard[name] != NEUTRAL.get(name)
@@ -201,9 +210,8 @@ class Setup:
 
     def order_of_stages(self) -> str | None:
         """How a pipeline's micro-batches are ordered, by the knob's value; None without a pipeline."""
-        kind = self.knob("pipeline_schedule")
-        usual = "1f1b" if self.knob("virtual_stages") == 1 else "interleaved"
-        return (kind or usual) if self.pp > 1 else None
+        self._used.update(("pipeline_schedule", "virtual_stages"))
+        return order_of(self._standard, self.grad_accum) if self.pp > 1 else None
 
     def finish(self) -> tuple[str, ...]:
         """All notes; a knob that nobody asked for is among them."""

@@ -2,6 +2,7 @@
 
 import shlex
 
+from ...orders import ORDERS, Order
 from .common import note_lora, note_partial_checkpointing, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
@@ -12,14 +13,6 @@ PRESETS = {
     "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
 }
 """Models that both have: torchtitan's module and configuration."""
-SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved": "Interleaved1F1B",
-    "zero_bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-}
-"""Names of pipeline schedules, there those of torch.distributed.pipelining."""
 
 
 def flags(setup: Setup) -> list[str]:
@@ -39,11 +32,17 @@ def flags(setup: Setup) -> list[str]:
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, give)
-    zero = setup.knob("zero") if setup.dp > 1 else 0
-    give("parallelism.data_parallel_replicate_degree", 1 if zero else setup.dp)
-    give("parallelism.data_parallel_shard_degree", setup.dp if zero else 1)
+    zero, exchange = setup.knob("zero") if setup.dp > 1 else 0, setup.exchange
+    groups = setup.knob("hsdp") if zero else setup.dp
+    give("parallelism.data_parallel_replicate_degree", groups)
+    give("parallelism.data_parallel_shard_degree", setup.dp // groups)
     if zero:
-        give("parallelism.fsdp_reshard_after_forward", "always" if zero == 3 else "never")
+        give("parallelism.fsdp_reshard_after_forward", "always" if exchange.gathered == "pass" else "never")
+    if exchange.hsdp > 1 and exchange.summed == "step" and setup.grad_accum != 1:
+        setup.note(
+            f"hsdp={exchange.hsdp}: torchtitan sums gradients between hosts with every micro-batch, and what "
+            f"was {setup.found} once a step"
+        )
     if zero == 1:
         setup.note("zero=1 became FSDP2 without resharding, which shards the gradients too (ZeRO stage 2)")
     give("parallelism.tensor_parallel_degree", setup.tp)
@@ -52,7 +51,9 @@ def flags(setup: Setup) -> list[str]:
     give("parallelism.pipeline_parallel_degree", setup.pp)
     if setup.pp > 1:
         give("parallelism.pipeline_parallel_microbatch_size", setup.micro_batch or 1)
-        give("parallelism.pipeline_parallel_schedule", SCHEDULES.get(setup.order_of_stages(), "1F1B"))
+        # Its names are those of torch.distributed.pipelining.
+        made_by = _order(setup).made_by
+        give("parallelism.pipeline_parallel_schedule", made_by.removeprefix("Schedule"))
         _chunks(setup, give)
     note_lora(setup)
     if setup.knob("offload") == "optimizer":
@@ -77,11 +78,16 @@ def flags(setup: Setup) -> list[str]:
     return out
 
 
+def _order(setup: Setup) -> Order:
+    """The order of a pipeline's micro-batches; 1F1B in place of one that is not known."""
+    return ORDERS.get(setup.order_of_stages(), ORDERS["1f1b"])
+
+
 def _chunks(setup: Setup, give) -> None:
     """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told
     how many layers each has, of which embedding and head count as one each."""
     chunks = setup.knob("virtual_stages")
-    if setup.order_of_stages() in ("1f1b", "gpipe") or chunks == 2:
+    if _order(setup).most == 1 or chunks == 2:
         return
     layers, stages = setup.layers + 2, setup.pp * chunks
     each = -(-layers // stages)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from ..meaning import recomputed
 from .common import (
     adamw,
     no_fsdp_on_a_cpu,
@@ -108,6 +109,13 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
         return {}
     every = round(1 / ratio)
     if every > 1 and abs(1 / ratio - every) < 1e-9 and not sharded:
+        layers = setup.shape.get("layers", 0)
+        there, here = len(recomputed(layers, ratio)), len(range(0, layers, every))
+        if there != here:
+            setup.note(
+                f"checkpoint_ratio={words(ratio)} recomputes {here} of {layers} blocks here, and {there} as it "
+                f"was {setup.found}"
+            )
         return {
             "activation_checkpointing": True,
             "activation_checkpointing_kwargs": {"every_n_layers": every},
@@ -122,7 +130,15 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
 
 
 def _fsdp(setup: Setup) -> dict[str, Any]:
-    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.knob("zero") == 3}
+    groups = setup.knob("hsdp")
+    if groups > 1:
+        tp = f", tp_size={setup.tp}" if setup.tp > 1 else ""
+        setup.note(
+            f"hsdp={groups}: pass parallelism_config=ParallelismConfig(dp_replicate_size={groups}, "
+            f"dp_shard_size={setup.dp // groups}{tp}); it cannot stand in a file, and without it pieces are cut "
+            f"over all {setup.dp} replicas: less memory than {setup.found}"
+        )
+    out: dict[str, Any] = {"version": 2, "reshard_after_forward": setup.exchange.gathered == "pass"}
     if setup.knob("checkpoint_ratio"):
         out["activation_checkpointing"] = True
     if setup.knob("offload") == "optimizer":

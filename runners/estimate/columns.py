@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import UsageError, unknown
+from ...orders import ORDERS
 from ...models.families.standard import BLOCK_KNOBS
 from ...models.parallel import CHUNKED, PIPELINES
-from ...results.meaning import REDUCED
+from ...results.meaning import REDUCED, hsdp_obstacle
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "pp": int, "zero": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -42,6 +43,8 @@ class Columns:
     pp: np.ndarray
     dp: np.ndarray
     zero: np.ndarray
+    hsdp: np.ndarray
+    """Groups of replicas, each with all pieces of what ZeRO cuts."""
     micro_batch: np.ndarray
     grad_accum: np.ndarray
     """Micro-batches of a replica in one optimizer step."""
@@ -67,6 +70,19 @@ class Columns:
     def __len__(self) -> int:
         return len(self.tp)
 
+    @property
+    def shares(self) -> np.ndarray:
+        """Replicas that share what ZeRO cuts."""
+        return self.dp // self.hsdp
+
+    def order_that(self, fact: str) -> np.ndarray:
+        """Where a `fact` of `redline.orders.Order` is true of the order of micro-batches: booleans."""
+        found = np.zeros(len(self), bool)
+        for name, order in ORDERS.items():
+            if getattr(order, fact):
+                found |= self.pipeline_schedule == name
+        return found
+
     def take(self, index: np.ndarray) -> "Columns":
         """Those at `index`."""
         return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
@@ -74,7 +90,7 @@ class Columns:
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each way of sharing out the model that occurs, and where."""
         plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
-        v_shaped = self.pipeline_schedule == "zbv"
+        v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
             pp, chunks, turned = way.tolist()
@@ -88,15 +104,13 @@ class Columns:
         for key, found in named.items():
             yield key, np.array(found)
 
-    def of_stage(self, checkpointed: float | None, gathered: float) -> "Columns":
-        """As they are on one stage, of whose blocks these shares are named; None leaves
+    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "Columns":
+        """As they are on one stage, of whose blocks such shares are recomputed and stay gathered; None leaves
         `checkpoint_ratio`."""
         changed = replace(self, gathered_ratio=np.full(len(self), gathered))
-        return (
-            changed
-            if checkpointed is None
-            else replace(changed, checkpoint_ratio=np.full(len(self), checkpointed))
-        )
+        if checkpointed is None:
+            return changed
+        return replace(changed, checkpoint_ratio=np.broadcast_to(checkpointed, len(self)).astype(float))
 
     def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""
@@ -141,7 +155,7 @@ def columns(
                 raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
     tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
     for name, low, high in (
-        ("tp", 1, None), ("pp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
+        ("tp", 1, None), ("pp", 1, None), ("hsdp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
         ("checkpoint_ratio", 0, 1), ("virtual_stages", 1, None),
     ):  # fmt: skip
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
@@ -178,6 +192,9 @@ def columns(
             raise UsageError(
                 f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
             )
+    for at in np.flatnonzero(values["hsdp"] > 1):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
+            raise UsageError(f"configuration {table.show(at)}: {why}")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}

@@ -41,7 +41,7 @@ def leaves_node(cols: Columns, per_node: int) -> dict[str, np.ndarray]:
     return {
         "tensor parallel": cols.tp > per_node,
         "data parallel": stage,
-        "parameter gathers": stage,
+        "parameter gathers": cols.tp * cols.shares > per_node,
         "pipeline transfers": (cols.tp * cols.dp * cols.pp > per_node) & (cols.tp * cols.dp >= per_node),
         "offload": np.zeros(len(cols), bool),
     }

@@ -64,12 +64,12 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
 
 def cut(what: str, zero: np.ndarray) -> np.ndarray:
     """Where replicas share `what` among them: booleans, of the shape of `zero`."""
-    return np.array([what in each.cut for each in EXCHANGES])[zero]
+    return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
 
 
 def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
     """Where weights are collected `when` an `Exchange` says so: booleans, of the shape of `zero`."""
-    return np.array([each.gathered == when for each in EXCHANGES])[zero]
+    return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
 
 
 def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
@@ -151,12 +151,13 @@ def stage_peak(
     weights = local_parameters(stage, facts, tp)
     none = np.zeros(len(tp))
 
-    # States, divided over the replicas as ZeRO's stage says.
-    state_share = np.where(cut("optimizer", zero), dp, 1.0)
-    gradient_share = np.where(cut("gradients", zero), dp, 1.0)
+    # States, divided over the replicas, or those of a group (HSDP), as ZeRO's stage says.
+    share = cols.shares.astype(float)
+    state_share = np.where(cut("optimizer", zero), share, 1.0)
+    gradient_share = np.where(cut("gradients", zero), share, 1.0)
     # Weights that are whole from forward to backward only are so beside the pieces that are updated.
     beside = setup.own & gathered_at("step", zero) & (dp > 1)
-    weight_share = np.where(cut("weights", zero) | beside, dp, 1.0)
+    weight_share = np.where(cut("weights", zero) | beside, share, 1.0)
     parameters = weights * form.parameter / weight_share
     gradients = weights * form.gradient / gradient_share
     on_host = cols.offload == "optimizer"
@@ -195,7 +196,7 @@ def stage_peak(
         weight_copies = np.where((zero >= 3) | beside, 0.0, weight_copies)  # gathered in that dtype already
 
     # Activations of the micro-batches in flight.
-    gpipe = cols.pipeline_schedule == "gpipe"
+    gpipe = cols.order_that("waits")
     flying = in_flight(stage.ranks[0], pp, cols)
     ratio = cols.checkpoint_ratio
     keeps_scores = not setup.recompute_attention
@@ -294,12 +295,12 @@ def in_flight(rank: int, pp: int, cols: Columns) -> np.ndarray:
       weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
     """
     accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
-    kind = cols.pipeline_schedule
     depth = np.full(len(cols), float(pp - rank))
-    depth = np.where(kind == "interleaved", (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks, depth)
-    depth = np.where((kind == "zero_bubble") | (kind == "zbv"), float(pp), depth)
+    rounds = (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks
+    depth = np.where(cols.order_that("in_rounds"), rounds, depth)
+    depth = np.where(cols.order_that("splits_backward"), float(pp), depth)
     # Without stages every micro-batch is done with before the next.
-    return np.where((pp > 1) & (kind == "gpipe"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
+    return np.where((pp > 1) & cols.order_that("waits"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
 
 
 def waiting(rank: int, cols: Columns) -> np.ndarray:
@@ -308,7 +309,8 @@ def waiting(rank: int, cols: Columns) -> np.ndarray:
     `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al.,
     arXiv:2401.10241, section 2.3); `zbv`: none while activations are at their peak.
     """
-    delayed = np.where(cols.pipeline_schedule == "zero_bubble", rank / cols.virtual_stages, 0.0)
+    late = cols.order_that("splits_backward") & ~cols.order_that("v_shaped")
+    delayed = np.where(late, rank / cols.virtual_stages, 0.0)
     return np.minimum(cols.grad_accum, delayed)
 
 

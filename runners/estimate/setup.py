@@ -37,6 +37,7 @@ class TrainingSetup:
     tp: int = 1
     pp: int = 1
     zero: int = 0
+    hsdp: int = 1
     micro_batch: int = 1
     checkpoint_ratio: float = 0.0
     sequence_parallel: bool = False
@@ -94,7 +95,7 @@ class TrainingSetup:
     """Further settings, kept for the record only."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tp", "pp", "micro_batch", "virtual_stages"):
+        for name in ("devices", "tp", "pp", "hsdp", "micro_batch", "virtual_stages"):
             _at_least_one(name, getattr(self, name))
         for name in ("seq_len", "global_batch"):
             if getattr(self, name) is not None:

@@ -4,7 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from ...errors import ScheduleError, UsageError
+from ...orders import Placement
+from ...results.meaning import recomputed, stage_sizes
 from .columns import Columns, Split
 from .model_facts import ModelFacts, Part
 
@@ -26,6 +30,8 @@ class Stage:
     """Parts that are not blocks."""
     indices: tuple[int, ...]
     """Of its blocks in the model, those of the first of the ranks."""
+    sizes: tuple[int, ...]
+    """How many of them each of its chunks has."""
 
     @property
     def count(self) -> int:
@@ -37,17 +43,20 @@ class Stage:
         mine = sum(index in indices for index in self.indices)
         return mine / self.count if self.count else 0.0
 
+    def recomputed(self, ratio: float) -> float:
+        """Share of its blocks that are recomputed at a checkpoint ratio, 0 to 1."""
+        return sum(len(recomputed(size, ratio)) for size in self.sizes) / self.count if self.count else 0.0
+
 
 @lru_cache(maxsize=4096)
 def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     """Blocks of each of `pp` stages.
 
-    `layers` spreads them evenly, earlier stages taking one more. `cost` fills a stage until it holds its
+    `layers` spreads them evenly. `cost` fills a stage until it holds its
     share of the cost of all blocks and the head, which costs `head` blocks; later stages may stay empty.
     """
     if balance == "layers":
-        least, more = divmod(blocks, pp)
-        return tuple(least + (stage < more) for stage in range(pp))
+        return tuple(stage_sizes(blocks, pp))
     total = blocks + head
     counts = [0] * pp
     stage, done = 0, 0.0
@@ -57,12 +66,6 @@ def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
         if done > total * (stage + 1) / pp and stage < pp - 1:
             stage += 1
     return tuple(counts)
-
-
-def chunks_of(rank: int, pp: int, chunks: int, v_shaped: bool) -> list[int]:
-    """Which of `pp * chunks` stages a rank holds, as `schedule.partition.Placement` has it."""
-    turned = [v_shaped and lap % 2 for lap in range(chunks)]
-    return [lap * pp + (pp - 1 - rank if back else rank) for lap, back in enumerate(turned)]
 
 
 def stages(
@@ -87,20 +90,25 @@ def stages(
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
     counts = cut(blocks, pp * chunks, balance, head)
-    held: dict[tuple[int, int, bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
+    placed = Placement(pp * chunks, pp, v_shaped)
+    held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):
-        mine = chunks_of(rank, pp, chunks, v_shaped)
+        mine = placed.held(rank)
         indices = tuple(sum(counts[:each]) + index for each in mine for index in range(counts[each]))
-        key = (-1 if distinct else rank, len(indices), 0 in mine, pp * chunks - 1 in mine)
+        sizes = tuple(counts[each] for each in mine)
+        key = (-1 if distinct else rank, sizes, 0 in mine, pp * chunks - 1 in mine)
         held.setdefault(key, []).append((rank, indices))
     made: list[Stage] = []
-    for (_, count, first, last), alike in held.items():
+    for (_, sizes, first, last), alike in held.items():
+        count = sum(sizes)
         share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
         ends = (*(front if first else ()), *(back if last else ()))
         ranks = tuple(rank for rank, _ in alike)
         made.append(
-            Stage(ranks=ranks, blocks=share, first=first, last=last, ends=ends, indices=alike[0][1])
-        )
+            Stage(
+                ranks=ranks, blocks=share, first=first, last=last, ends=ends, indices=alike[0][1], sizes=sizes
+            )
+        )  # fmt: skip
     return made
 
 
@@ -133,7 +141,9 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: Columns) -> list
         facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named
     )
     if not named:
-        return [(stage, cols) for stage in found]
+        ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
+        shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
+        return [(stage, cols.of_stage(share[at], 0.0)) for stage, share in zip(found, shares, strict=True)]
     again, whole = indices(split.checkpointed, facts), indices(split.gathered, facts) or []
     return [
         (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole)))

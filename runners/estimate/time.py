@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...results.meaning import EXCHANGES, REDUCED, formats_of
+from ...results.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .columns import Columns
 from .constants import Constants
 from .hardware import Hardware
@@ -269,7 +269,10 @@ def _stage_time(
     none = np.zeros(len(tp))
     devices = tp * dp * pp
     tensor = group(cols.tp, np.ones(len(tp), int), devices, hardware, constants)
-    data = group(cols.dp, cols.tp, devices, hardware, constants)
+    # Replicas that share pieces are neighbours; with HSDP there are several such groups.
+    share = cols.shares
+    data = group(share, cols.tp, devices, hardware, constants)
+    groups = group(cols.hsdp, cols.tp * share, devices, hardware, constants)
     weights = local_parameters(stage, facts, tp)
     form = formats(setup, facts.precision)
 
@@ -339,9 +342,15 @@ def _stage_time(
     reduce = np.where(zero == 0, data.reduce(gradient, fixed_cost), scatter)
     overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
     window = backward * overlap if setup.overlap_gradients else none
-    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES])[zero]
+    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
     times = np.where(each_pass, accum, 1.0)
-    exposed = times * np.maximum(reduce - window, reduce * (1 - constants.max_overlap))
+    # With HSDP pieces are summed over the groups besides, with every micro-batch or the last.
+    summed = np.where(cols.hsdp > 1, pieces * groups.reduce(gradient / share / pieces, fixed_cost), 0.0)
+    alone, both = (
+        np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed)
+    )
+    sums = 1.0 if SUMMED[pp > 1] == "step" else times
+    exposed = (times - sums) * alone + sums * both
     behind = gathered_at("update", zero)
     ahead_of_step = gathered_at("step", zero)
     if not setup.own:  # others collect all weights once they are updated
@@ -358,8 +367,9 @@ def _stage_time(
     inside = sum(
         (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none
     )
-    share = 1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
-    missing = gathers * share
+    missing = gathers * (
+        1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
+    )
     if setup.own and pp == 1 and stage.blocks:
         # It begins with the last block and what is in none, which are whole too.
         last = stage.blocks[-1][0]
@@ -372,8 +382,8 @@ def _stage_time(
     gather_time = np.where(ahead_of_step, gather_forward, gather_time) * (dp > 1)
 
     # Update: reads and writes every state once, several times where operators are not fused.
-    share = np.where(cut("optimizer", zero), dp, 1.0)
-    states = weights / share * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
+    owned = weights / np.where(cut("optimizer", zero), share, 1.0)
+    states = owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
     passes = np.where(cols.fused_optimizer, 1.0, 3.0)
     on_host = cols.offload == "optimizer"
     update = np.where(on_host, 0.0, passes * states / _bandwidth(hardware, constants))
@@ -382,7 +392,7 @@ def _stage_time(
         update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(
             hardware, constants
         )
-    moved = weights / share * (form.gradient + form.parameter)
+    moved = owned * (form.gradient + form.parameter)
     offload = np.where(
         on_host, moved / (hardware.host_gb_per_s * 1e9) + states / (constants.host_update_gb_per_s * 1e9), 0.0
     )
@@ -415,7 +425,7 @@ def crossings(pp: int, cols: Columns) -> np.ndarray:
     """
     chunks = cols.virtual_stages.astype(float)
     loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
-    return np.where(cols.pipeline_schedule == "zbv", chunks * min(pp - 1, 2), loop)
+    return np.where(cols.order_that("v_shaped"), chunks * min(pp - 1, 2), loop)
 
 
 def idle_slot(
@@ -436,14 +446,15 @@ def idle_slot(
 
     The tests play through the order of actions that torch makes.
     """
-    chunks, kind = cols.virtual_stages, cols.pipeline_schedule
+    chunks = cols.virtual_stages
     of_inputs = backward - of_weights
     largest = np.maximum(np.maximum(forward, of_inputs), of_weights)
     smallest = np.minimum(np.minimum(forward, of_inputs), of_weights)
     plain = (slot + 2 * hop) / chunks
     split = (np.maximum(slot - 2 * of_weights, 0.0) + 2 * hop) / chunks
     turning = np.maximum(largest - smallest, of_inputs / 2) + 2 * hop
-    return np.where(kind == "zbv", turning, np.where(kind == "zero_bubble", split, plain))
+    apart = np.where(cols.order_that("splits_backward"), split, plain)
+    return np.where(cols.order_that("v_shaped"), turning, apart)
 
 
 def _stalls(

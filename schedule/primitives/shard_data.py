@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import axis_of
+from ..collectives import axis_of, divided
 from ..registry import register_primitive
 from ..replicas import Replicas
 from ..schedule import Schedule
+
+
+_STAGES = ("optimizer", "gradients", "weights")
+"""What each stage of ZeRO cuts, beside what the one before does."""
 
 
 @register_primitive
@@ -23,6 +27,9 @@ def shard_data(
     gathered: Sequence[str] = (),
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    hsdp: int = 1,
+    cut: Sequence[str] | None = None,
+    gather: str | None = None,
 ) -> None:
     """Trains replicas on different data over the `dp` axis of the mesh; gradients are averaged.
 
@@ -45,10 +52,15 @@ def shard_data(
             inputs of blocks are cast; the pieces that the optimizer updates keep theirs. None: theirs.
         reduce_dtype: the format in which gradients travel; None: float32 where `param_dtype` is given, and the
             parameters' otherwise.
+        hsdp: at stages 2 and 3, into how many groups of neighbours the ranks are divided. Each group holds
+            all pieces: it gathers and reduces within, and sums the pieces of gradients with the others.
+        cut: what is cut, of `optimizer`, `gradients` and `weights`, in place of a stage's number.
+        gather: for how long weights that are gathered stay whole, a `step` or a `pass`; None: a pass where
+            `weights` are cut.
 
     Raises:
-        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks. At `build`: stage
-            2 or 3 in a pipeline whose stages hold tied weights.
+        ScheduleError: not the root; no `dp` axis; no such stage; called before; no such blocks; groups that
+            are not two ranks or more. At `build`: stage 2 or 3 in a pipeline whose stages hold tied weights.
 
     Source: Rajbhandari et al., ZeRO (2020); https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -61,6 +73,19 @@ def shard_data(
         )
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {zero!r}")
+    cut = _STAGES[:zero] if cut is None else tuple(cut)
+    if cut != _STAGES[: len(cut)]:
+        raise ScheduleError(
+            f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}"
+        )
+    if gather not in (None, "step", "pass"):
+        raise ScheduleError(f"{label}: gather must be step or pass, but got {gather!r}")
+    ranks = axis_of(sch.mesh, "dp").size
+    if hsdp != 1 and ("gradients" not in cut or hsdp < 1 or ranks % hsdp or ranks == hsdp):
+        raise ScheduleError(
+            f"{label}: hsdp needs stage 2 or 3 and must divide the {ranks} ranks into groups of two or more, "
+            f"but is {hsdp}"
+        )
     if sch.deferred(_apply):
         raise ScheduleError(f"{label}: a model is replicated once, and it already is")
     if blocks is not None:
@@ -70,7 +95,9 @@ def shard_data(
     sch.defer(
         "data",
         _apply,
-        zero=zero,
+        cut=cut,
+        gather=gather or ("pass" if "weights" in cut else "step"),
+        hsdp=hsdp,
         blocks=blocks,
         gathered=tuple(gathered),
         param_dtype=param_dtype,
@@ -82,21 +109,24 @@ def _apply(
     sch: Schedule,
     module: nn.Module,
     context: Any,
-    zero: int,
+    cut: tuple[str, ...],
+    gather: str,
+    hsdp: int,
     blocks: str | None,
     gathered: tuple[str, ...],
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
 ) -> None:
-    if zero <= 1:
-        _replicate(sch, module, context, zero, reduce_dtype)
+    if "gradients" not in cut:
+        _replicate(sch, module, context, "optimizer" in cut, reduce_dtype)
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    shard = partial(fully_shard, mesh=sch.mesh["dp"], mp_policy=policy)
+    mesh = sch.mesh["dp"] if hsdp == 1 else divided(sch.mesh, "dp", hsdp)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     pipeline = context.pipeline
     if pipeline is not None:
         # A stage's forward ends early, so that hooks on the root do not run: each part is cut by itself.
@@ -105,8 +135,8 @@ def _apply(
         here = [unit.module for unit in pipeline.units if not pipeline.absent(unit.path)]
         for part in here:
             if any(True for _ in part.parameters()):
-                shard(part, reshard_after_forward=zero == 3)
-                if zero == 2:  # whole until the last micro-batch
+                shard(part, reshard_after_forward=gather == "pass")
+                if gather == "step":  # whole until the last micro-batch
                     part.set_reshard_after_backward(False)
                     pipeline.after_passes.append(part.reshard)
         return
@@ -115,18 +145,17 @@ def _apply(
     # The backward pass begins with the last block and what is in no block.
     whole |= {id(each) for each in (module, *chosen[-1:])}
     for each in [*chosen, module]:
-        shard(each, reshard_after_forward=zero == 3 and id(each) not in whole)
+        shard(each, reshard_after_forward=gather == "pass" and id(each) not in whole)
     for block, following in pairwise(chosen):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
 
 def _replicate(
-    sch: Schedule, module: nn.Module, context: Any, zero: int, reduce_dtype: torch.dtype | None
+    sch: Schedule, module: nn.Module, context: Any, owned: bool, reduce_dtype: torch.dtype | None
 ) -> None:
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()
-    owned = zero == 1
     replicas = Replicas(module.parameters(), axis_of(sch.mesh, "dp"), owned, late, reduce_dtype)
     if pipeline is not None:
         replicas.by_itself = False

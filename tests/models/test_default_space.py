@@ -4,7 +4,7 @@ import sysconfig
 import pytest
 from redline.errors import SpaceError
 from redline.models import device as devices
-from redline.models import Workload, workload
+from redline.models import Workload, parallel, workload
 from redline.models.spaces import (
     default_space,
     lossy_beyond,
@@ -199,9 +199,9 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         "(pp != 4) | (virtual_stages not in [4])"
     ]
     for knobs, why in (
-        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "ZB-V runs two model chunks"),
-        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1F1B and GPipe run one model chunk"),
-        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "several model chunks"),
+        ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
+        ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
+        ({"pipeline_schedule": "interleaved", "virtual_stages": 1, "pp": 2}, "interleaved runs 2 or more model chunks"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "zero": 2}, "in which ZeRO 2 and 3 reduce them"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "fusion": True}, "backward pass of a compiled block"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
@@ -259,6 +259,35 @@ def test_tensor_parallel_ranks_are_on_one_host(cuda, compiler):
     # Six on hosts of four are three and three: of pairs the second would be on both.
     space = default_space(workload("gpt2-tiny", global_batch=24), cuda(count=4), 6)
     assert {each.reason: each.text for each in space.constraints}[said.format(3, 6)] == "tp not in [2]"
+
+
+def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, compiler):
+    task = workload("llama2-7b", global_batch=96)
+    space = default_space(task, cuda(count=8), 32)
+    assert space["hsdp"].values == (1, 2, 4) and space["hsdp"].default == 1
+    found = {
+        (each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1
+    }
+    # As many groups as the replicas of a stage have hosts, and two replicas or more on each.
+    assert found == {(tp, pp, 4 // pp) for tp in (1, 2, 4) for pp in (1, 2)}
+    for knobs, why in (
+        ({"zero": 3, "hsdp": 2}, "pieces are cut within a host, of 8 devices here"),
+        ({"zero": 3, "hsdp": 4, "tp": 8}, "a host has one replica"),
+    ):
+        with pytest.raises(SpaceError, match=why):
+            space.config(micro_batch=1, **knobs)
+    assert not any("hsdp" in each for each in space.sample(500, seed=0) if each.get("zero", 0) < 2)
+
+
+def test_where_replicas_are_not_on_several_hosts_there_is_a_reason(cpu, cuda, compiler):
+    task = workload("gpt2-tiny", global_batch=96)
+    for device, devices, why in (
+        (cuda(count=8), 8, "the 8 devices are on one host"),
+        (cuda(count=1), 4, "each of the 4 devices is on a host of its own"),
+        (cpu, 4, "which ranks share a host is not known of CPUs"),
+    ):
+        assert "hsdp" not in default_space(task, device, devices).by_name
+        assert parallel.no_hsdp(devices, device) == why
 
 
 def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):

@@ -3,7 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 from redline.models import workload
-from redline.models.families import StandardSchedule, generic_schedule, schedule_of, spread
+from redline.models.families import StandardSchedule, generic_schedule, schedule_of
+from redline.results.meaning import recomputed
 from redline.schedule import create_schedule
 from torch import nn
 
@@ -98,7 +99,7 @@ def test_without_blocks_fusion_compiles_the_model_and_checkpointing_does_nothing
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 48])
 def test_checkpointed_blocks_are_spread_evenly(count):
     for chosen in range(count + 1):
-        indices = spread(count, chosen / count)
+        indices = recomputed(count, chosen / count)
         assert len(indices) == chosen
         gaps = [after - before for before, after in pairwise(indices)]
         assert not gaps or max(gaps) - min(gaps) <= 1

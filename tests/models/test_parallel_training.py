@@ -56,6 +56,34 @@ def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
     assert weights == [2 * whole, 2 * whole, whole, whole]
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one(four, small, seed, zero, micro_batch):
+    check(four, small("llama"), {"zero": zero, "hsdp": 2, "micro_batch": micro_batch}, seed)
+
+
+@pytest.mark.parametrize("more", [{"precision": "bf16"}, {"offload": "optimizer"}], ids=str)
+def test_groups_of_replicas_go_with_what_else_there_is(four, small, seed, more):
+    check(four, small("gpt2"), {"zero": 3, "hsdp": 2, "micro_batch": 1, **more}, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one_beside_another_axis(eight, small, seed, zero, axis):
+    config = {axis: 2, "zero": zero, "hsdp": 2, "micro_batch": 1}
+    check(eight, small("llama"), config, seed)
+
+
+def test_each_group_of_replicas_holds_all_pieces(four, small):
+    config = {"zero": 3, "micro_batch": 1}
+    whole, _, _ = four.run(held, small("llama"), {**config, "zero": 0})[0]
+    for groups in (1, 2):
+        for state, weights, _ in four.run(held, small("llama"), {**config, "hsdp": groups}):
+            assert state == pytest.approx(whole * groups / 4, rel=0.02)
+            assert weights == pytest.approx(whole * groups / 8, rel=0.02)
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
     config = {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}
@@ -86,6 +114,43 @@ def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs
         gathered[zero] = four_times.count("gloo:all_gather") - once.count("gloo:all_gather")
     assert (reduced[0], reduced[1]) == (0, 0) and reduced[2] == reduced[3] > 0
     assert (gathered[0], gathered[1], gathered[2]) == (0, 0, 0) and gathered[3] > 0
+
+
+def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(four, small):
+    def exchanged(workload, config):
+        """Bytes that this rank's collectives are told, by the ranks that take part and what they do."""
+        import torch.distributed as dist
+
+        training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=4)
+        training.step()
+        found = {}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor",
+                         "reduce_scatter_tensor"):  # fmt: skip
+                if not hasattr(dist, name):
+                    continue
+
+                def noted(*args, name=name, call=getattr(dist, name), **kwargs):
+                    ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
+                    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+                    size = max(each.numel() for each in tensors)
+                    kind = name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
+                    found[kind, ranks] = found.get((kind, ranks), 0) + (size if size > 1 else 0)
+                    return call(*args, **kwargs)
+
+                patch.setattr(dist, name, noted)
+            training.step()
+        return {key: size for key, size in found.items() if size}
+
+    workload, config = small("llama"), {"zero": 3, "hsdp": 2}
+    once, twice = (four.run(exchanged, workload, {**config, "micro_batch": size}) for size in (2, 1))
+    for rank in range(4):
+        within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        assert set(once[rank]) == {("all_gather", within), ("reduce_scatter", within), ("all_reduce", across)}
+        assert twice[rank]["reduce_scatter", within] == 2 * once[rank]["reduce_scatter", within]
+        # Pieces, of half of what is reduced, however many micro-batches there are.
+        assert twice[rank]["all_reduce", across] == once[rank]["all_reduce", across]
+        assert 2 * once[rank]["all_reduce", across] == once[rank]["reduce_scatter", within]
 
 
 @pytest.mark.parametrize(
@@ -206,4 +271,7 @@ def test_what_does_not_compose_is_refused(two, small):
 
     workload = small("llama")
     two.run(refused, workload, {"dp": 4}, r"must be the number of ranks, 2, but 1 \* 1 \* 4 is 4")
+    two.run(refused, workload, {"hsdp": 2, "zero": 1}, "hsdp=2 needs zero 2 or 3, .* but zero is 1")
+    two.run(refused, workload, {"hsdp": 2, "zero": 3}, "must divide the 2 replicas into groups of two or more")
+    two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of groups")
     two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")

@@ -227,6 +227,38 @@ def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, kn
     assert len(found.logits) == 16 and len(found.quiet.blocks) == 2 and found.still == ()
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_norms_count_pieces_once_however_many_groups_hold_them(four, seed, zero):
+    from redline.models import numerics
+
+    workload = numerics.tiny("gpt2")
+    expected = spread(four, workload, dp=4, micro_batch=2)
+    found = spread(four, workload, dp=4, hsdp=2, zero=zero, micro_batch=1)
+    assert verdict(found, expected) == ""
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
+    assert found.step.gradient == pytest.approx(expected.step.gradient, rel=1e-5)
+    assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5) and found.still == ()
+
+
+def not_summed_over_groups(workload, knobs):
+    from torch.distributed.fsdp import FSDPModule
+
+    set_to = FSDPModule.set_requires_all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_requires_all_reduce", lambda self, last: set_to(self, False))
+        return part_of(workload, knobs)
+
+
+def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
+    from redline.models import numerics
+
+    workload = numerics.tiny("gpt2")
+    expected = spread(four, workload, dp=4, micro_batch=2)
+    parts = four.run(not_summed_over_groups, workload, {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 2})
+    assert "gradient" in verdict(together([part for part, _ in parts], [step for _, step in parts]), expected)
+
+
 @pytest.fixture(scope="module")
 def deeper_gpt2_on_two(two):
     from redline.models import numerics

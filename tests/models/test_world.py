@@ -68,6 +68,28 @@ def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
     ]  # fmt: skip
 
 
+def _divided(axes, name):
+    """An axis in two groups: with whom this rank has a piece, with whom it has all; its place; how long it waits."""
+    import torch.distributed as dist
+    from redline.schedule.collectives import divided
+
+    world = World.of(axes, dist.get_rank(), 4)
+    made = divided(world.mesh(torch.device("cpu"), 4321.0), name, 2)
+    groups = [made.get_group(each) for each in ("replicate", "shard")]
+    (waits,) = {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
+    return [dist.get_process_group_ranks(each) for each in groups], made.get_coordinate(), waits
+
+
+def test_an_axis_in_groups_keeps_neighbours_together_and_waits_as_long(four):
+    found = [groups for groups, _, _ in four.run(_divided, {"dp": 4}, "dp")]
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    found = four.run(_divided, {"tp": 2}, "dp")
+    assert found == [
+        ([[0, 2], [0]], (0, 0), 4321.0), ([[1, 3], [1]], (0, 0), 4321.0),
+        ([[0, 2], [2]], (1, 0), 4321.0), ([[1, 3], [3]], (1, 0), 4321.0),
+    ]  # fmt: skip
+
+
 def _gives_up():
     """What a stage is told that waits for another one, which sends nothing."""
     import torch.distributed as dist

@@ -464,6 +464,38 @@ def test_plain_files_of_a_simulated_run_hold_predictions(form):
     assert made["measurement"]["throughput"] == 1000.0 and not {"simulated", "predicted"} & set(made)
 
 
+GROUPS = {"dp": 8, "zero": 3, "hsdp": 2, "micro_batch": 1, "grad_accum": 2}
+
+
+def test_groups_of_replicas_are_written_where_there_are_such_and_stated_where_not():
+    given, notes = flags("torchtitan", **GROUPS)
+    pairs = dict(zip(given, given[1:]))
+    assert pairs["--parallelism.data_parallel_replicate_degree"] == "2"
+    assert pairs["--parallelism.data_parallel_shard_degree"] == "4"
+    assert "hsdp=2: torchtitan sums gradients between hosts with every micro-batch" in notes
+    made, notes = parsed("accelerate", **GROUPS)
+    assert made["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 4,
+        "parallelism_config_tp_size": 1,
+        "parallelism_config_cp_size": 1,
+    }
+    assert "hsdp" not in notes and "tp=" not in notes
+    given, _ = flags("megatron", **GROUPS)
+    assert given[given.index("--num-distributed-optimizer-instances") + 1] == "2"
+    assert "ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)" in parsed("trainer", **GROUPS)[1]
+    for target, instead in (("lightning", "a mesh of your own"), ("deepspeed", "hpZ keeps weights alone")):
+        notes = parsed(target, **GROUPS)[1]
+        assert "hsdp=2 has no counterpart here: pieces are cut over all 8 replicas" in notes and instead in notes
+    assert yaml.safe_load(render("yaml", trial(**GROUPS), DOCUMENT).text)["configuration"]["hsdp"] == 2
+
+
+@pytest.mark.parametrize(("target", "form"), FORMS)
+def test_replicas_that_are_one_group_need_no_word(target, form):
+    made = render(target, trial(**GROUPS | {"hsdp": 1}), DOCUMENT, form=form)
+    assert "hsdp" not in " ".join(made.notes) and "optimizer-instances" not in made.text
+
+
 def test_deepspeed_refuses_tp_beside_pp():
     with pytest.raises(UsageError, match="tp=2 with pp=2 is nothing that DeepSpeed runs from a file"):
         render("deepspeed", trial(tp=2, pp=2, micro_batch=1, grad_accum=2), DOCUMENT)

@@ -46,6 +46,7 @@ CONFIGURATIONS = {
     "ddp": {"micro_batch": 4, "grad_accum": 2, "dp": 4, "zero": 0, "precision": "bf16", "fusion": True},
     "zero 2": {"micro_batch": 4, "grad_accum": 2, "dp": 4, "zero": 2, "precision": "bf16", "checkpoint_ratio": 1.0},
     "zero 3, offload": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "offload": "optimizer"},
+    "hsdp": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "hsdp": 2, "precision": "bf16"},
     "tp and dp": {"micro_batch": 4, "grad_accum": 4, "tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
     "tp, pp, dp": {
         "micro_batch": 4, "grad_accum": 4, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
@@ -141,13 +142,15 @@ def test_accelerate_loads_its_config(name, tmp_path):
         assert arguments.fsdp_activation_checkpointing is (config.get("checkpoint_ratio", 0) > 0)
     if config.get("fusion"):
         assert arguments.dynamo_backend.lower() == "inductor" and arguments.dynamo_use_regional_compilation
-    if config.get("tp", 1) > 1:
+    if config.get("tp", 1) > 1 or config.get("hsdp", 1) > 1:
         from accelerate import ParallelismConfig
 
         sizes = {
             key.removeprefix("parallelism_config_"): size for key, size in loaded.parallelism_config.items()
         }
-        assert ParallelismConfig(**sizes).total_size == loaded.num_processes
+        made = ParallelismConfig(**sizes)
+        assert made.total_size == loaded.num_processes
+        assert made.dp_replicate_size == config.get("hsdp", 1)
 
 
 def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
@@ -546,8 +549,9 @@ def test_torchtitan_parses_its_flags(name, torchtitan_reads):
     assert made["pipeline_parallel_schedule"] == (
         {"gpipe": "GPipe", "interleaved": "Interleaved1F1B"}.get(config.get("pipeline_schedule"), "1F1B")
     )
-    assert made["data_parallel_replicate_degree"] == (1 if zero else replicas)
-    assert made["data_parallel_shard_degree"] == (replicas if zero else 1)
+    groups = config.get("hsdp", 1) if zero else replicas
+    assert made["data_parallel_replicate_degree"] == groups
+    assert made["data_parallel_shard_degree"] == replicas // groups
     if zero:
         assert made["fsdp_reshard_after_forward"] == ("always" if zero == 3 else "never")
     if config.get("tp", 1) > 1:
@@ -573,6 +577,7 @@ MEGATRON_FLAGS = {
     "--use-distributed-optimizer": bool,
     "--use-megatron-fsdp": bool,
     "--data-parallel-sharding-strategy": ("optim_grads", "optim_grads_params"),
+    "--num-distributed-optimizer-instances": int,
     "--no-gradient-accumulation-fusion": bool,
     "--ckpt-format": ("torch_dist", "fsdp_dtensor"),
     "--optimizer-cpu-offload": bool,
@@ -659,6 +664,7 @@ def test_megatrons_flags_are_its_own(name):
     assert made.tensor_model_parallel_size == config.get("tp", 1)
     assert made.bf16 is (config.get("precision") in ("bf16", "bf16_pure"))
     assert made.use_megatron_fsdp is (config.get("zero", 0) >= 2)
+    assert made.num_distributed_optimizer_instances == (2 if name == "hsdp" else None)
     assert made.recompute_num_layers == {0: None, 0.5: 16, 1.0: 1}[config.get("checkpoint_ratio", 0)]
     assert connections == ("1" if config.get("tp", 1) > 1 and config.get("zero", 0) < 2 else "")
 

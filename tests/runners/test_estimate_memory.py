@@ -47,6 +47,13 @@ def test_states_are_zeros_sixteen_bytes_a_parameter(zero, bytes_):
     assert sum(found[name] for name in STATES) * MIB == pytest.approx(6_738_415_616 * bytes_)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_hold_all_pieces_each(zero):
+    whole, groups = (terms(zero=zero, micro_batch=1, hsdp=hsdp) for hsdp in (1, 8))
+    for name in ("gradients", "optimizer"):
+        assert groups[name] == pytest.approx(8 * whole[name])
+
+
 @pytest.mark.parametrize(
     ("sequence_parallel", "recompute", "expected"),
     # Korthikanti et al., arXiv:2205.05198, table 2, in units of sequence * batch * hidden: 34 + 5 a s / h for the

@@ -4,15 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import redline.models.parallel as parallel
+from redline.orders import ORDERS, Placement
 from redline.runners.estimate import Estimator, ModelFacts, TrainingSetup
 from redline.runners.estimate.columns import columns
 from redline.runners.estimate.hardware import find_hardware
 from redline.runners.estimate.memory import in_flight
-from redline.runners.estimate.stages import chunks_of, stages
+from redline.runners.estimate.stages import stages
 from redline.runners.estimate.time import crossings, idle_slot
-from redline.schedule.orders import SCHEDULES
-from redline.schedule.partition import Placement
 from torch.distributed import pipelining
 
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
@@ -30,8 +28,8 @@ def actions(kind, pp, chunks, micro_batches):
         )
         for index in range(chunks)
     ]  # fmt: skip
-    several = SCHEDULES[kind].most != 1
-    schedule = getattr(pipelining, SCHEDULES[kind].made_by)(
+    several = ORDERS[kind].most != 1
+    schedule = getattr(pipelining, ORDERS[kind].made_by)(
         made if several else made[0], micro_batches, loss_fn=lambda output, target: output
     )
     order = schedule.pipeline_order if several else schedule._get_pipeline_order()
@@ -131,7 +129,7 @@ def test_a_zero_bubble_is_a_third_of_1f1bs_where_parts_are_equal():
 @pytest.mark.parametrize("pp", [2, 3, 8])
 @pytest.mark.parametrize(("kind", "chunks"), WAYS)
 def test_messages_are_as_many_as_boundaries_of_the_busiest_rank(kind, chunks, pp):
-    placed = Placement(pp * chunks, pp, SCHEDULES[kind].v_shaped)
+    placed = Placement(pp * chunks, pp, ORDERS[kind].v_shaped)
     ends = [
         rank
         for stage in range(pp * chunks - 1)
@@ -139,18 +137,6 @@ def test_messages_are_as_many_as_boundaries_of_the_busiest_rank(kind, chunks, pp
         if placed.rank(stage) != placed.rank(stage + 1)
     ]
     assert crossings(pp, cols(kind, pp, chunks))[0] == max(ends.count(rank) for rank in range(pp))
-
-
-def test_the_estimator_knows_the_orders_there_are_and_where_their_stages_lie():
-    assert set(parallel.PIPELINES) == set(SCHEDULES)
-    assert set(parallel.CHUNKED) == {name for name, each in SCHEDULES.items() if each.most != 1}
-    assert set(parallel.SPLITTING) == {name for name, each in SCHEDULES.items() if each.splits_backward}
-    for order in SCHEDULES.values():
-        for chunks in (1, 2, 4):
-            placed = Placement(4 * chunks, 4, order.v_shaped)
-            assert [chunks_of(rank, 4, chunks, order.v_shaped) for rank in range(4)] == [
-                placed.held(rank) for rank in range(4)
-            ]
 
 
 def test_a_v_has_both_ends_of_the_model_on_its_first_rank():

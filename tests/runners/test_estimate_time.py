@@ -250,6 +250,35 @@ def test_zero_3_gathers_for_every_pass_what_zero_2_gathers_once_a_step():
     assert each_pass[1] == pytest.approx(4 * each_pass[0])
 
 
+def test_groups_of_replicas_gather_within_a_node_and_sum_pieces_over_the_network_once_a_step():
+    setup = SETUP.but(devices=32, overlap_gradients=False)
+    constants = Constants(max_overlap=0.0, straggler_ms=0.0)
+
+    def found(**config):
+        return terms(setup, constants=constants, zero=3, micro_batch=1, **config)
+
+    # Within a node it is as on a node alone.
+    alone = terms(setup.but(devices=8), constants=constants, zero=3, micro_batch=1, grad_accum=8)
+    many = found(hsdp=4, grad_accum=8)
+    assert many["parameter gathers"] == pytest.approx(alone["parameter gathers"])
+    assert many["parameter gathers"] < found(grad_accum=8)["parameter gathers"]
+    sums = many["data parallel"] - alone["data parallel"]
+    few = found(hsdp=4, grad_accum=2)["data parallel"] - alone["data parallel"] / 4
+    assert sums == pytest.approx(few) and sums > 0  # however many micro-batches there are
+    # An all-reduce of an eighth of the gradients over four nodes, by one member of a ring in each.
+    piece = 2 * 6_738_415_616 / 8
+    ring = group(one(4), one(8), one(32.0), A100, constants)
+    moved = 2 * piece * 3 / 4 / ring.bandwidth[0]
+    assert moved < sums < 1.2 * moved
+    # In a pipeline of as many replicas each micro-batch is summed.
+    staged = setup.but(devices=64)
+    few, many = (
+        terms(staged, constants=constants, zero=3, micro_batch=1, pp=2, hsdp=4, grad_accum=accum)["data parallel"]
+        for accum in (2, 8)
+    )
+    assert many == pytest.approx(4 * few)
+
+
 def test_a_tensor_parallel_group_across_nodes_is_slow():
     setup = SETUP.but(devices=16)
     inside = terms(setup, tp=8, micro_batch=2)["tensor parallel"]

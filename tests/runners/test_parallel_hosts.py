@@ -118,15 +118,17 @@ finally:
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hosts")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=590
-    )
+def lines_of(script, folder):
+    """What a script printed: by the first word of a line, the rest of each."""
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
     return {word: [rest for each, _, rest in lines if each == word] for word, _, _ in lines}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return lines_of(SCRIPT, tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.mark.exhaustive
@@ -162,6 +164,34 @@ def test_a_rank_that_compiles_on_another_host_does_not_use_up_the_deadline(said)
 @pytest.mark.exhaustive
 def test_the_next_trial_runs(said):
     assert said["AGAIN"] == ["ok"]
+
+
+GROUPS = (
+    SCRIPT.partition("def meet(context)")[0].replace("global_batch=16", "global_batch=8")
+    + """
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+try:
+    with RayRunner(workload, TrialTerms(device=detect(), devices=4, threads=1), address=cluster.address) as runner:
+        runner.wait_ready()
+        print("PER_HOST", runner.per_host)
+        request = TrialRequest(config={"dp": 4, "zero": 3, "hsdp": 2, "micro_batch": 1}, number=0, log=folder / "0.log")
+        done = runner.run(request)
+        print("TRIAL", done.status, done.reason, [each.rank for each in done.ranks])
+        alone = Training(workload, {}, torch.device("cpu"))
+        expected = float(alone.step())
+        rounding = loss_allowance(allowance(alone.model, 8 * 32), 8)
+        print("LOSS", abs(done.loss - expected) <= rounding * expected)
+finally:
+    cluster.shutdown()
+"""
+)
+
+
+@pytest.mark.exhaustive
+def test_a_group_of_replicas_is_on_each_of_two_hosts(tmp_path):
+    said = lines_of(GROUPS, tmp_path)
+    assert said["PER_HOST"] == ["2"] and said["TRIAL"] == ["ok  [0, 1, 2, 3]"] and said["LOSS"] == ["True"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def mesh(**axes):
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def check_stage(make, name, zero, axes, seed):
+def check_stage(make, name, zero, axes, seed, hsdp=1):
     device = torch.device("cuda", dist.get_rank()) if torch.cuda.is_initialized() else torch.device("cpu")
     tokens = torch.randint(3, 96, (4, 16), generator=torch.Generator().manual_seed(1 + seed)).to(device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -27,7 +27,7 @@ def check_stage(make, name, zero, axes, seed):
     with verify(sch, batch, device=device, seed=seed):
         if "tp" in axes:
             schedule_of(name)(sch, {"tp": 2})
-        sch.shard_data(zero=zero)
+        sch.shard_data(zero=zero, hsdp=hsdp)
         schedule_of(name).blocks(sch)[0].checkpoint()
     model, optimizer = build(sch, optimizer=numerics.adamw, device=device, seed=seed)
     plain, reference = build(create_schedule(make(name)), optimizer=numerics.adamw, device=device, seed=seed)
@@ -67,6 +67,13 @@ def test_data_and_tensor_parallel_together(four, make_transformer, seed):
     four.run(check_stage, make_transformer, "llama", 3, {"dp": 2, "tp": 2}, seed)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one_process(four, make_transformer, seed, zero):
+    results = four.run(check_stage, make_transformer, "llama", zero, {"dp": 4}, seed, 2)
+    # Each of the two groups holds all of AdamW's state.
+    assert sum(state for state, _ in results) == pytest.approx(2 * 2 * results[0][1], rel=0.02)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -88,6 +95,10 @@ def check_blocks(make):
         (lambda s: s.shard_data(zero=True), "but got True"),
         (lambda s: s.shard_data(blocks="transformer.x.*"), "nearest path"),
         (lambda s: s.shard_data().shard_data(), "once"),
+        (lambda s: s.shard_data(zero=1, hsdp=2), "needs stage 2 or 3"),
+        (lambda s: s.shard_data(zero=3, hsdp=2), "divide the 2 ranks into groups of two or more, but is 2"),
+        (lambda s: s.shard_data(cut=["weights"]), "the first of optimizer, gradients, weights, but is weights"),
+        (lambda s: s.shard_data(zero=3, gather="once"), "must be step or pass, but got 'once'"),
     ]:
         with pytest.raises(ScheduleError, match=why):
             call(create_schedule(make("gpt2"), mesh(dp=2)))

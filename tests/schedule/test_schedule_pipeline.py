@@ -7,9 +7,8 @@ import torch.distributed as dist
 from redline.errors import ScheduleError
 from redline.models import numerics
 from redline.models.families import schedule_of
+from redline.orders import ORDERS, Placement
 from redline.schedule import build, create_schedule, full_state_dict, split, verify
-from redline.schedule.orders import SCHEDULES
-from redline.schedule.partition import Placement
 from redline.schedule.rounding import allowance, loss_allowance
 from torch import nn
 
@@ -34,7 +33,7 @@ def check_transformer(make, name, seed, axes, cuts, layers=2, kind=None, micro_b
         blocks = schedule_of(name).blocks(sch)
         for index in cuts:
             blocks[index].cut_pipeline_stage()
-        for block in blocks[::2] if kind is None or not SCHEDULES[kind].splits_backward else ():
+        for block in blocks[::2] if kind is None or not ORDERS[kind].splits_backward else ():
             block.checkpoint()
         if kind is not None:
             sch.pipeline(kind, micro_batches)

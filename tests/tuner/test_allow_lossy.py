@@ -71,6 +71,9 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     monkeypatch.setattr("redline.tuner.task.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
+    assert "hsdp" not in out
+    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 2)
+    assert "without hsdp: the 2 devices are on one host" in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
     assert "left out" not in out and "bf16_pure is lossy, without fp32 master weights" in out
 

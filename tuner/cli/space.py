@@ -35,6 +35,7 @@ def space(
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
     from ...models.kernels import kernels_obstacle
+    from ...models.parallel import no_hsdp
     from ...models.spaces import lossy_beyond
     from ...space import Space
     from ..task import resolve_task
@@ -66,6 +67,8 @@ def space(
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
         why = kernels_obstacle(task.workload).removeprefix("kernels: ")
         click.echo(f"\nwithout kernels: {why}")
+    if "zero" in task.space.by_name and "hsdp" not in task.space.by_name and task.workload.space is None:
+        click.echo(f"\nwithout hsdp: {no_hsdp(task.devices, task.device)}")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:
