@@ -231,6 +231,8 @@ class Training:
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
         if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
             sch.cast(torch.bfloat16)
+        if not any(step.primitive == "float8" for step in sch.tree.steps):
+            self.precision.convert([sch[path] for path in self.outline.blocks])
         fused = bool(self.config.get("fused_optimizer", True))
         if self.world.pp > 1:
             self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)

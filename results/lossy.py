@@ -11,6 +11,7 @@ LOSSY: Mapping[str, Mapping[Any, str]] = {
     "precision": {
         "bf16_pure": "there are no fp32 master weights",
         "fp8": "matrix products are computed in 8 bits",
+        "fp8_rowwise": "matrix products are computed in 8 bits",
     },
     "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
 }

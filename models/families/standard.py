@@ -44,6 +44,8 @@ class Support:
     """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
     kernels: str = ""
     """Why the logits cannot be left unformed."""
+    float8: Callable[[int], str] = lambda ranks: ""
+    """Why nothing in the repeated blocks, cut over so many tensor-parallel ranks, can be computed in 8 bits."""
     padding: Callable[[int], str] = lambda ranks: ""
     """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
 
@@ -110,6 +112,7 @@ class StandardSchedule:
         if not sequence_parallel:
             sequence_parallel, _ = self._try(sch, {"tp": 1, "sequence_parallel": True}, tp=1)
         cut = cache(lambda ranks: self._try(sch, {"tp": ranks}, tp=ranks) if ranks > 1 else ("", ""))
+        narrow = cache(lambda ranks: self._float8(sch, ranks))
         staged = cache(lambda stages: self._try(sch, {"pp": stages}, pp=stages) if stages > 1 else ("", ""))
         return Support(
             tp=lambda ranks: cut(ranks)[0],
@@ -119,6 +122,7 @@ class StandardSchedule:
             offload="",
             zero_in_stages=self._tied_stages(sch) if not staged(2)[0] else "",
             kernels=self._try(sch, {"kernels": True}, tp=1)[0],
+            float8=lambda ranks: cut(ranks)[0] or narrow(ranks),
             padding=lambda ranks: cut(ranks)[1],
         )
 
@@ -133,6 +137,16 @@ class StandardSchedule:
         self(tried, {"pp": 2})
         tied = tied_within(tried.module, units_of(tried.tree), Placement(2, 2))
         return no_tied_stages(tied) if tied else ""
+
+    def _float8(self, sch: "Schedule", ranks: int) -> str:
+        """Why nothing can be computed in 8 bits."""
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy
+        from ...schedule.planned import PlannedMesh
+
+        tried = create_schedule(meta_copy(sch.tree.module), PlannedMesh(tp=ranks))
+        self(tried, {"tp": ranks})
+        return unconvertible(self.blocks(tried), ranks)
 
     def _try(self, sch: "Schedule", config: Mapping[str, Any], **axes: int) -> tuple[str, str]:
         """Why a configuration cannot be applied, empty where it can; and what is padded then."""
@@ -167,6 +181,19 @@ class StandardSchedule:
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)
+
+
+def unconvertible(blocks: "Sequence[Schedule]", ranks: int = 1) -> str:
+    """Why nothing in repeated blocks can be computed in 8 bits; empty where something can.
+
+    Args:
+        blocks: as they are cut over tensor-parallel ranks.
+        ranks: how many.
+    """
+    from ...schedule.primitives.float8 import obstacle
+
+    why = obstacle(each.module for each in blocks)
+    return f"{why} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if why else ""
 
 
 def _padding(sch: "Schedule") -> str:

@@ -128,7 +128,7 @@ def test_any_combination_of_standard_knobs_can_be_exported(target):
     assert count == (144 if target == "deepspeed" else 192)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8", "fp8_rowwise"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text

@@ -580,6 +580,7 @@ MEGATRON_FLAGS = {
     "--bf16": bool,
     "--fp16": bool,
     "--fp8-format": ("e4m3", "hybrid"),
+    "--fp8-recipe": ("delayed", "tensorwise", "mxfp8", "blockwise"),
     "--recompute-granularity": ("full", "selective"),
     "--recompute-method": ("uniform", "block"),
     "--recompute-num-layers": int,

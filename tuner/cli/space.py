@@ -35,7 +35,7 @@ def space(
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
     from ...models.kernels import kernels_obstacle
-    from ...models.spaces import lossy_beyond
+    from ...models.spaces import lossy_beyond, without_float8
     from ...space import Space
     from ..tuning import resolve_task
 
@@ -63,6 +63,11 @@ def space(
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
     if left := lossy_beyond(task.space) if task.workload is not None else ():
         click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
+    if task.workload is not None and task.workload.space is None:
+        knob = task.space.by_name.get("precision")
+        if knob is not None and "fp8" not in (*knob.values, *(knob.others or ())):
+            if why := without_float8(task.workload, task.device):
+                click.echo(f"\nwithout fp8: {why}")
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
         why = kernels_obstacle(task.workload).removeprefix("kernels: ")
         click.echo(f"\nwithout kernels: {why}")
