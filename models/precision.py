@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from ..schedule import Schedule
 
 
-EIGHT_BITS = 2.0**-4
-"""Unit roundoff of e4m3, which has 3 bits behind the point. Gradients of tensorwise scaling, in e5m2, have one less;
-the other factor of their products has not."""
-
-
 def dtype_of(name: str) -> "torch.dtype":
     """PyTorch's name of a number format: `fp32`, `bf16` or `fp16`."""
     import torch
@@ -98,7 +93,8 @@ class Precision:
         import torch
 
         if self.float8:
-            return EIGHT_BITS
+            # Where gradients are in e5m2, the other factors of their products are not.
+            return torch.finfo(torch.float8_e4m3fn).eps / 2
         if self._dtype is not None or self.pure:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
         if self._device.type == "cuda":

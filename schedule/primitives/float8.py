@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...errors import ScheduleError, not_installed, unknown
 from ..registry import register_primitive
 from ..schedule import Schedule
 
-SCALINGS = ("tensorwise", "rowwise")
-"""Recipes of torchao: a tensor has one scale, or each of its rows."""
+SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
+"""Recipes of torchao, a scale for a tensor or for each of its rows, and the coarsest format of each."""
 MULTIPLE = 16
 """What both sizes of a weight must be multiples of, since the device multiplies 8-bit numbers in such pieces."""
 
@@ -45,7 +46,7 @@ def float8(sch: Schedule, scaling: str = "tensorwise", emulate: bool = False) ->
     if why := obstacle([sch.module]):
         raise ScheduleError(f"{label}: {why}")
     # With the casts: before a module is checkpointed, compiled or cut over replicas.
-    sch.defer("cast", _apply, scaling=scaling, emulate=emulate)
+    sch.defer("cast", _apply, scaling=scaling, emulate=emulate, dtype=SCALINGS[scaling])
 
 
 def convertible(module: nn.Module) -> list[nn.Linear]:
@@ -64,7 +65,12 @@ def obstacle(modules: Iterable[nn.Module]) -> str:
     return f"8-bit products take an nn.Linear whose two sizes are multiples of {MULTIPLE}, and there is none"
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, scaling: str, emulate: bool) -> None:
+def _apply(
+    sch: Schedule, module: nn.Module, context: Any, scaling: str, emulate: bool, dtype: torch.dtype
+) -> None:
+    # The format is for `verify`, whose tolerances follow from it.
+    if context.pipeline is not None and context.pipeline.absent(sch.path):
+        return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # The gradient of a weight is a sum over tokens, of which there may be any number: filled up with zeros.
