@@ -84,6 +84,11 @@ def float8_obstacle(device: Device) -> str:
     return "" if DESCRIBED in device.features else not_installed("torchao", "fp8")
 
 
+def liger_obstacle(device_type: str) -> str:
+    """Why `kernels` leaves modules as they are, or empty where Liger-Kernel's, which are for GPUs, replace them."""
+    return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "they are for GPUs"
+
+
 def available_memory_mib() -> int:
     """Host memory that can be taken without swapping, MiB; a control group's limit counts."""
     return int(free_memory_mib(memory_groups()))

@@ -11,7 +11,7 @@ from ..results.meaning import FLOAT8, REDUCED
 from ..space import Space
 from . import parallel
 from .blame import blamed
-from .device import Device, float8_obstacle, fusion_obstacle
+from .device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support, unconvertible
 from .huggingface import Architecture
@@ -105,7 +105,10 @@ def default_space(
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
         space.flag("fusion", help="compile each repeated block")
     if "kernels" in facts.followed:
-        space.flag("kernels", help="compute the loss from hidden states, never holding all logits")
+        words = "compute the loss from hidden states, never holding all logits"
+        if not liger_obstacle(device.type):
+            words += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
+        space.flag("kernels", help=words)
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     together = micro

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ScheduleError, WorkloadError, unknown
 from ..results.meaning import REDUCED, formats_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
+from .device import liger_obstacle
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
 from .parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
@@ -217,6 +218,7 @@ class Training:
 
         from ..schedule import build, create_schedule
         from ..schedule.deferred import stray
+        from ..schedule.liger import replace_modules
 
         with making:
             module = self.workload.build_model(self.config)
@@ -226,6 +228,8 @@ class Training:
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
         self.outline = Outline.of(module, [each.path for each in standard.blocks(sch)])
+        if schedule is standard and self.config.get("kernels") and not liger_obstacle(self.device.type):
+            replace_modules(sch)  # before it is cut
         schedule(sch, self.config)
         self._distribute(sch)
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
