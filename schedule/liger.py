@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from .rounding import departure
 from .schedule import Schedule
 
-CLOSE = 1e-4
+CLOSE = 1e-5
 """What a module may depart by from a formula, relative: far above rounding in float32, far below any other formula."""
 _ROTARY = "apply_rotary_pos_emb"
 """What the attention modules of transformers call the function that rotates queries and keys."""
@@ -75,7 +75,7 @@ def _gated_mlp(old: nn.Module) -> nn.Module | None:
     """down(act(gate(x)) * up(x)), where the activation is SiLU or the GELU by tanh."""
     if not set(_PROJECTIONS) <= old._modules.keys() or not _takes_one(old) or old._parameters:
         return None
-    x, stand_ins = torch.linspace(-2, 2, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
+    x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
     try:
         found = _run(old, x, _modules={**old._modules, **stand_ins})
     except (AttributeError, RuntimeError):  # it does more with its projections than to call them
