@@ -43,7 +43,4 @@ def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
 
 def exactness(knobs: Iterable[str]) -> str:
     """What configurations without a lossy value of these knobs have, in words; empty for no knobs."""
-    names = set(knobs)
-    if not names:
-        return ""
-    return "with fp32 master weights" if names == {"precision"} else "without lossy values"
+    return "without lossy values" if set(knobs) else ""

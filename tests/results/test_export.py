@@ -134,6 +134,23 @@ def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
 
 
+@pytest.mark.parametrize(
+    ("target", "tensorwise", "rowwise"),
+    [
+        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scale a row"),
+        ("torchtitan", "with a scale a row, as it has no other", "model_compile_enabled=False)]) gives it"),
+        ("trainer", "precision=fp8 is accelerate's", "precision=fp8_rowwise is accelerate's"),
+        ("lightning", "from_recipe_name('tensorwise')", "from_recipe_name('rowwise')"),
+        ("deepspeed", "precision=fp8 has no counterpart", "precision=fp8_rowwise has no counterpart"),
+    ],
+)
+def test_8_bits_are_said_in_each_framework_s_words(target, tensorwise, rowwise):
+    for precision, said in (("fp8", tensorwise), ("fp8_rowwise", rowwise)):
+        made = render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT)
+        assert said in made.text + " ".join(made.notes)
+        assert "bf16" in made.text or "bfloat16" in made.text
+
+
 def test_accelerate_shards_as_zero_says():
     for zero, reshard in ((2, False), (3, True)):
         made, _ = parsed("accelerate", micro_batch=1, grad_accum=1, dp=4, zero=zero)

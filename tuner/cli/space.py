@@ -34,7 +34,7 @@ def space(
     allow: tuple[str, ...],
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
-    from ...models.device import liger_obstacle
+    from ...models.device import DESCRIBED, liger_obstacle
     from ...models.kernels import kernels_obstacle
     from ...models.spaces import lossy_beyond, without_float8
     from ...space import Space
@@ -72,8 +72,9 @@ def space(
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
         why = kernels_obstacle(task.workload).removeprefix("kernels: ")
         click.echo(f"\nwithout kernels: {why}")
-    elif "kernels" in task.space.by_name and task.device.type == "cuda" and (why := liger_obstacle("cuda")):
-        click.echo(f"\nkernels are the loss alone, not modules: {why}")
+    elif "kernels" in task.space.by_name and task.device.type == "cuda" and DESCRIBED not in task.device.features:
+        if why := liger_obstacle("cuda"):
+            click.echo(f"\nkernels are the loss alone, not modules: {why}")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:
