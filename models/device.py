@@ -85,7 +85,7 @@ def float8_obstacle(device: Device) -> str:
 
 
 def liger_obstacle(device_type: str) -> str:
-    """Why `kernels` leaves modules as they are, or empty where Liger-Kernel's, which are for GPUs, replace them."""
+    """Why `kernels` leaves modules as they are, or empty where Liger-Kernel's replace them."""
     return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "they are for GPUs"
 
 

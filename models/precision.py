@@ -72,7 +72,7 @@ class Precision:
         return torch.autocast(self._device.type, self._dtype)
 
     def convert(self, blocks: "Sequence[Schedule]") -> None:
-        """Has the linear layers of repeated blocks compute in 8 bits, where that is the format; a CPU emulates it.
+        """Has linear layers of repeated blocks compute in 8 bits, where asked for; a CPU emulates it.
 
         Raises:
             WorkloadError: nothing in them can.

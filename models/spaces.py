@@ -86,7 +86,7 @@ def default_space(
     if "bf16_pure" in tried:
         words += "; bf16_pure is lossy, without fp32 master weights"
     if "fp8" in tried:
-        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, fast with fusion only"
+        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
     space.choice("precision", tried, default="fp32", others=possible, help=words)
     if isinstance(workload.model, Architecture):
         names = workload.model.attentions(device)

@@ -31,8 +31,8 @@ class Formats:
 
     @property
     def autocast(self) -> str | None:
-        """What products are cast to; None where they are computed in the format of the weights. Beside those in
-        8 bits, which the linear layers of repeated blocks have, all others are in bf16."""
+        """What products are cast to; None where they are computed in the format of the weights. Beside those
+        in 8 bits, which the linear layers of repeated blocks have, all others are in bf16."""
         compute = "bf16" if self.compute == "fp8" else self.compute
         return compute if compute != self.weights else None
 

@@ -1,7 +1,8 @@
-"""Liger-Kernel's Triton kernels in the place of a model's norms, gated feed-forward parts and rotary embeddings.
+"""Liger-Kernel's Triton kernels in the place of norms, gated feed-forward parts and rotary embeddings.
 
-What a module computes is found out by running it on a few numbers, not by its name: Gemma's norm scales by 1 + weight,
-and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay the same objects.
+What a module computes is found out by running it on a few numbers, not by its name: Gemma's norm scales by
+1 + weight, and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay
+the same objects.
 
 Source: Hsu et al., Liger Kernel (2024), https://arxiv.org/abs/2410.10989.
 """
@@ -20,7 +21,8 @@ from .rounding import departure
 from .schedule import Schedule
 
 CLOSE = 1e-5
-"""What a module may depart by from a formula, relative: far above rounding in float32, far below any other formula."""
+"""What a module may depart by from a formula, relative: far above rounding in float32, far below another
+formula."""
 _ROTARY = "apply_rotary_pos_emb"
 """What the attention modules of transformers call the function that rotates queries and keys."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -93,18 +95,20 @@ def _rotating(old: nn.Module) -> nn.Module | None:
     rotate = getattr(forward, "__globals__", {}).get(_ROTARY)
     if _ROTARY not in names or not isinstance(rotate, FunctionType) or "forward" in old.__dict__:
         return None
-    if list(inspect.signature(rotate).parameters)[:4] != ["q", "k", "cos", "sin"] or not _rotates_halves(rotate):
+    given = list(inspect.signature(rotate).parameters)[:4]
+    if given != ["q", "k", "cos", "sin"] or not _rotates_halves(rotate):
         return None
     called = {**forward.__globals__, _ROTARY: _rotate}
-    copied = FunctionType(forward.__code__, called, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied = FunctionType(forward.__code__, called, forward.__name__, None, forward.__closure__)
+    copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
     return _adopt(type(type(old).__name__, (type(old),), {"forward": copied}), old)
 
 
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k: (samples, heads, tokens, features), which are written over; cos, sin: (samples or 1, tokens, features)."""
+    """q, k: (samples, heads, tokens, features), which are written over; cos, sin: (samples or 1, tokens,
+    features)."""
     from liger_kernel.ops import LigerRopeFunction
 
     return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
@@ -116,11 +120,9 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     q, k = torch.randn(1, 3, 5, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
     angle = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
     cos, sin = angle.cos(), angle.sin()
-    turned = lambda t: t * cos[:, None] + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin[:, None]  # noqa: E731
     found = rotate(q, k, cos, sin)
-    return len(found) == 2 and all(
-        departure(turned(given), each) < CLOSE for given, each in zip((q, k), found)
-    )
+    wanted = [t * cos[:, None] + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin[:, None] for t in (q, k)]
+    return len(found) == 2 and all(departure(want, each) < CLOSE for want, each in zip(wanted, found))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -134,7 +136,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class SwiGLU(nn.Module):
-    """A feed-forward part gated by SiLU, by Liger's kernel; its backward writes into what the projections gave."""
+    """A feed-forward part gated by SiLU, by Liger's kernel; its backward writes over its inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., features); returns as many."""
@@ -167,7 +169,10 @@ class _Times(nn.Module):
 def _adopt(kind: type[nn.Module], old: nn.Module) -> nn.Module:
     """A module of another class with the attributes, tensors and children of `old`."""
     made = kind.__new__(kind)
-    made.__dict__ = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(old).items()}
+    made.__dict__ = dict(vars(old))
+    for name, value in vars(old).items():
+        if isinstance(value, dict):
+            made.__dict__[name] = copy.copy(value)
     return made
 
 

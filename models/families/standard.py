@@ -45,7 +45,7 @@ class Support:
     kernels: str = ""
     """Why the logits cannot be left unformed."""
     float8: Callable[[int], str] = lambda ranks: ""
-    """Why nothing in the repeated blocks, cut over so many tensor-parallel ranks, can be computed in 8 bits."""
+    """Why nothing in the blocks, cut over so many tensor-parallel ranks, can be computed in 8 bits."""
     padding: Callable[[int], str] = lambda ranks: ""
     """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
 

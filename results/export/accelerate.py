@@ -119,7 +119,7 @@ def _mixed_precision(setup: Setup) -> str:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
-    return "no" if precision == "bf16_pure" else {"fp32": "no"}.get(setup.formats.compute, setup.formats.compute)
+    return setup.formats.compute if precision not in ("fp32", "bf16_pure") else "no"
 
 
 def _fp8(setup: Setup) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _fp8(setup: Setup) -> dict[str, Any]:
     )
     if setup.formats.scaling != "tensorwise":
         setup.note(
-            f"precision={setup.knob('precision')}: a file gives each tensor one scale; each row has its own by "
-            "AORecipeKwargs(config=Float8LinearConfig.from_recipe_name('rowwise'))"
+            f"precision={setup.knob('precision')}: a file gives each tensor one scale; each row has its own "
+            "by AORecipeKwargs(config=Float8LinearConfig.from_recipe_name('rowwise'))"
         )
     return {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
 

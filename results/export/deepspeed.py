@@ -97,8 +97,8 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
         return {"fp16": {"enabled": True}}
     if setup.formats.scaling:
         setup.note(
-            f"precision={precision} has no counterpart here: bf16 is set; torchao.float8.convert_to_float8_training "
-            "converts your model before deepspeed.initialize"
+            f"precision={precision} has no counterpart here: bf16 is set; before deepspeed.initialize "
+            "torchao.float8.convert_to_float8_training converts your model"
         )
         return {"bf16": {"enabled": True}}
     return {}

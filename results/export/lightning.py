@@ -36,8 +36,8 @@ def config(setup: Setup) -> dict[str, Any]:
 def _precision(setup: Setup) -> str:
     if scaling := setup.formats.scaling:
         setup.note(
-            f"precision={setup.knob('precision')} is bf16 here with your module's linear layers converted: in "
-            "configure_model(), torchao.float8.convert_to_float8_training(each, "
+            f"precision={setup.knob('precision')} is bf16 here with your module's linear layers converted: "
+            "in configure_model(), torchao.float8.convert_to_float8_training(each, "
             f"config=Float8LinearConfig.from_recipe_name({scaling!r})) of each block"
         )
         return "bf16-mixed"

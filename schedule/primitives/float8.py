@@ -14,27 +14,28 @@ from ..schedule import Schedule
 SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
 """Recipes of torchao, a scale for a tensor or for each of its rows, and the coarsest format of each."""
 MULTIPLE = 16
-"""What both sizes of a weight must be multiples of, since the device multiplies 8-bit numbers in such pieces."""
+"""What both sizes of a weight must be multiples of: the device multiplies 8-bit numbers in such pieces."""
 
 
 @register_primitive
 def float8(sch: Schedule, scaling: str = "tensorwise", emulate: bool = False) -> None:
     """Computes the products of the linear layers at or below this module in 8 bits, forward and backward.
 
-    Weights stay as they are, and so do the names in `state_dict`: what a product takes is scaled and rounded for it
-    alone. `tensorwise` has inputs and weights in e4m3 and gradients in e5m2, `rowwise` all in e4m3. Results are in
-    the format of the input, autocast's where that is on. Only an `nn.Linear` (no subclass) takes part, and one whose
-    sizes, of this rank's piece, are multiples of 16. Without `compile` the scaling costs more than the products save.
+    Weights stay as they are, and so do the names in `state_dict`: what a product takes is scaled and rounded
+    for it alone. `tensorwise` has inputs and weights in e4m3 and gradients in e5m2, `rowwise` all in e4m3.
+    Results are in the format of the input, autocast's where that is on. Only an `nn.Linear` (no subclass)
+    takes part, and one whose sizes, of this rank's piece, are multiples of 16. Without `compile` the scaling
+    costs more than the products save.
 
     Args:
         scaling: what shares a scale, see SCALINGS.
         emulate: rounds alike but multiplies in the input's format, on a device that has no 8-bit products.
 
     Raises:
-        ScheduleError: torchao is not installed; no such scaling; called before; no linear layer of such sizes.
+        ScheduleError: torchao is not installed; no such scaling; called before; no such linear layer.
 
-    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8); Micikevicius et al., FP8 Formats for Deep Learning
-    (2022).
+    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8); Micikevicius et al., FP8 Formats for Deep
+    Learning (2022).
     """
     label = f"float8 on '{sch.name}'"
     if scaling not in SCALINGS:

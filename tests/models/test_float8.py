@@ -1,4 +1,4 @@
-"""precision=fp8 and fp8_rowwise: what is computed in 8 bits, how far that departs, and where a space has it."""
+"""precision=fp8 and fp8_rowwise: what is computed in 8 bits, how far that departs, where a space has it."""
 
 import sys
 from dataclasses import replace
@@ -155,8 +155,9 @@ def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
     expected, found = probed(made, "fp32", micro_batch=8), probed(made, precision, micro_batch=8)
     own = found.quiet
     for factor in (0.0, 2.0):  # lost; not averaged over two replicas
-        wrong = replace(own, gradient=factor * own.gradient, blocks=tuple(factor * each for each in own.blocks))
-        said = check(replace(found, quiet=wrong), Reference(probe=expected), loss=own.loss, last_loss=own.loss)
+        blocks = tuple(factor * each for each in own.blocks)
+        wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
+        said = check(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
         assert "the norm of the gradient of repeated block 0" in said
 
 
@@ -172,9 +173,10 @@ def test_verify_allows_what_the_format_does():
 
 @every_format
 @pytest.mark.parametrize(
-    "knobs", [{"checkpoint_ratio": 0.5}, {"grad_accum": 2, "micro_batch": 4}, {"kernels": True}, {"fusion": True}],
+    "knobs",
+    [{"checkpoint_ratio": 0.5}, {"grad_accum": 2, "micro_batch": 4}, {"kernels": True}, {"fusion": True}],
     ids=str,
-)  # fmt: skip
+)
 def test_it_goes_with_what_else_rewrites_a_block(small, precision, knobs):
     knobs = {"micro_batch": 8, **knobs}
     made = small("llama", vocab_size=512)

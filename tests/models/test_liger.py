@@ -1,4 +1,4 @@
-"""The knob kernels on a GPU: what Liger's modules replace, that they compute the same, and that all else stays."""
+"""The knob kernels on a GPU: what Liger's modules replace, that they compute the same, what stays."""
 
 import copy
 import json
@@ -159,7 +159,8 @@ def test_weights_and_names_are_those_without(small, on_a_gpu):
     assert type(model.model.layers[1].mlp).__name__ == "SwiGLU"
     assert type(model.model.norm).__name__ == "LigerRMSNorm"
     expected, found = plain.state_dict(), model.state_dict()
-    assert list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
     plain.load_state_dict(found)
     assert type(copy.deepcopy(model).model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
 

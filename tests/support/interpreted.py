@@ -1,4 +1,4 @@
-"""Runs as a program: trains tiny models once with and once without Liger's modules, by Triton's interpreter on a CPU.
+"""A program: runs tiny models with and without Liger's modules, by Triton's interpreter on a CPU.
 
 Prints a line of JSON for each model: what was replaced, and what loss, logits and gradients depart by.
 """
@@ -19,9 +19,8 @@ from redline.schedule.liger import replace_modules
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-         "num_key_value_heads": 2, "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-MORE = {"gemma": {**SIZES, "head_dim": 8}, "gemma2": {**SIZES, "head_dim": 8}}
+GEMMA = {**numerics.FAMILIES["llama"][1], "head_dim": 8}
+MORE = {"gemma": GEMMA, "gemma2": GEMMA}
 LENGTH = 6
 
 
@@ -31,7 +30,8 @@ def complete():
 
     def converted(given):
         if isinstance(given, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([given], dtype=np.float32), tl.float32), tl.float32)
+            handle = interpreter.TensorHandle(np.array([given], dtype=np.float32), tl.float32)
+            return tl.tensor(handle, tl.float32)
         return convert(given)
 
     interpreter._implicit_cvt = converted

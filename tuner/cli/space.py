@@ -72,8 +72,8 @@ def space(
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
         why = kernels_obstacle(task.workload).removeprefix("kernels: ")
         click.echo(f"\nwithout kernels: {why}")
-    elif "kernels" in task.space.by_name and task.device.type == "cuda" and DESCRIBED not in task.device.features:
-        if why := liger_obstacle("cuda"):
+    elif task.device.type == "cuda" and DESCRIBED not in task.device.features:
+        if "kernels" in task.space.by_name and (why := liger_obstacle("cuda")):
             click.echo(f"\nkernels are the loss alone, not modules: {why}")
     for note in task.notes:
         click.echo(f"note: {note}")
