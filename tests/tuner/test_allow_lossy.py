@@ -80,12 +80,14 @@ def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypa
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
     described = resolve_task("llama-tiny", simulated=H100).device
-    monkeypatch.setattr("redline.models.device.not_installed", lambda package, extra: f"no {package}, {extra}")
+    lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
+    monkeypatch.setattr("redline.models.device.not_installed", lacking)
+    present = replace(described, features=frozenset())
     left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
     alone = "kernels are the loss alone, not modules: no liger_kernel, kernels"
     for device, said, unsaid in (
         (described, (left_out,), ("without fp8", alone)),
-        (replace(described, features=frozenset()), ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
+        (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
     ):
         monkeypatch.setattr("redline.tuner.tuning.detect", lambda device=device: device)
         _, out, _ = run(capsys, "space", "llama-tiny", "--devices", 1)
