@@ -1,5 +1,6 @@
 """Every error redline raises on purpose, and the one way it words unknown names."""
 
+import importlib.util
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -60,6 +61,13 @@ def unknown(kind: str, name: object, known: Iterable[object], *, like: str | Non
     hint = nearest(name if like is None else like, names) or "."
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} '{name}'{hint} Known: {listing}."
+
+
+def not_installed(package: str, extra: str) -> str:
+    """What to say where an optional package is missing, and how it is installed; empty where it is there."""
+    if importlib.util.find_spec(package) is not None:
+        return ""
+    return f"{package} is not installed: pip install 'redline[{extra}]'"
 
 
 def nearest(name: object, known: Iterable[object]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from ..errors import not_installed
 from .host_memory import free_memory_mib, memory_groups
 
 MIB = 1024 * 1024
@@ -68,6 +69,24 @@ def fusion_obstacle(device: Device) -> str | None:
     if not os.path.isfile(os.path.join(include, "Python.h")):
         return f"Python's headers are missing ({include}/Python.h)"
     return None
+
+
+def float8_obstacle(device: Device) -> str:
+    """Why a device does not multiply numbers of 8 bits, or empty where it does.
+
+    Source: https://docs.pytorch.org/ao/stable/ (torchao.float8), which asks for compute capability 8.9.
+    """
+    if device.type != "cuda":
+        return "a CPU does not multiply numbers of 8 bits"
+    if (device.capability or (0, 0)) < (8, 9):
+        found = ".".join(map(str, device.capability or (0, 0)))
+        return f"8-bit products need compute capability 8.9, and this device has {found}"
+    return "" if DESCRIBED in device.features else not_installed("torchao", "fp8")
+
+
+def liger_obstacle(device_type: str) -> str:
+    """Why `kernels` leaves modules as they are, or empty where Liger-Kernel's replace them."""
+    return not_installed("liger_kernel", "kernels") if device_type == "cuda" else "they are for GPUs"
 
 
 def available_memory_mib() -> int:

@@ -5,6 +5,7 @@ from itertools import product
 
 from ..errors import SpaceError
 from ..orders import ORDERS
+from ..results.meaning import FLOAT8
 from ..space import Space
 from .device import Device
 from .families.standard import Support
@@ -181,6 +182,11 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
             space.require(~half | (space["offload"] == "none"), "fp16 unscales gradients on the device")
         if "kernels" in names:
             space.require(~half | ~space["kernels"], SCALED_TOO_LATE)
+    if "tp" in names and set(FLOAT8) & {*space["precision"].values, *(space["precision"].others or ())}:
+        whole = ~space["precision"].isin(FLOAT8)
+        for tp in space["tp"].values[1:]:
+            if not support.tp(tp) and (why := support.float8(tp)):
+                space.require(whole | (space["tp"] != tp), why)
     if "kernels" in names and "zero" in names:
         if workload.loss is not None:
             space.require(~space["kernels"] | (space["zero"] < 3), HEAD_IS_CUT_AGAIN)

@@ -1,15 +1,17 @@
-"""The knob `precision`: autocast and gradient scaling."""
+"""The knob `precision`: autocast, 8-bit products, gradient scaling."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import WorkloadError, unknown
+from ..errors import WorkloadError, not_installed, unknown
 from ..results.meaning import FORMATS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ..schedule import Schedule
 
 
 def dtype_of(name: str) -> "torch.dtype":
@@ -28,7 +30,7 @@ class Precision:
         ranks: ranks that take a step together; with float16 they must agree on whether to skip it.
 
     Raises:
-        WorkloadError: the device has no such format.
+        WorkloadError: the device has no such format, or torchao is missing.
     """
 
     pure: bool
@@ -37,14 +39,18 @@ class Precision:
     def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
         import torch
 
-        known = ("fp32", "bf16", "bf16_pure", *(("fp16",) if device.type == "cuda" else ()))
+        known = [each for each in FORMATS if each != "fp16" or device.type == "cuda"]
         if name not in known:
             raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
         formats = FORMATS[name]
+        self.float8 = formats.scaling
+        """What of 8-bit numbers shares a scale; None where nothing is computed in 8 bits."""
+        if self.float8 and (why := not_installed("torchao", "fp8")):
+            raise WorkloadError(f"precision={name}: {why}")
         self.pure = formats.weights == "bf16"
         self.scaled = formats.autocast == "fp16"
         """Whether the loss is scaled, as float16 needs it."""
-        self._device = device
+        self._name, self._device = name, device
         self._dtype = dtype_of(formats.autocast) if formats.autocast else None
         self._fixed: float | None = None
         self._scaler: Any = None
@@ -65,10 +71,30 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._dtype)
 
+    def convert(self, blocks: "Sequence[Schedule]") -> None:
+        """Has linear layers of repeated blocks compute in 8 bits, where asked for; a CPU emulates it.
+
+        Raises:
+            WorkloadError: nothing in them can.
+        """
+        if not self.float8:
+            return
+        from ..schedule.primitives.float8 import convertible
+        from .families.standard import unconvertible
+
+        if why := unconvertible(blocks):
+            raise WorkloadError(f"precision={self._name}: {why}")
+        for each in blocks:
+            if convertible(each.module):
+                each.float8(self.float8, emulate=self._device.type != "cuda")
+
     def roundoff(self, model: "nn.Module") -> float:
         """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
         import torch
 
+        if self.float8:
+            # Where gradients are in e5m2, the other factors of their products are not.
+            return torch.finfo(torch.float8_e4m3fn).eps / 2
         if self._dtype is not None or self.pure:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
         if self._device.type == "cuda":

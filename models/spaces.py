@@ -7,13 +7,13 @@ from typing import Any
 
 from ..errors import SpaceError, unknown
 from ..results.lossy import LOSSY
-from ..results.meaning import REDUCED, recomputed
+from ..results.meaning import FLOAT8, REDUCED, recomputed
 from ..space import Space
 from . import parallel
 from .blame import blamed
-from .device import Device, fusion_obstacle
+from .device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from .families import generic_schedule
-from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support
+from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support, unconvertible
 from .huggingface import Architecture
 from .kernels import kernels_obstacle
 from .skeleton import skeleton
@@ -80,10 +80,13 @@ def default_space(
             help=f"share of the {facts.blocks} repeated blocks whose activations are recomputed",
             monotone_memory=-1,
         )
-    tried, possible = precisions(device, lossy="lossy" in allow)
+    eight = not (float8_obstacle(device) or facts.parallel.float8(1))
+    tried, possible = precisions(device, lossy="lossy" in allow, float8=eight)
     words = "number format of the arithmetic"
     if "bf16_pure" in tried:
         words += "; bf16_pure is lossy, without fp32 master weights"
+    if "fp8" in tried:
+        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
     space.choice("precision", tried, default="fp32", others=possible, help=words)
     if isinstance(workload.model, Architecture):
         names = workload.model.attentions(device)
@@ -102,7 +105,10 @@ def default_space(
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
         space.flag("fusion", help="compile each repeated block")
     if "kernels" in facts.followed:
-        space.flag("kernels", help="compute the loss from hidden states, never holding all logits")
+        words = "compute the loss from hidden states, never holding all logits"
+        if not liger_obstacle(device.type):
+            words += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
+        space.flag("kernels", help=words)
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     together = micro
@@ -182,12 +188,12 @@ def checked_allowance(allow: str | Sequence[str], own_space: bool = False) -> tu
     return names
 
 
-def precisions(device: Device, *, lossy: bool = False) -> tuple[list[str], list[str]]:
+def precisions(device: Device, *, lossy: bool = False, float8: bool = False) -> tuple[list[str], list[str]]:
     """Number formats worth trying on a device, and those that work there besides.
 
     A CPU without native bfloat16 emulates it: measured at fifteen times the time for a sixth less memory, so
     it is not tried unless asked for. Where bfloat16 is native, float16 has nothing on it, and `lossy` adds
-    bf16_pure; not fp8, as nothing trains in it here.
+    bf16_pure, and fp8 where device and model can have it, as `float8` says.
     """
     if device.type == "cuda":
         native = (device.capability or (0, 0)) >= (8, 0)
@@ -195,8 +201,13 @@ def precisions(device: Device, *, lossy: bool = False) -> tuple[list[str], list[
     else:
         native = "bf16" in device.features
         tried, possible = (["fp32", "bf16"], []) if native else (["fp32"], ["bf16"])
-    (tried if lossy and native else possible).append("bf16_pure")
+    (tried if lossy and native else possible).extend(["bf16_pure", *(FLOAT8 if float8 else ())])
     return tried, possible
+
+
+def without_float8(workload: Workload, device: Device) -> str:
+    """Why a workload's default space is without fp8; empty where it has it."""
+    return float8_obstacle(device) or _schedule_facts(workload).parallel.float8(1)
 
 
 def lossy_of_space(space: Space) -> dict[str, list[Any]]:
@@ -262,7 +273,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
     if isinstance(schedule, StandardSchedule):
         followed = set(KNOBS) - ({"kernels"} if kernels_obstacle(workload, sch) else set())
         return _Facts(followed=followed, blocks=len(schedule.blocks(sch)), parallel=schedule.support(sch))
-    count = len(generic_schedule.blocks(sch))
+    blocks = generic_schedule.blocks(sch)
     recorder = _Recorder(NEUTRAL)
     with blamed(f"{workload.name}: schedule(sch, config)"):
         schedule(sch, recorder)
@@ -272,11 +283,12 @@ def _schedule_facts(workload: Workload) -> _Facts:
 
     return _Facts(
         followed=recorder.read & set(KNOBS),
-        blocks=count,
+        blocks=len(blocks),
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
+            float8=lambda ranks: unconvertible(blocks),
             sequence_parallel=ignored("sequence_parallel"),
             zero="",
             offload="",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ScheduleError, WorkloadError, unknown
 from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
 from .batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
+from .device import liger_obstacle
 from .families import StandardSchedule, generic_schedule, indices_of
 from .outline import Outline
 from .parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
@@ -221,6 +222,7 @@ class Training:
 
         from ..schedule import build, create_schedule
         from ..schedule.deferred import stray
+        from ..schedule.liger import replace_modules
 
         with making:
             module = self.workload.build_model(self.config)
@@ -230,11 +232,15 @@ class Training:
         schedule = self.workload.schedule or generic_schedule
         standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
         self.outline = Outline.of(module, [each.path for each in standard.blocks(sch)])
+        if schedule is standard and self.config.get("kernels") and not liger_obstacle(self.device.type):
+            replace_modules(sch)  # before it is cut
         schedule(sch, self.config)
         self._distribute(sch)
         self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
         if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
             sch.cast(torch.bfloat16)
+        if not any(step.primitive == "float8" for step in sch.tree.steps):
+            self.precision.convert([sch[path] for path in self.outline.blocks])
         fused = bool(self.config.get("fused_optimizer", True))
         if self.world.pp > 1:
             self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)

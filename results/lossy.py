@@ -11,6 +11,7 @@ LOSSY: Mapping[str, Mapping[Any, str]] = {
     "precision": {
         "bf16_pure": "there are no fp32 master weights",
         "fp8": "matrix products are computed in 8 bits",
+        "fp8_rowwise": "matrix products are computed in 8 bits",
     },
     "reduce_dtype": {"bf16": "gradients are rounded to bf16 before replicas average them"},
 }
@@ -42,7 +43,4 @@ def lossy_values(config: Mapping[str, Any], knobs: Iterable[str]) -> str:
 
 def exactness(knobs: Iterable[str]) -> str:
     """What configurations without a lossy value of these knobs have, in words; empty for no knobs."""
-    names = set(knobs)
-    if not names:
-        return ""
-    return "with fp32 master weights" if names == {"precision"} else "without lossy values"
+    return "without lossy values" if set(knobs) else ""

@@ -27,11 +27,15 @@ class Formats:
     """In what gradients add up."""
     reduced: str = "fp32"
     """In what gradients travel between replicas."""
+    scaling: str | None = None
+    """What of 8-bit numbers shares a scale: a tensor, or each of its rows (the primitive `float8`)."""
 
     @property
     def autocast(self) -> str | None:
-        """What products are cast to; None where they are computed in the format of the weights."""
-        return self.compute if self.compute != self.weights and self.compute != "fp8" else None
+        """What products are cast to; None where they are computed in the format of the weights. Beside those
+        in 8 bits, which the linear layers of repeated blocks have, all others are in bf16."""
+        compute = "bf16" if self.compute == "fp8" else self.compute
+        return compute if compute != self.weights else None
 
 
 FORMATS: Mapping[str, Formats] = {
@@ -39,11 +43,13 @@ FORMATS: Mapping[str, Formats] = {
     "bf16": Formats(compute="bf16", gathered="bf16"),
     "fp16": Formats(compute="fp16"),
     "bf16_pure": Formats("bf16", "bf16", "bf16", "bf16", "bf16"),
-    "fp8": Formats(compute="fp8", gathered="bf16"),
+    "fp8": Formats(compute="fp8", gathered="bf16", scaling="tensorwise"),
+    "fp8_rowwise": Formats(compute="fp8", gathered="bf16", scaling="rowwise"),
 }
 """By the knob `precision`. With fp16 the loss is scaled, and gradients are unscaled in float32."""
 
-
+FLOAT8 = tuple(name for name, formats in FORMATS.items() if formats.compute == "fp8")
+"""Values of the knob `precision` that compute in 8 bits."""
 REDUCED = ("fp32", "bf16")
 """Values of the knob `reduce_dtype`: what gradients of float32 travel in."""
 

@@ -50,6 +50,8 @@ class Support:
     """Why parameters and gradients (ZeRO 2 and 3) cannot be cut over the replicas of a pipeline."""
     kernels: str = ""
     """Why the logits cannot be left unformed."""
+    float8: Callable[[int], str] = lambda ranks: ""
+    """Why nothing in the blocks, cut over so many tensor-parallel ranks, can be computed in 8 bits."""
     padding: Callable[[int], str] = lambda ranks: ""
     """What is filled up with zeros where so many tensor-parallel ranks do not divide it; empty for nothing."""
 
@@ -115,6 +117,7 @@ class StandardSchedule:
         trials = _Trials(self, sch)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else ("", ""))
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
+        narrow = cache(trials.float8)
         return Support(
             tp=lambda ranks: cut(ranks)[0],
             pp=staged,
@@ -123,6 +126,7 @@ class StandardSchedule:
             offload="",
             zero_in_stages=trials.tied_stages() if not staged(2) else "",
             kernels=trials.kernels(),
+            float8=lambda ranks: cut(ranks)[0] or narrow(ranks),
             padding=lambda ranks: cut(ranks)[1],
         )
 
@@ -230,6 +234,30 @@ class _Trials:
         except ScheduleError as error:
             return str(error)
         return ""
+
+    def float8(self, ranks: int) -> str:
+        """Why nothing can be computed in 8 bits where the model is cut over so many ranks, which it can be."""
+        from ...schedule import create_schedule
+        from ...schedule.partition import meta_copy
+        from ...schedule.planned import PlannedMesh
+
+        tried = create_schedule(meta_copy(self._whole), PlannedMesh(tp=ranks))
+        if ranks > 1:
+            self._schedule._cut(tried, [tried[path] for path in self._paths], False)
+        return unconvertible([tried[path] for path in self._paths], ranks)
+
+
+def unconvertible(blocks: "Sequence[Schedule]", ranks: int = 1) -> str:
+    """Why nothing in repeated blocks can be computed in 8 bits; empty where something can.
+
+    Args:
+        blocks: as they are cut over tensor-parallel ranks.
+        ranks: how many.
+    """
+    from ...schedule.primitives.float8 import obstacle
+
+    why = obstacle(each.module for each in blocks)
+    return f"{why} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if why else ""
 
 
 def _padding(sch: "Schedule") -> str:

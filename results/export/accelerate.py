@@ -36,6 +36,8 @@ def config(setup: Setup) -> dict[str, Any]:
         "same_network": True,
         "use_cpu": setup.device_type == "cpu",
     }
+    if setup.formats.scaling:
+        out["fp8_config"] = _fp8(setup)
     if sharded:
         out["fsdp_config"] = _fsdp(setup)
     else:
@@ -119,7 +121,20 @@ def _mixed_precision(setup: Setup) -> str:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
-    return {"fp32": "no", "bf16": "bf16", "bf16_pure": "no", "fp16": "fp16", "fp8": "fp8"}[precision]
+    return setup.formats.compute if precision not in ("fp32", "bf16_pure") else "no"
+
+
+def _fp8(setup: Setup) -> dict[str, Any]:
+    setup.note(
+        "accelerate converts the first and the last linear layer too, the head's among them, unless "
+        "Accelerator(kwargs_handlers=[AORecipeKwargs(module_filter_func=...)]) leaves them out"
+    )
+    if setup.formats.scaling != "tensorwise":
+        setup.note(
+            f"precision={setup.knob('precision')}: a file gives each tensor one scale; each row has its own "
+            "by AORecipeKwargs(config=Float8LinearConfig.from_recipe_name('rowwise'))"
+        )
+    return {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
 
 
 def _fsdp(setup: Setup) -> dict[str, Any]:

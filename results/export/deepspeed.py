@@ -98,8 +98,11 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
         }
     if precision == "fp16":
         return {"fp16": {"enabled": True}}
-    if precision == "fp8":
-        setup.note("precision=fp8 has no counterpart here: bf16 is set")
+    if setup.formats.scaling:
+        setup.note(
+            f"precision={precision} has no counterpart here: bf16 is set; before deepspeed.initialize "
+            "torchao.float8.convert_to_float8_training converts your model"
+        )
         return {"bf16": {"enabled": True}}
     return {}
 

@@ -8,7 +8,7 @@ from .target import Target, hashed
 
 CHECKED = ("lightning", "2.6")
 
-_PRECISION = {"bf16": "bf16-mixed", "bf16_pure": "bf16-true", "fp16": "16-mixed", "fp8": "transformer-engine"}
+_PRECISION = {"bf16": "bf16-mixed", "bf16_pure": "bf16-true", "fp16": "16-mixed"}
 
 
 def config(setup: Setup) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def config(setup: Setup) -> dict[str, Any]:
         "devices": setup.hosts.each,
         "num_nodes": setup.hosts.count,
         "strategy": _strategy(setup),
-        "precision": _PRECISION.get(setup.knob("precision"), "32-true"),
+        "precision": _precision(setup),
     }
     if setup.micro_batch is not None:
         trainer["accumulate_grad_batches"] = setup.grad_accum
@@ -31,6 +31,17 @@ def config(setup: Setup) -> dict[str, Any]:
     out: dict[str, Any] = {"trainer": trainer, **_optimizer(setup)}
     _note_the_rest(setup)
     return out
+
+
+def _precision(setup: Setup) -> str:
+    if scaling := setup.formats.scaling:
+        setup.note(
+            f"precision={setup.knob('precision')} is bf16 here with your module's linear layers converted: "
+            "in configure_model(), torchao.float8.convert_to_float8_training(each, "
+            f"config=Float8LinearConfig.from_recipe_name({scaling!r})) of each block"
+        )
+        return "bf16-mixed"
+    return _PRECISION.get(setup.knob("precision"), "32-true")
 
 
 def _strategy(setup: Setup) -> Any:

@@ -89,11 +89,14 @@ def _precision(setup: Setup) -> list[str]:
         )
     if precision == "bf16_pure":
         setup.note("precision=bf16_pure: Megatron keeps fp32 master weights in the optimizer: more memory")
+    if setup.formats.scaling == "rowwise":
+        setup.note(f"precision={precision}: Megatron has no scale a row, so that each tensor has one")
     out = {
         "bf16": ["--bf16"],
         "bf16_pure": ["--bf16"],
         "fp16": ["--fp16"],
-        "fp8": ["--bf16", "--fp8-format hybrid"],
+        "fp8": ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"],
+        "fp8_rowwise": ["--bf16", "--fp8-format e4m3", "--fp8-recipe tensorwise"],
     }.get(precision, [])
     setup.knob("reduce_dtype")
     reduced = setup.formats.reduced if setup.dp > 1 else None

@@ -99,9 +99,15 @@ def _chunks(setup: Setup, give) -> None:
 
 def _precision(setup: Setup, give) -> None:
     precision = setup.knob("precision")
-    if precision in ("fp16", "fp8"):
-        how = "; a Float8LinearConverter in its configuration gives fp8" if precision == "fp8" else ""
-        setup.note(f"precision={precision} has no flag in torchtitan: bfloat16 is set{how}")
+    if precision == "fp16":
+        setup.note("precision=fp16 has no flag in torchtitan: bfloat16 is set")
+    if setup.formats.scaling:
+        only = "" if setup.formats.scaling == "rowwise" else ", with a scale a row, as it has no other"
+        setup.note(
+            f"precision={precision} has no flag in torchtitan: bfloat16 is set; in your CONFIG, "
+            "model_registry(..., converters=[Float8LinearConverter.Config(filter_fqns=['lm_head'], "
+            f"model_compile_enabled={bool(setup.knob('fusion'))})]) gives it{only}"
+        )
     give("training.dtype", {"fp32": "float32", "bf16": "bfloat16"}[setup.formats.weights])
     give("training.mixed_precision_param", "float32" if precision == "fp32" else "bfloat16")
     note_reduction(setup, "torchtitan reduces in float32 only")

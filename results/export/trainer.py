@@ -68,11 +68,13 @@ def _precision(setup: Setup) -> dict[str, Any]:
     precision = setup.knob("precision")
     if precision == "bf16_pure":
         note_pure_bf16(setup)
-    elif precision == "fp8":
+    elif setup.formats.scaling:
         setup.note(
-            "precision=fp8 is accelerate's: launch with the target accelerate's file; bf16 is set here"
+            f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set "
+            "here"
         )
-    return {"bf16": {"bf16": True}, "fp8": {"bf16": True}, "fp16": {"fp16": True}}.get(precision, {})
+    half = setup.formats.autocast
+    return {half: True} if half else {}
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import UsageError, unknown
 from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from ...results.meaning import FLOAT8
 from .hardware_names import DeviceName, device_name
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -102,7 +103,7 @@ class Hardware:
             "bf16": ("bf16", "fp32"),
             "bf16_pure": ("bf16", "fp32"),
             "fp16": ("fp16", "bf16", "fp32"),
-            "fp8": ("fp8", "bf16", "fp16", "fp32"),
+            **dict.fromkeys(FLOAT8, ("fp8", "bf16", "fp16", "fp32")),
         }.get(precision, ("fp32",))
         return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
 

@@ -55,6 +55,7 @@ def shape_space(
     from types import SimpleNamespace
 
     from ...models import parallel
+    from ...models.device import float8_obstacle
     from ...models.families.standard import Support
     from ...models.spaces import micro_batches, precisions, ratios
 
@@ -82,7 +83,7 @@ def shape_space(
         help="share of the blocks that are recomputed",
         monotone_memory=-1,
     )
-    tried = precisions(device, lossy="lossy" in allow)[0]
+    tried = precisions(device, lossy="lossy" in allow, float8=not float8_obstacle(device))[0]
     space.choice("precision", tried, help="number format of the arithmetic")
     space.flag("fusion", help="compile each repeated block")
     together = micro * space["dp"] if devices > 1 else micro

@@ -6,11 +6,12 @@ from typing import Any
 
 from ...errors import UsageError, unknown
 from ...models.parallel import PIPELINES
+from ...results.meaning import FORMATS
 from .constants import PROFILES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
-PRECISIONS = ("fp32", "bf16", "bf16_pure", "fp16", "fp8")
+PRECISIONS = tuple(FORMATS)
 OFFLOADS = ("none", "optimizer")
 _DTYPES = ("fp32", "bf16", "fp16")
 

@@ -25,7 +25,7 @@ def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kern
     lean = fusion or kernels
     b = bytes_of(precision)
     # Under autocast the residual stream and the norms stay fp32, products and attention are half.
-    r = 4 if precision in ("fp32", "bf16", "fp16", "fp8") else 2
+    r = 2 if precision == "bf16_pure" else 4
     h, v = shape.hidden, shape.vocabulary
     block = _block(shape, b, r, attention, lean)
     norm_parameters = h * (2 if shape.biases else 1)

@@ -15,6 +15,7 @@ from ...models import Workload
 from ...models.batches import Step, each_tensor, make_batch
 from ...models.huggingface import Architecture, quiet
 from ...models.skeleton import skeleton
+from ...results.meaning import FORMATS
 from .device_operators import function_mode, unpacked_sequences
 from .recorder import Recorder, Split
 from .trace_record import Trace
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 SAMPLES = 2
 """Samples of the traced batch: with two, what has a batch dimension can be told from what is broadcast over
 it."""
-HALVES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+HALVES = {name: _DTYPES[formats.autocast] for name, formats in FORMATS.items() if formats.autocast}
 """Precisions that are autocast, to what. fp8 is traced as bf16: its products save scales and casts
 besides."""
 

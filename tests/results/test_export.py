@@ -128,10 +128,27 @@ def test_any_combination_of_standard_knobs_can_be_exported(target):
     assert count == (144 if target == "deepspeed" else 192)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16", "fp8", "fp8_rowwise"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
+
+
+@pytest.mark.parametrize(
+    ("target", "tensorwise", "rowwise"),
+    [
+        ("megatron", "--fp8-format hybrid\n  --fp8-recipe tensorwise", "Megatron has no scale a row"),
+        ("torchtitan", "with a scale a row, as it has no other", "model_compile_enabled=False)]) gives it"),
+        ("trainer", "precision=fp8 is accelerate's", "precision=fp8_rowwise is accelerate's"),
+        ("lightning", "from_recipe_name('tensorwise')", "from_recipe_name('rowwise')"),
+        ("deepspeed", "precision=fp8 has no counterpart", "precision=fp8_rowwise has no counterpart"),
+    ],
+)
+def test_8_bits_are_said_in_each_framework_s_words(target, tensorwise, rowwise):
+    for precision, said in (("fp8", tensorwise), ("fp8_rowwise", rowwise)):
+        made = render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT)
+        assert said in made.text + " ".join(made.notes)
+        assert "bf16" in made.text or "bfloat16" in made.text
 
 
 def test_accelerate_shards_as_zero_says():

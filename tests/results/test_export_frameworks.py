@@ -153,6 +153,27 @@ def test_accelerate_loads_its_config(name, tmp_path):
         assert made.dp_replicate_size == config.get("hsdp", 1)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
+def test_accelerate_converts_by_torchao(precision, tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.dataclasses import FP8BackendType
+    from accelerate.utils.launch import setup_fp8_env
+
+    trial = Trial(number=0, config={"micro_batch": 1, "precision": precision}, measurement=None)
+    made = render("accelerate", trial, DOCUMENT)
+    path = tmp_path / "config.yaml"
+    path.write_text(made.text)
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    assert arguments.mixed_precision == "fp8"
+    environment = setup_fp8_env(arguments, {})
+    assert FP8BackendType(environment["ACCELERATE_FP8_BACKEND"]) == FP8BackendType.AO
+    assert environment["ACCELERATE_FP8_PAD_INNER_DIM"] == "True"
+    assert environment["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] == "False"
+    assert ("from_recipe_name('rowwise')" in " ".join(made.notes)) is (precision == "fp8_rowwise")
+
+
 def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from accelerate.commands.config.config_args import load_config_from_file
@@ -585,6 +606,7 @@ MEGATRON_FLAGS = {
     "--bf16": bool,
     "--fp16": bool,
     "--fp8-format": ("e4m3", "hybrid"),
+    "--fp8-recipe": ("delayed", "tensorwise", "mxfp8", "blockwise"),
     "--recompute-granularity": ("full", "selective"),
     "--recompute-method": ("uniform", "block"),
     "--recompute-num-layers": int,

@@ -53,16 +53,16 @@ def test_the_best_without_lossy_values_stands_beside_the_winner(run):
     text = shown(View(run))
     assert "best: trial 2, 200 tokens/s" in text
     differing = "micro_batch=2, precision=bf16\n"
-    assert f"with fp32 master weights: trial 1, 160 tokens/s, 0.80 times the best; {differing}" in text
+    assert f"without lossy values: trial 1, 160 tokens/s, 0.80 times the best; {differing}" in text
     best = yaml.safe_load((run / "best.yaml").read_text())
     assert (best["best"]["trial"], best["best"]["lossy"]) == (2, "precision=bf16_pure")
     assert best["best_exact"]["trial"] == 1 and "lossy" not in best["best_exact"]
     assert best["best_exact"]["configuration"]["precision"] == "bf16"
     notebook = "".join(ElementTree.fromstring(html(trials)).itertext())
-    assert "with fp32 master weights: 160 tokens/s (trial 1)" in notebook
+    assert "without lossy values: 160 tokens/s (trial 1)" in notebook
     head = document(Source.read(run))["headline"]
     assert (head["winner"]["trial"], head["winner"]["lossy"]) == (2, "precision=bf16_pure")
-    assert (head["exact"]["trial"], head["exactness"]) == (1, "with fp32 master weights")
+    assert (head["exact"]["trial"], head["exactness"]) == (1, "without lossy values")
 
 
 def test_where_nothing_else_succeeded_that_is_said(tmp_path, open_run, point, asked, knobs, ok):
@@ -71,7 +71,7 @@ def test_where_nothing_else_succeeded_that_is_said(tmp_path, open_run, point, as
         run.start(point(0, precision="bf16_pure"), sampler="default")
         run.finish(0, ok(200.0))
         assert summary.best_exact(run.trials()) is None
-        assert "with fp32 master weights: none succeeded" in shown(run)
+        assert "without lossy values: none succeeded" in shown(run)
         assert yaml.safe_load(run.write_best(["redline"]).read_text())["best_exact"] is None
 
 
@@ -120,8 +120,8 @@ def test_only_the_values_that_are_named_are_lossy():
     lossy = {"precision": ("bf16_pure", "fp8")}
     assert lossy_in({"precision": "fp8", "tp": 2}, lossy) == ("precision",)
     assert lossy_in({"precision": "bf16"}, lossy) == lossy_in({"tp": 2}, lossy) == ()
-    assert exactness(["precision"]) == "with fp32 master weights"
-    assert exactness(["precision", "kv_bits"]) == "without lossy values"
+    assert exactness(["precision"]) == "without lossy values"
+    assert exactness([]) == ""
 
 
 def test_of_those_without_the_ones_that_were_measured_again_lead():

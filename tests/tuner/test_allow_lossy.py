@@ -1,6 +1,7 @@
 """`--allow lossy`: what trades accuracy for speed is tried only where asked for, and never stands alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import redline as rl
@@ -76,6 +77,24 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
     assert "without hsdp: the 2 devices are on one host" in out
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1, "--allow", "lossy")
     assert "left out" not in out and "bf16_pure is lossy, without fp32 master weights" in out
+
+
+def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
+    _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
+    assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
+    described = resolve_task("llama-tiny", simulated=H100).device
+    lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
+    monkeypatch.setattr("redline.models.device.not_installed", lacking)
+    present = replace(described, features=frozenset())
+    left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
+    alone = "kernels are the loss alone, not modules: no liger_kernel, kernels"
+    for device, said, unsaid in (
+        (described, (left_out,), ("without fp8", alone)),
+        (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
+    ):
+        monkeypatch.setattr("redline.tuner.tuning.detect", lambda device=device: device)
+        _, out, _ = run(capsys, "space", "llama-tiny", "--devices", 1)
+        assert all(each in out for each in said) and not any(each in out for each in unsaid)
 
 
 def test_a_whole_search_names_both_and_keeps_both(tmp_path, capsys):
@@ -159,7 +178,7 @@ def test_an_estimate_names_both():
     assert found.plan.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
     assert alone.plan.best_exact is None and alone.ranked[0].lossy == ()
     said = found.to_dict()
-    assert (said["best"][0]["lossy"], said["best_exact"]["lossy"]) == ("precision=bf16_pure", "")
+    assert (said["best"][0]["lossy"], said["best_exact"]["lossy"]) == ("precision=fp8", "")
 
 
 def test_estimate_prints_both(capsys):
@@ -167,8 +186,8 @@ def test_estimate_prints_both(capsys):
     where = ["--hardware", "h100", "--devices", 2, "--global-batch", 64]
     arguments = [*shape, *where, "--fix", "tp=1", "--top", 1]
     code, out, _ = run(capsys, "estimate", *arguments, "--allow", "lossy")
-    assert code == 0 and "precision=bf16_pure (lossy)" in out
-    (line,) = [each for each in out.splitlines() if each.startswith("with fp32 master weights: ")]
+    assert code == 0 and "precision=fp8 (lossy)" in out
+    (line,) = [each for each in out.splitlines() if each.startswith("without lossy values: ")]
     assert "times the best" in line and "precision=bf16 " in line
     code, out, _ = run(capsys, "estimate", *arguments, "--fix", "precision=bf16_pure")
-    assert "with fp32 master weights: none is predicted to fit" in out
+    assert "without lossy values: none is predicted to fit" in out

@@ -34,9 +34,10 @@ def space(
     allow: tuple[str, ...],
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
+    from ...models.device import DESCRIBED, liger_obstacle
     from ...models.kernels import kernels_obstacle
     from ...models.parallel import no_hsdp
-    from ...models.spaces import lossy_beyond
+    from ...models.spaces import lossy_beyond, without_float8
     from ...space import Space
     from ..task import resolve_task
 
@@ -64,9 +65,17 @@ def space(
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
     if left := lossy_beyond(task.space) if task.workload is not None else ():
         click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
+    if task.workload is not None and task.workload.space is None:
+        knob = task.space.by_name.get("precision")
+        if knob is not None and "fp8" not in (*knob.values, *(knob.others or ())):
+            if why := without_float8(task.workload, task.device):
+                click.echo(f"\nwithout fp8: {why}")
     if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
         why = kernels_obstacle(task.workload).removeprefix("kernels: ")
         click.echo(f"\nwithout kernels: {why}")
+    elif task.device.type == "cuda" and DESCRIBED not in task.device.features:
+        if "kernels" in task.space.by_name and (why := liger_obstacle("cuda")):
+            click.echo(f"\nkernels are the loss alone, not modules: {why}")
     if "zero" in task.space.by_name and "hsdp" not in task.space.by_name and task.workload.space is None:
         click.echo(f"\nwithout hsdp: {no_hsdp(task.devices, task.device)}")
     for note in task.notes:

@@ -1,0 +1,196 @@
+"""Liger-Kernel's Triton kernels in the place of norms, gated feed-forward parts and rotary embeddings.
+
+What a module computes is found out by running it on a few numbers, not by its name: Gemma's norm scales by
+1 + weight, and Llama's, of almost the same name, by weight. Weights, their names and the modules below stay
+the same objects.
+
+Source: Hsu et al., Liger Kernel (2024), https://arxiv.org/abs/2410.10989.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .rounding import departure
+from .schedule import Schedule
+
+CLOSE = 1e-5
+"""What a module may depart by from a formula, relative: far above rounding in float32, far below another
+formula."""
+_ROTARY = "apply_rotary_pos_emb"
+"""What the attention modules of transformers call the function that rotates queries and keys."""
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def replace_modules(sch: Schedule) -> list[str]:
+    """Replaces what Liger has a kernel for at or below a module; call it before anything is cut or traced.
+
+    Returns:
+        The paths of what was replaced.
+    """
+    done = []
+    for path, module in list(sch.module.named_modules()):
+        makers = (make(module) for make in (_rms_norm, _layer_norm, _gated_mlp, _rotating))
+        made = next((each for each in makers if each is not None), None)
+        if made is not None and path:
+            sch[path].replace(made)
+            done.append(path)
+    return done
+
+
+def _rms_norm(old: nn.Module) -> nn.Module | None:
+    """x / sqrt(mean(x**2) + eps) * (offset + weight), over the last dimension."""
+    weight, epsilon = _only_vector(old), getattr(old, "variance_epsilon", getattr(old, "eps", None))
+    if weight is None or not isinstance(epsilon, float):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    # Small, so that epsilon shows.
+    x = 3 * epsilon**0.5 * torch.randn(4, len(weight), generator=generator)
+    w = torch.rand(len(weight), generator=generator) + 0.5
+    run = lambda given: _run(old, given, _parameters={"weight": w})  # noqa: E731
+    found = run(x)
+    for offset in (0.0, 1.0):
+        wanted = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * (offset + w)
+        if departure(wanted, found) < CLOSE:
+            # Llama's norm rounds to the format of the input before it is scaled, Gemma's after.
+            casting = "gemma" if run(x.bfloat16()).dtype == torch.bfloat16 else "llama"
+            from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+            with torch.device(weight.device):
+                # In place its backward would write into a gradient that a residual sum needs as well.
+                return LigerRMSNorm(len(weight), epsilon, offset, casting, in_place=False)
+    return None
+
+
+def _layer_norm(old: nn.Module) -> nn.Module | None:
+    plain = type(old) is nn.LayerNorm and len(old.normalized_shape) == 1
+    return _adopt(LayerNorm, old) if plain and old.weight is not None and old.bias is not None else None
+
+
+def _gated_mlp(old: nn.Module) -> nn.Module | None:
+    """down(act(gate(x)) * up(x)), where the activation is SiLU or the GELU by tanh."""
+    if not set(_PROJECTIONS) <= old._modules.keys() or not _takes_one(old) or old._parameters:
+        return None
+    x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
+    try:
+        found = _run(old, x, _modules={**old._modules, **stand_ins})
+    except (AttributeError, RuntimeError):  # it does more with its projections than to call them
+        return None
+    for act, kind in ((F.silu, SwiGLU), (lambda t: F.gelu(t, approximate="tanh"), GeGLU)):
+        if departure(5 * act(2 * x) * 3 * x, found) < CLOSE:
+            return _adopt(kind, old)
+    return None
+
+
+def _rotating(old: nn.Module) -> nn.Module | None:
+    """An attention module with a copy of its forward in which the rotary embedding is Liger's."""
+    forward = type(old).forward
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    rotate = getattr(forward, "__globals__", {}).get(_ROTARY)
+    if _ROTARY not in names or not isinstance(rotate, FunctionType) or "forward" in old.__dict__:
+        return None
+    given = list(inspect.signature(rotate).parameters)[:4]
+    if given != ["q", "k", "cos", "sin"] or not _rotates_halves(rotate):
+        return None
+    called = {**forward.__globals__, _ROTARY: _rotate}
+    copied = FunctionType(forward.__code__, called, forward.__name__, None, forward.__closure__)
+    copied.__defaults__, copied.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    return _adopt(type(type(old).__name__, (type(old),), {"forward": copied}), old)
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k: (samples, heads, tokens, features), which are written over; cos, sin: (samples or 1, tokens,
+    features)."""
+    from liger_kernel.ops import LigerRopeFunction
+
+    return LigerRopeFunction.apply(q, k, cos, sin, None, unsqueeze_dim)
+
+
+def _rotates_halves(rotate: Callable[..., Any]) -> bool:
+    """Whether a function turns the first half of each head's features against the second, of q and of k."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 3, 5, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
+    angle = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    found = rotate(q, k, cos, sin)
+    wanted = [t * cos[:, None] + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin[:, None] for t in (q, k)]
+    return len(found) == 2 and all(departure(want, each) < CLOSE for want, each in zip(wanted, found))
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm by Liger's kernel."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As its base class."""
+        from liger_kernel.ops import LigerLayerNormFunction
+
+        return LigerLayerNormFunction.apply(input, self.weight, self.bias, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """A feed-forward part gated by SiLU, by Liger's kernel; its backward writes over its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., features); returns as many."""
+        from liger_kernel.ops import LigerSiLUMulFunction
+
+        return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x), 1.0, 1.0))
+
+
+class GeGLU(nn.Module):
+    """The same, gated by GELU in its approximation by tanh."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., features); returns as many."""
+        from liger_kernel.ops import LigerGELUMulFunction
+
+        return self.down_proj(LigerGELUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _Times(nn.Module):
+    """Stands for a projection."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+def _adopt(kind: type[nn.Module], old: nn.Module) -> nn.Module:
+    """A module of another class with the attributes, tensors and children of `old`."""
+    made = kind.__new__(kind)
+    made.__dict__ = dict(vars(old))
+    for name, value in vars(old).items():
+        if isinstance(value, dict):
+            made.__dict__[name] = copy.copy(value)
+    return made
+
+
+def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
+    """What a module's own forward, without hooks, gives with other parameters or children."""
+    twin = _adopt(type(module), module)
+    twin.__dict__.update(attributes)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return type(module).forward(twin, x)
+
+
+def _only_vector(module: nn.Module) -> torch.Tensor | None:
+    """A module's weight, where it is a vector and all that the module has."""
+    weight = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    return weight if alone and weight is not None and weight.dim() == 1 and _takes_one(module) else None
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module's own forward takes one tensor and nothing else."""
+    return "forward" not in module.__dict__ and len(inspect.signature(type(module).forward).parameters) == 2

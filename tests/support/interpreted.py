@@ -1,0 +1,98 @@
+"""A program: runs tiny models with and without Liger's modules, by Triton's interpreter on a CPU.
+
+Prints a line of JSON for each model: what was replaced, and what loss, logits and gradients depart by.
+"""
+
+import copy
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import numpy as np
+import torch
+import triton.language as tl
+from redline.models import numerics
+from redline.schedule import create_schedule, rounding
+from redline.schedule.liger import replace_modules
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
+
+GEMMA = {**numerics.FAMILIES["llama"][1], "head_dim": 8}
+MORE = {"gemma": GEMMA, "gemma2": GEMMA}
+LENGTH = 6
+
+
+def complete():
+    """Gives the interpreter what it lacks: floats as arguments, and functions of CUDA's library."""
+    convert = interpreter._implicit_cvt
+
+    def converted(given):
+        if isinstance(given, float):
+            handle = interpreter.TensorHandle(np.array([given], dtype=np.float32), tl.float32)
+            return tl.tensor(handle, tl.float32)
+        return convert(given)
+
+    interpreter._implicit_cvt = converted
+    libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
+    libdevice.rsqrt = lambda x: tl.rsqrt(x)  # what stands there is found when it is called
+
+
+def model_of(family, seed):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    arguments = MORE[family] if family in MORE else numerics.FAMILIES[family][1]
+    config = AutoConfig.for_model(family, **arguments)
+    torch.manual_seed(seed)
+    kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager")
+    for name, param in model.named_parameters():  # Gemma's norms begin at zero, others at one: all differ
+        if param.dim() == 1:
+            param.data.add_(0.1 * torch.randn_like(param))
+    return model.train()
+
+
+def passed(model, seed):
+    """Loss, logits and gradients of one batch."""
+    tokens = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    out = model(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return float(out.loss), out.logits.detach(), found
+
+
+def compared(family, seed, fault):
+    model = model_of(family, seed)
+    other = copy.deepcopy(model)
+    params = dict(other.named_parameters())
+    done = replace_modules(create_schedule(other))
+    kinds = sorted({type(other.get_submodule(path)).__name__ for path in done})
+    kept = all(param is params[name] for name, param in other.named_parameters())
+    if fault:
+        norm = next(each for each in other.modules() if hasattr(each, "offset"))
+        norm.offset = 1.0 - norm.offset
+    loss, logits, gradients = passed(model, seed)
+    found_loss, found_logits, found = passed(other, seed)
+    over = rounding.largest(gradients)
+    departs = {name: rounding.departure(gradients[name], found[name], over) for name in gradients}
+    return {
+        "family": family,
+        "replaced": done,
+        "kinds": kinds,
+        "kept": kept and list(model.state_dict()) == list(other.state_dict()),
+        "same_names": found.keys() == gradients.keys(),
+        "loss": abs(found_loss - loss) / loss,
+        "logits": rounding.departure(logits, found_logits),
+        "gradient": max(departs.values()),
+        "where": max(departs, key=departs.get),
+        "allowed": rounding.allowance(model, 2 * LENGTH),
+        "loss_allowed": rounding.loss_allowance(rounding.allowance(model, 2 * LENGTH), 2 * LENGTH),
+    }
+
+
+if __name__ == "__main__":
+    complete()
+    seed, fault = int(sys.argv[1]), sys.argv[2] == "fault"
+    for each in sys.argv[3:]:
+        print("RESULT", json.dumps(compared(each, seed, fault)), flush=True)
