@@ -40,6 +40,11 @@ def positive(value: Any) -> bool:
     return count(value) and value > 0
 
 
+def sign(value: Any) -> bool:
+    """-1, 0 or 1"""
+    return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= 1
+
+
 def scalar(value: Any) -> bool:
     """a text, a number, true, false or null"""
     return value is None or isinstance(value, (str, bool)) or number(value)
@@ -63,7 +68,7 @@ _ENVIRONMENT = {
 }
 _KNOB = {
     "name": text, "type": text, "values": [scalar], "default": scalar, "low": number, "high": number, "step": number,
-    "powers_of_two": flag, "when": rule, "help": text, "others": [scalar], "monotone_memory": text,
+    "powers_of_two": flag, "when": rule, "help": text, "others": [scalar], "monotone_memory": sign,
 }  # fmt: skip
 REQUEST: Shape = {
     "format": count,

@@ -6,8 +6,12 @@ import multiprocessing.connection
 import os
 import re
 import signal
+import sys
 import tempfile
 import traceback
+
+# torchao and Liger-Kernel, see the Makefile; before transformers looks for them.
+sys.path.append(os.path.join(sys.prefix, "beside"))
 
 import cloudpickle
 import numeric

@@ -9,6 +9,7 @@ import os
 import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+sys.path.append(os.path.join(sys.prefix, "beside"))  # see the Makefile
 
 import numpy as np
 import torch

@@ -92,7 +92,7 @@ def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypa
         (described, (left_out,), ("without fp8", alone)),
         (present, ("without fp8: no torchao, fp8", alone), ("precision=fp8",)),
     ):
-        monkeypatch.setattr("redline.tuner.tuning.detect", lambda device=device: device)
+        monkeypatch.setattr("redline.tuner.task.detect", lambda device=device: device)
         _, out, _ = run(capsys, "space", "llama-tiny", "--devices", 1)
         assert all(each in out for each in said) and not any(each in out for each in unsaid)
 
