@@ -15,6 +15,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._file import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
 
 from ..errors import StudyError
+from ..interrupts import late_interrupts
 from .files import Reserve, open_plain, write_all
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -91,7 +92,8 @@ class Journal(JournalFileBackend):
 
     def _append(self, records: list[dict[str, Any]], *, durable: bool = False) -> None:
         data = b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in records)
-        with get_lock_file(self._lock), open_plain(Path(self._file_path), _APPEND) as file:
+        # An interrupt between the steps by which Optuna gives its lock back would be an error of its own there.
+        with late_interrupts(), get_lock_file(self._lock), open_plain(Path(self._file_path), _APPEND) as file:
             size = file.seek(0, os.SEEK_END)
             try:
                 write_all(file, data)

@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import time
 
 import optuna
 import pytest
 from redline.errors import StudyError
 from redline.results import Ledger
-from redline.results.journal import Journal, repair
+from redline.results.journal import RENAME_FILE_SUFFIX, Journal, repair
 
 
 @pytest.fixture
@@ -174,3 +175,28 @@ def test_a_relative_path_works_from_wherever_the_process_goes(
     ledger.start(point(0), sampler="tpe")
     ledger.close()
     assert len(Ledger.load(tmp_path / "study.log").trials()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_lock_is_given_back_comes_when_it_is(tmp_path, monkeypatch, make_config, number):
+    ledger = Ledger.open(tmp_path / "study.log", name="a", metadata={}, knobs={"tp": (0, 1)}, make_config=make_config)
+    unlink = os.unlink
+
+    def interrupted(path, **more):
+        unlink(path, **more)
+        if str(path).endswith(RENAME_FILE_SUFFIX):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(os, "unlink", interrupted)
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ledger.start(make_config({"tp": 0}), sampler="tpe")
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    monkeypatch.undo()
+    ledger.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["study.log"]
+    (kept,) = Ledger.load(tmp_path / "study.log", make_config=make_config).trials()
+    assert kept.pending

@@ -1,7 +1,6 @@
 """Keeps what a library does to the process from outliving the call."""
 
 import random
-import signal
 import sys
 import threading
 import warnings
@@ -10,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from typing import Any
 
 import numpy as np
+
+from ...interrupts import late_interrupts
 
 _TURN = threading.Lock()  # two at once would put back each other's state
 
@@ -29,7 +30,7 @@ def contained(seed: int) -> Iterator[None]:
         # A default device that is the CPU already costs time per call when it is set once more.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         muted = redirect_stdout(_MutedThread())
-        with _late_interrupt(), one_thread(), device, warnings.catch_warnings(), muted:
+        with late_interrupts(), one_thread(), device, warnings.catch_warnings(), muted:
             warnings.simplefilter("ignore")
             random.seed(seed)
             np.random.seed(seed)
@@ -66,25 +67,6 @@ def one_blas_thread() -> AbstractContextManager[object]:
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(limits=1, user_api="blas")
-
-
-@contextmanager
-def _late_interrupt() -> Iterator[None]:
-    """Holds Ctrl-C back until the end, where its handler is Python's own and this is the main thread."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
 
 
 class _MutedThread:

@@ -1,0 +1,30 @@
+"""Signals that have to wait."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def late_interrupts() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back until the end, where Python handles them and this is the main thread.
+
+    What must not be torn is done within: a handler raises wherever it is called, also between the steps by which a
+    lock is given back.
+    """
+    held: list[tuple[int, FrameType | None]] = []
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    before[number] = handler
+                    signal.signal(number, lambda number, frame: held.append((number, frame)))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            before[held[0][0]](*held[0])
