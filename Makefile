@@ -18,9 +18,9 @@ tune: $(STAMP)
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m "not slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 
-# Whole commands in whole terminals and clusters, which rarely fail: some twenty minutes.
+# Whole commands in whole terminals and clusters, which rarely fail: some twelve minutes on two cores.
 test-slow: $(TEST_STAMP)
-	$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 
 # Every combination of what `make test` and `make test-slow` try some of: hours.
 test-exhaustive: $(TEST_STAMP)
