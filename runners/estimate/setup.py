@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import UsageError, unknown
 from ...models.parallel import PIPELINES
-from ...results.meaning import FORMATS
+from ...results.meaning import BUCKET_MIB, FORMATS
 from .constants import PROFILES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
@@ -82,8 +82,8 @@ class TrainingSetup:
     bucket_copy: bool = False
     """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them
     unless gradients are views into them."""
-    bucket_mib: float = 25.0
-    """Size of a gradient bucket, MiB: the default of torch's DistributedDataParallel."""
+    bucket_mib: float = BUCKET_MIB
+    """Size of a gradient bucket, MiB."""
     recompute_attention: bool = False
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
     reported_rank: str = "fullest"

@@ -15,6 +15,7 @@ from redline.orders import ORDERS
 from redline.results import Measurement, Status, Trial
 from redline.results.export import render
 from redline.results.meaning import (
+    BUCKET_MIB,
     EXCHANGES,
     FORMATS,
     SUMMED,
@@ -29,6 +30,7 @@ from redline.runners.estimate.hardware import find_hardware
 from redline.runners.estimate.stages import cut
 from redline.schedule import create_schedule
 from redline.schedule.planned import PlannedMesh
+from redline.schedule.replicas import BUCKET_BYTES
 
 CONFIG = {"dp": 2, "micro_batch": 4, "grad_accum": 1, "precision": "bf16"}
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000}
@@ -267,3 +269,8 @@ def test_without_a_name_the_order_is_one_that_the_micro_batches_allow():
 
 def test_more_is_cut_with_every_stage():
     assert [len(each.cut) for each in EXCHANGES.values()] == [0, 1, 2, 3]
+
+
+def test_buckets_are_of_one_size():
+    # The language stands beside the results, and neither may import the other.
+    assert BUCKET_BYTES == BUCKET_MIB * 2**20 == TrainingSetup().bucket_mib * 2**20

@@ -112,16 +112,16 @@ class Tried:
 
     def __init__(self) -> None:
         self._configs: set[Config] = set()
-        self._last: Config | None = None
-        self._count = 0
+        self._looked_at: list[Trial] = []
 
     def of(self, trials: Sequence[Trial]) -> set[Config]:
         """The configurations of these trials. Where they do not go on from those of the last call, all are new."""
-        if self._count > len(trials) or (self._count and trials[self._count - 1].config is not self._last):
-            self.__init__()
-        self._configs.update(trial.config for trial in trials[self._count :])
-        self._count = len(trials)
-        self._last = trials[-1].config if trials else None
+        known = len(self._looked_at)
+        if known and (known > len(trials) or trials[known - 1].config is not self._looked_at[-1].config):
+            self._configs.clear()
+            known = 0
+        self._configs.update(trial.config for trial in trials[known:])
+        self._looked_at = list(trials)
         return self._configs
 
 
