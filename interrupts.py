@@ -1,4 +1,4 @@
-"""Signals that have to wait."""
+"""Signals that ask for the end, and what has to wait for them."""
 
 import signal
 import threading
@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a request to end, and a terminal that went away."""
+
+
 @contextmanager
 def late_interrupts() -> Iterator[None]:
-    """Holds Ctrl-C and SIGTERM back until the end, where Python handles them and this is the main thread.
+    """Holds these back until the end, where Python handles them and this is the main thread.
 
     What must not be torn is done within: a handler raises wherever it is called, also between the steps by which a
     lock is given back.
@@ -18,7 +22,7 @@ def late_interrupts() -> Iterator[None]:
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in ENDING:
                 if callable(handler := signal.getsignal(number)):
                     before[number] = handler
                     signal.signal(number, lambda number, frame: held.append((number, frame)))

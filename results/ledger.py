@@ -244,6 +244,19 @@ class Ledger:
             self._trials[trial.number] = trial
         return trial
 
+    def attempt(self, number: int, attempts: int) -> Trial:
+        """The pending trial `number` as one begun so often, stored before this returns.
+
+        Raises:
+            StudyError: there is no such pending trial, or it cannot be stored.
+        """
+        with self._lock, contained(self._where):
+            self._writable()
+            trial = self._known(number)
+            self._storage.set_trial_user_attr(self._ids[number], "attempts", attempts)
+            self._trials[number] = replace(trial, attempts=attempts)
+            return self._trials[number]
+
     def finish(self, number: int, measurement: Measurement) -> Trial:
         """The pending trial `number` with its outcome, stored before this returns.
 

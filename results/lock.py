@@ -14,7 +14,7 @@ from .files import cannot_write
 
 
 class FolderLock:
-    """Holds `<folder>/.lock` by flock(2) until `release`, or until the process is gone.
+    """Holds a file in the folder by flock(2) until `release`, or until the process is gone.
 
     A fork would share the lock and keep it after its parent was killed; forks made by Python let go of it.
 
@@ -22,8 +22,8 @@ class FolderLock:
         StudyError: another process holds it (which one), or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
+    def __init__(self, folder: Path, name: str = ".lock") -> None:
+        self.path = folder / name
         self._fd = -1
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)

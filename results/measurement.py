@@ -48,6 +48,9 @@ class RankReport:
     allocation_retries: int = 0
     """CUDA: times the allocator had to flush its cache to go on; above 0 the trial ran close to OOM."""
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 _TEXTS = frozenset({"reason", "unit", "log"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
@@ -55,6 +58,8 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON has no word for."""
 _NESTED = frozenset({"ranks", "probe"})
 _MOST_RANKS = 1 << 16
+_LONGEST_TEXT = 10_000
+"""Characters of a text that are kept."""
 
 
 @cache
@@ -75,36 +80,49 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(cls: type, data: Any) -> dict[str, Any]:
-    """The fields of `cls` in `data`, each of its type; nested ones as they are.
+    """The fields of `cls` in `data`, with numbers for the words that JSON has in their place.
+
+    Raises:
+        UsageError: it is no mapping, or has no status.
+    """
+    if not isinstance(data, Mapping):
+        raise UsageError(f"a measurement is a mapping, but got {shown(data)}")
+    if "status" not in data:
+        raise UsageError("the measurement has no status")
+    values = {name: data[name] for name in _names(cls) if name in data}
+    for name, value in values.items():
+        if isinstance(value, str) and value in _WORDS and name not in _TEXTS:
+            values[name] = _WORDS[value]
+    return values
+
+
+def _check(made: Any) -> None:
+    """Has every field of a measurement or a rank's report be of its type, whoever made it: numbers of numpy and torch
+    become Python's, and texts are cut where they are endless.
 
     Raises:
         UsageError: a field is of another type.
     """
-    if not isinstance(data, Mapping):
-        raise UsageError(f"a measurement is a mapping, but got {shown(data)}")
-    values: dict[str, Any] = {}
-    for name in _names(cls):
-        if name not in data:
-            continue
-        value = data[name]
+    for name in _names(type(made)):
+        value = given = getattr(made, name)
         if name == "status":
+            # Whoever measures by a function of their own writes "ok", and means Status.OK.
             if not isinstance(value, str) or value not in list(Status):
-                raise UsageError(unknown("status", shown(value), Status))
+                raise UsageError(unknown("status", shown(value).strip("'"), Status))
             value = Status(value)
         elif name in _TEXTS:
             if not isinstance(value, str):
                 raise UsageError(f"{name} must be a text, but got {shown(value)}")
+            value = value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
         elif name not in _NESTED and value is not None:
             value = _number(name, value)
-        values[name] = value
-    if "status" not in values:
-        raise UsageError("the measurement has no status")
-    return values
+        if value is not given:
+            object.__setattr__(made, name, value)
 
 
 def _number(name: str, value: Any) -> float | int:
-    if isinstance(value, str) and value in _WORDS:
-        value = _WORDS[value]
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
     if name in _COUNTS:
         if not count(value):
             raise UsageError(f"{name} must be a whole number, but got {shown(value)}")
@@ -174,11 +192,11 @@ class Measurement:
     """One report a rank that got to report."""
 
     def __post_init__(self) -> None:
-        # Whoever measures by a function of their own writes "ok", and means Status.OK.
-        if not isinstance(self.status, Status):
-            if self.status not in list(Status):
-                raise UsageError(unknown("status", self.status, Status))
-            object.__setattr__(self, "status", Status(self.status))
+        _check(self)
+        if not isinstance(self.probe, Probe | None):
+            raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shown(self.probe)}")
+        if not isinstance(self.ranks, tuple) or not all(isinstance(each, RankReport) for each in self.ranks):
+            raise UsageError(f"ranks must be a tuple of RankReport, but got {shown(self.ranks)}")
 
     @property
     def ok(self) -> bool:
@@ -245,6 +263,8 @@ class Trial:
     """The `Config` that is tried."""
     sampler: str = ""
     """Who proposed it: a sampler's name, `default`, or `user`."""
+    attempts: int = 1
+    """How often it was begun, by processes that ended with it and by the one that has it now."""
     predicted_throughput: float | None = None
     """Estimated throughput before the run, in the measurement's unit."""
     predicted_memory_mib: float | None = None

@@ -14,7 +14,7 @@ from ..reading import Refused, parse_json
 from .again import judged
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Trial
-from .schema import number, scalar, shown
+from .schema import count, number, scalar, shown
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -31,7 +31,7 @@ _CREATE_STUDY, _DELETE_STUDY, _STUDY_ATTRIBUTE = 0, 1, 2
 _CREATE_TRIAL, _STATE, _TRIAL_ATTRIBUTE = 4, 6, 8
 _KNOWN = range(11)
 _FINISHED = (1, 2, 3)  # optuna.trial.TrialState: COMPLETE, PRUNED, FAIL
-_KEPT = frozenset({"config", "sampler", "predicted_throughput", "predicted_memory_mib", "measurement"})
+_KEPT = frozenset({"config", "sampler", "attempts", "predicted_throughput", "predicted_memory_mib", "measurement"})
 
 
 @dataclass(slots=True)
@@ -218,6 +218,9 @@ def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy:
     sampler = entry.attributes.get("sampler", "")
     if not isinstance(sampler, str):
         raise UsageError(f"its sampler is {shown(sampler)}")
+    attempts = entry.attributes.get("attempts", 1)
+    if not count(attempts):
+        raise UsageError(f"its number of attempts is {shown(attempts)}")
     outcome = entry.attributes.get("measurement")
     measurement = Measurement.from_dict(outcome) if outcome else None
     if measurement is not None and measurement.ok and not number(measurement.throughput):
@@ -227,6 +230,7 @@ def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy:
         number=entry.number,
         config=config,
         sampler=sampler,
+        attempts=attempts,
         measurement=measurement,
         lossy=lossy_in(config, lossy),
         **predicted,

@@ -239,6 +239,10 @@ class RunFolder:
         """The trials to be run (again) under their numbers: those in flight when the run was interrupted."""
         return self.ledger.pending()
 
+    def attempt(self, number: int, attempts: int) -> Trial:
+        """The pending trial `number` as one begun so often (see `Ledger.attempt`)."""
+        return self.ledger.attempt(number, attempts)
+
     def log_name(self, number: int) -> str:
         """Path of a trial's log relative to the folder, as `Measurement.log` keeps it."""
         return f"{LOGS}/{number}.log"

@@ -1,16 +1,17 @@
 """The host agent: a fork server that has imported torch and transformers but never touched a device.
 
-Run as `python -m redline.runners.agent FD`, where FD is its end of a connection to the process that starts
-it. By that it gets its set-up and says when it is ready; standard output is for whatever the modules that it
-imports print there, and goes to its log. It listens on a Unix socket and forks a supervisor for every client.
-It ends, with everything it started, when the connection closes: when the process that started it ends, however
-that happens. Until then it can be told of more to import.
+Run as `python -m redline.runners.agent FD FOLDER` (see `Companion`). By the connection it gets its set-up and
+says when it is ready; standard output is for whatever the modules that it imports print there, and goes to its
+log. It listens on a Unix socket in the folder and forks a supervisor for every client. It ends, with everything it
+started, when the connection closes: when the process that started it ends, however that happens. Until then it
+can be told of more to import.
 """
 
 import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import sys
 import traceback
@@ -22,12 +23,14 @@ from multiprocessing.connection import Connection, Listener
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
 
+SOCKET = "socket"
+"""Where in its folder it listens."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentSetup:
     """What a host agent is started with."""
 
-    address: str
-    """Path of its Unix socket."""
     sys_path: tuple[str, ...] = ()
     """The import path of the process that started it."""
     imports: tuple[str, ...] = ("torch", "transformers")
@@ -44,7 +47,7 @@ class MoreImports:
 
 def main() -> None:
     """Serves until whoever started it hangs up."""
-    starter = Connection(int(sys.argv[1]))
+    starter, folder = Connection(int(sys.argv[1])), sys.argv[2]
     os.set_inheritable(starter.fileno(), False)
     setup: AgentSetup = starter.recv()
     sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
@@ -53,12 +56,13 @@ def main() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _telling(starter):
         _import(setup.imports)
-        listener = Listener(setup.address, "AF_UNIX", backlog=128)
+        listener = Listener(os.path.join(folder, SOCKET), "AF_UNIX", backlog=128)
     starter.send({"ready": os.getpid()})
     try:
         _serve(listener, starter)
     finally:
         kill_descendants()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -117,7 +121,7 @@ def _fork_supervisor(client: Connection, listener: Listener, starter: Connection
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         listener._listener._socket.close()
         starter.close()
-        _supervise(client)
+        _supervise(client, os.path.dirname(listener.address))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -127,14 +131,14 @@ def _fork_supervisor(client: Connection, listener: Listener, starter: Connection
     return 0, 0
 
 
-def _supervise(client: Connection) -> None:
+def _supervise(client: Connection, folder: str) -> None:
     from .supervisor import Supervisor
 
     try:
         job = client.recv()
     except EOFError:
         return
-    outcome = Supervisor(job, client).run()
+    outcome = Supervisor(job, client, folder).run()
     if outcome is not None:
         try:
             client.send(outcome)

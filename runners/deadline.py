@@ -21,13 +21,16 @@ class Deadline:
     _compiled: float = 0.0
     _since: float | None = None
 
-    def compiling(self, yes: bool, now: float) -> None:
-        """Takes note of whether any rank compiles from now on."""
-        if yes and self._since is None:
+    def compiling(self, yes: bool, now: float) -> bool:
+        """Takes note of whether any rank compiles from now on; whether that is news."""
+        if yes == self.in_compilation:
+            return False
+        if yes:
             self._since = now
-        elif not yes and self._since is not None:
+        else:
             self._compiled += now - self._since
             self._since = None
+        return True
 
     @property
     def in_compilation(self) -> bool:

@@ -68,7 +68,7 @@ class DryRunner(Runner):
             "devices": self.terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
-            "log": f"logs/{request.log.name}" if request.log else "",
+            "log": request.log_name,
         }
         return self.work.measurement(request, self.terms, outcome, known)
 

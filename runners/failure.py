@@ -54,6 +54,14 @@ _PEER_LOST = re.compile(
 _WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says; its own way of saying it may fail as well."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"(what it says cannot be printed: {type(failed).__name__})"
+
+
 def is_oom(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, says that memory ran out."""
     return any(_says_oom(each) for each in _chain(error))
@@ -67,7 +75,7 @@ def _says_oom(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(text_of(error)))
 
 
 def is_thread_refused(error: BaseException) -> bool:
@@ -75,13 +83,13 @@ def is_thread_refused(error: BaseException) -> bool:
 
     That may be for want of memory or of a further thread's number; the exception does not tell.
     """
-    return any(isinstance(each, RuntimeError) and _NO_THREAD.search(str(each)) for each in _chain(error))
+    return any(isinstance(each, RuntimeError) and _NO_THREAD.search(text_of(each)) for each in _chain(error))
 
 
 def requested_mib(error: BaseException) -> float | None:
     """How much memory the failed allocation asked for, where the message says so, MiB."""
     for each in _chain(error):
-        match = _REQUESTED.search(str(each))
+        match = _REQUESTED.search(text_of(each))
         if match:
             return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB
     return None
@@ -90,16 +98,16 @@ def requested_mib(error: BaseException) -> float | None:
 def is_peer_lost(error: BaseException) -> bool:
     """Whether an exception comes from a collective whose other side went away."""
     return any(
-        isinstance(each, (RuntimeError, OSError)) and bool(_PEER_LOST.search(str(each))) for each in _chain(error)
+        isinstance(each, (RuntimeError, OSError)) and bool(_PEER_LOST.search(text_of(each))) for each in _chain(error)
     )
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """`Type: message` of an exception on one line."""
     # torch.distributed.pipelining wraps what a stage raises in the shapes of its arguments.
-    if error.__cause__ is not None and _WRAPPED.search(str(error)):
+    if error.__cause__ is not None and _WRAPPED.search(text_of(error)):
         return one_line(error.__cause__, limit)
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 1] + "…"
 

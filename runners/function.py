@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ..results import Measurement, Status
 from ..space import Config
 from . import failure
 from .job import Job, Outcome
+from .log import LogFile
 from .runner import Runner, TrialRequest
 from .work import Work
 
@@ -101,6 +102,7 @@ class FunctionRunner(Runner):
     """
 
     name = "function"
+    isolated = False
     confirms = False
 
     def __init__(self, function: Callable[[Config], Any]) -> None:
@@ -110,7 +112,7 @@ class FunctionRunner(Runner):
         started, begin = time.time(), time.perf_counter()
         try:
             measured = _read(self._function(request.config))
-        except Exception as error:  # every way a candidate can fail is its outcome
+        except (Exception, SystemExit) as error:  # every way a candidate can fail is its outcome
             measured = _failed(error, request)
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
 
@@ -136,7 +138,7 @@ def _read(value: Any) -> Measurement:
         UsageError: it is neither a number nor a measurement.
     """
     if isinstance(value, Measurement):
-        return value
+        return _sound(value)
     number = value
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         number = value.item()  # a tensor or an array of one number without dimensions
@@ -151,17 +153,28 @@ def _read(value: Any) -> Measurement:
     return Measurement(status=Status.OK, throughput=float(number))
 
 
+def _sound(measured: Measurement) -> Measurement:
+    """A measurement of somebody's own: `wrong` where it is `ok` with a throughput that is none, and without any other
+    number that is not finite."""
+    senseless = {
+        each.name: None
+        for each in fields(Measurement)
+        if isinstance(number := getattr(measured, each.name), float) and not math.isfinite(number)
+    }
+    if measured.ok and (measured.throughput is None or "throughput" in senseless):
+        reason = f"the callable returned an ok measurement with throughput={measured.throughput}"
+        measured = replace(measured, status=Status.WRONG, reason=reason)
+    return replace(measured, **senseless) if senseless else measured
+
+
 def _completed(measured: Measurement, **known: Any) -> Measurement:
     """A measurement with what it does not say itself."""
     return replace(measured, **{name: value for name, value in known.items() if not getattr(measured, name)})
 
 
-def _failed(error: Exception, request: TrialRequest) -> Measurement:
-    log = ""
-    if request.log is not None:
-        request.log.parent.mkdir(parents=True, exist_ok=True)
-        request.log.write_text("".join(traceback.format_exception(error)))
-        log = f"logs/{request.log.name}"
+def _failed(error: BaseException, request: TrialRequest) -> Measurement:
+    with LogFile(request.log) as log:
+        log.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
     status = Status.OOM if failure.is_oom(error) else Status.CRASH
     needed = failure.requested_mib(error) if status is Status.OOM else None
-    return Measurement(status=status, reason=failure.one_line(error), peak_memory_mib=needed, log=log)
+    return Measurement(status=status, reason=failure.one_line(error), peak_memory_mib=needed, log=request.log_name)

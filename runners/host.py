@@ -1,23 +1,26 @@
 """The client's side of a host agent."""
 
-import contextlib
 import os
-import shutil
 import socket
-import subprocess
+import struct
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..errors import RunnerError
+from ..results import Status
 from . import failure
-from .agent import AgentSetup, MoreImports
-from .job import STOP, Job, Outcome
+from .agent import SOCKET, AgentSetup, MoreImports
+from .companion import Companion
+from .deadline import Deadline
+from .job import STOP, Begun, Compiling, Job, Outcome
+from .process import kill_tree
+from .scratch import sweep
 
 PLAIN_IMPORTS = (
     "torch",
@@ -36,6 +39,12 @@ STARTS = 3
 """How often an agent is started that dies before it is ready."""
 POLL_S = 0.5
 """How often it is looked whether a starting agent still lives, s."""
+BEGIN_S = 30.0
+"""How long an agent has to begin with a job, and one that starts may stand stopped, s."""
+CLOSE_S = 15.0
+"""How long an agent may take to end, s."""
+ANSWER_S = 20.0
+"""After a trial's deadline: how long its supervisor has to end it and to answer, s."""
 
 
 class HostAgent:
@@ -54,41 +63,19 @@ class HostAgent:
         self._failure: RunnerError | None = None
         self._running: dict[str, Connection] = {}
         self._stopped: set[str] = set()
+        sweep()
         self._start()
 
     def _start(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="redline-agent-")
         self._awaited = 1  # answers that it owes, one for each time it is told what to import
-        setup = AgentSetup(
-            address=os.path.join(self._folder, "socket"),
-            sys_path=tuple(os.path.abspath(each) for each in sys.path),
-            imports=self._imports,
-        )
-        self._address = setup.address
-        # A connection of its own: whatever is imported may print to standard output, or read standard input.
-        self._control, theirs = Pipe()
-        with theirs, open(os.path.join(self._folder, "log"), "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "redline.runners.agent", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
-                # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            )
-        self._send(setup)
-
-    def _send(self, what: AgentSetup | MoreImports) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, which `wait_ready` finds
-            self._control.send(what)
+        self._process = Companion("redline.runners.agent", "agent")
+        self._address = str(self._process.folder / SOCKET)
+        sys_path = tuple(os.path.abspath(each) for each in sys.path)
+        self._process.send(AgentSetup(sys_path=sys_path, imports=self._imports))
 
     def _restart(self) -> None:
         """Starts another agent in the place of one that has ended."""
-        self._control.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._process.close(0)
         self._start()
 
     @property
@@ -103,7 +90,7 @@ class HostAgent:
             if new:
                 self._imports += new
                 self._awaited += 1
-                self._send(MoreImports(imports=new))
+                self._process.send(MoreImports(imports=new))
 
     def wait_ready(self) -> None:
         """Returns when the agent takes jobs. One that dies before is started again, `STARTS` times in all.
@@ -114,16 +101,16 @@ class HostAgent:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if not self._awaited and not self._closed and self._process.poll() is not None:
+            if not self._awaited and not self._closed and not self._process.running:
                 self._restart()
             starts = 1
             while self._awaited and not self._closed:
                 said = self._first_words()
                 if said is None and not self._closed:
-                    how = failure.ended(self._reaped())
+                    how = failure.ended(self._process.ended())
                     if starts == STARTS:
                         what = f"the host agent died {STARTS} times before it was ready ({how})"
-                        raise RunnerError(self._why(what))
+                        raise RunnerError(self._process.with_last_words(what))
                     starts += 1
                     self._restart()
                 elif said is not None and "error" in said:
@@ -138,38 +125,53 @@ class HostAgent:
 
     def _first_words(self) -> dict[str, Any] | None:
         """What the agent says of its start; None if it died before."""
+        connection = self._process.connection
+        ran = time.monotonic()
         try:
             # A process that an import left behind may hold the other end, so its closing is not waited for.
-            while not self._control.poll(POLL_S):
-                if self._process.poll() is not None and not self._control.poll():
+            while not connection.poll(POLL_S):
+                if not self._process.running and not connection.poll():
                     return None
-            return self._control.recv()
+                now = time.monotonic()
+                ran = ran if _is_stopped(self.pid) else now
+                if now - ran > BEGIN_S:
+                    self._process.kill()
+            return connection.recv()
         except (EOFError, ConnectionError):
             return None
 
     def run(self, job: Job, key: str = "") -> Outcome:
         """The outcome of a job; blocks until it ended. With a key it can be stopped.
 
+        What should answer and does not is ended, and `timeout` is what came of a job whose supervisor that was.
+
         Raises:
             RunnerError: the agent or the trial's supervisor was lost.
         """
         self.wait_ready()
+        agent = self._process
         try:
             with Client(self._address, "AF_UNIX") as connection:
+                _bound_sending(connection, BEGIN_S)
                 connection.send(job)
                 with self._lock:
                     self._running[key] = connection
                     if key in self._stopped:
                         connection.send(STOP)
                 try:
-                    return connection.recv()
+                    outcome = _answer(connection, job)
                 finally:
                     with self._lock:
                         self._running.pop(key, None)
                         self._stopped.discard(key)
+        except (TimeoutError, BlockingIOError) as error:
+            agent.kill()
+            what = f"the host agent took no job within {BEGIN_S:g} s and was ended"
+            raise RunnerError(agent.with_last_words(what)) from error
         except (EOFError, OSError) as error:
             what = "closed" if self._closed else f"lost ({type(error).__name__})"
-            raise RunnerError(self._why(f"the host agent was {what} during a trial")) from error
+            raise RunnerError(agent.with_last_words(f"the host agent was {what} during a trial")) from error
+        return outcome
 
     def stop(self, key: str) -> None:
         """Ends the job of this key, also one that has not arrived yet; `run` returns what was known of it."""
@@ -187,23 +189,41 @@ class HostAgent:
         self._end()
 
     def _end(self) -> None:
-        # What the agent takes as its end, and a thread that waits for its first words as well.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._control.fileno())) as control:
-            control.shutdown(socket.SHUT_RDWR)
         if self._awaited:  # it hears nothing while it imports
-            self._process.terminate()
-        self._reaped(timeout_s=15)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self._process.process.terminate()
+        self._process.close(CLOSE_S)
 
-    def _reaped(self, timeout_s: float = 5) -> int:
-        """How the agent ended, after it hung up or was hung up on; one that stays is killed."""
-        try:
-            return self._process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
 
-    def _why(self, what: str) -> str:
-        path = Path(self._folder, "log")
-        words = path.read_text(errors="replace").strip() if path.exists() else ""
-        return f"{what}\n{words[-2000:]}" if words else what
+def _answer(connection: Connection, job: Job) -> Outcome:
+    """What is said of a job, waited for no longer than it can take.
+
+    Raises:
+        TimeoutError: the agent did not begin with it.
+    """
+    if not connection.poll(BEGIN_S):
+        raise TimeoutError
+    begun: Begun = connection.recv()
+    deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
+    while True:
+        left = None if job.timeout_s is None else max(0.0, deadline.at + ANSWER_S - time.monotonic())
+        if not connection.poll(left):
+            kill_tree(begun.supervisor)
+            silent = f"its supervisor said nothing for {ANSWER_S:g} s more and was ended"
+            return Outcome(status=Status.TIMEOUT, reason=f"{deadline.reason}; {silent}")
+        said: Compiling | Outcome = connection.recv()
+        if isinstance(said, Outcome):
+            return said
+        deadline.compiling(said.yes, time.monotonic())
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def _bound_sending(connection: Connection, seconds: float) -> None:
+    """Has sends fail with BlockingIOError that nobody takes for so long (`man 7 socket`, SO_SNDTIMEO)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))

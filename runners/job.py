@@ -65,6 +65,22 @@ class Job:
         return self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The first that a client hears of its job."""
+
+    supervisor: int
+    """Process that answers for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """Told whenever it changes, as compilation does not count towards the deadline."""
+
+    yes: bool
+    """Whether any rank of the job compiles from now on."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOutcome:
     """How one rank ended."""

@@ -39,6 +39,8 @@ class LogFile:
             self._put(data[: self._room])
             data, self._room = data[self._room :], max(0, self._room - len(data))
         if data:
+            self._left_out += max(0, len(data) - self._tail_room)
+            data = data[-self._tail_room :]
             self._tail.append(data)
             self._tail_size += len(data)
             while self._tail_size - len(self._tail[0]) >= self._tail_room:

@@ -61,6 +61,22 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
         time.sleep(0.001)
 
 
+def kill_tree(pid: int) -> None:
+    """Kills a process and all its descendants, stopped ones as well; none can fork while the others are found."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):  # it ended meanwhile, and what it had started is another's now
+        found = [psutil.Process(pid)]
+        while found:
+            for each in found:
+                with contextlib.suppress(psutil.Error):
+                    each.suspend()
+            tree += found
+            found = [each for each in tree[0].children(recursive=True) if each not in tree]
+    for each in reversed(tree):
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+
+
 def reap() -> bool:
     """Collects the children that have ended; whether there are any left.
 

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,11 +14,14 @@ from ..errors import RunnerError
 from ..results import Status
 from .host import HostAgent
 from .job import Job, Outcome, Rendezvous
+from .scratch import Scratch
 
 ECHO_S = 0.5
 """After the first host's failure: how long others may report theirs, to tell the cause from its echoes."""
 PORTS = range(20_000, 32_768)
 """Where ranks of several hosts meet: above the ports of Ray's workers, below those of outgoing connections."""
+CLOSE_S = 10.0
+"""How long agents may take to end, s."""
 STOP_S = 10.0
 """After being told to stop: how long a host may take to clean up and answer."""
 
@@ -58,14 +60,21 @@ class HostActor:
         job = replace(job, device_ids=ids)
         if not send_log or job.log is None:
             return self._agent.run(job, key), b""
-        with tempfile.TemporaryDirectory(prefix="redline-log-") as folder:
-            path = Path(folder, "log")
+        with Scratch("log") as folder:
+            path = folder / "log"
             outcome = self._agent.run(replace(job, log=str(path)), key)
             return outcome, path.read_bytes() if path.exists() else b""
 
     def stop(self, key: str) -> None:
         """Ends the job of this key; its `run` then returns what was known."""
         self._agent.stop(key)
+
+    def answer(self) -> None:
+        """Shows that the host lives."""
+
+    def close(self) -> None:
+        """Ends the agent with all it started."""
+        self._agent.close()
 
 
 def free_port(address: str) -> int:
@@ -143,13 +152,22 @@ class Gang:
         self._ray = ray
         self.actors = list(actors)
         self._per_host = per_host
+        self._ready = False
 
     def wait_ready(self) -> None:
         """Returns when all agents take jobs."""
         self._ray.get([actor.wait_ready.remote() for actor in self.actors])
+        self._ready = True
+
+    def answer(self) -> None:
+        """Returns when all hosts have answered, which one that stands still does not; at once before they are ready."""
+        if self._ready:
+            self._ray.get([actor.answer.remote() for actor in self.actors])
 
     def run(self, job: Job) -> Outcome:
         """The outcome of a job on all hosts; the first failure on one ends the others."""
+        if not self._ready:
+            self.wait_ready()
         key = uuid.uuid4().hex
         if len(self.actors) == 1:
             (actor,) = self.actors
@@ -196,6 +214,12 @@ class Gang:
     def _stop(self, key: str) -> None:
         for actor in self.actors:
             actor.stop.remote(key)
+
+    def close(self) -> None:
+        """Ends the agents in good order, so that they leave nothing, and then as `kill` does."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get([actor.close.remote() for actor in self.actors], timeout=CLOSE_S)
+        self.kill()
 
     def kill(self) -> None:
         """Ends the agents, and every trial with them."""

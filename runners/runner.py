@@ -37,6 +37,11 @@ class TrialRequest:
     reference: Reference | None = None
     """What is to be reproduced; None for the trial that sets it."""
 
+    @property
+    def log_name(self) -> str:
+        """The log relative to the run's folder, as a measurement keeps it; empty where there is none."""
+        return f"logs/{self.log.name}" if self.log else ""
+
 
 class Runner(ABC):
     """Dry-runs configurations. `run` may be called from `slots` threads at once."""
@@ -45,6 +50,8 @@ class Runner(ABC):
     """The name on the command line."""
     slots: int = 1
     """How many trials can run at the same time."""
+    isolated: bool = True
+    """Whether this process outlives whatever a trial does."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
     per_host: int | None = None

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from multiprocessing.connection import Connection
 from ..results import Status
 from . import failure
 from .deadline import Deadline
-from .job import STOP, Job, Outcome, RankOutcome
+from .job import STOP, Begun, Compiling, Job, Outcome, RankOutcome
 from .log import LogFile
 from .process import adopt_orphans, die_with_parent, kill_descendants, offer_to_oom_killer
 from .rank import DUMP_STACKS, run_rank
@@ -49,6 +50,8 @@ class Supervisor:
     """What to run."""
     client: Connection
     """Who asked; when it hangs up, the trial is abandoned."""
+    folder: str | None = None
+    """Where the folder is made in which ranks meet; None for the system's temporary directory."""
     shortage: Shortage | None = None
     """Watches the host's memory; by default made for the job."""
     _ranks: list[_Rank] = field(default_factory=list)
@@ -63,7 +66,8 @@ class Supervisor:
     def run(self) -> Outcome | None:
         """The job's outcome, or None if the client hung up. Every process it started is gone."""
         adopt_orphans()
-        folder = tempfile.mkdtemp(prefix="redline-rendezvous-")
+        self._tell(Begun(os.getpid()))
+        folder = tempfile.mkdtemp(prefix="rendezvous-", dir=self.folder)
         try:
             with LogFile(self.job.log) as log:
                 try:
@@ -165,6 +169,10 @@ class Supervisor:
                 self._exited(rank, log)
         return True
 
+    def _tell(self, what: Begun | Compiling) -> None:
+        with suppress(OSError):  # the client hung up, which `_turn` finds
+            self.client.send(what)
+
     def _told_to_stop(self) -> bool:
         """Whether the client wants an early outcome; otherwise it hung up."""
         try:
@@ -181,7 +189,9 @@ class Supervisor:
             rank.phase = value
         elif kind == "compiling":
             rank.compiling = value
-            self._deadline.compiling(any(each.compiling for each in self._ranks), time.monotonic())
+            compiling = any(each.compiling for each in self._ranks)
+            if self._deadline.compiling(compiling, time.monotonic()):
+                self._tell(Compiling(compiling))
         elif rank.outcome is None:
             rank.outcome = value
         return True

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""
+ATTEMPTS_IN_PROCESS = 2
+"""How often a call is begun that ends this process with it."""
 CONFIRM_SHARE = 1 / 3
 """Of a search's time, what is kept at most for measuring the leaders again."""
 
@@ -106,7 +108,8 @@ class Search:
             StudyError: the ledger cannot be written.
         """
         running: dict[Future[Measurement], Trial] = {}
-        again = list(self.run_folder.pending())
+        again = [self._begun_again(trial) for trial in self.run_folder.pending()]
+        again = [trial for trial in again if trial.pending]
         pool = ThreadPoolExecutor(max_workers=self.runner.slots, thread_name_prefix="trial")
         try:
             while True:
@@ -121,17 +124,31 @@ class Search:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 # What has an outcome is kept, although another trial beside it was lost.
                 for future in sorted(done, key=lambda each: each.exception() is not None):
-                    trial = running.pop(future)
                     measured = future.result()
+                    trial = running.pop(future)
                     # Beside other trials a canary would measure those.
                     if self.runner.slots == 1 and self.watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
                     self.listener.finished(self.run_folder.finish(trial.number, measured))
         except BaseException:
             self.runner.close()  # ends the running trials, so that the threads return
+            if not self.runner.isolated:  # this process still lives to tell
+                for trial in running.values():
+                    self.run_folder.attempt(trial.number, trial.attempts - 1)
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begun_again(self, trial: Trial) -> Trial:
+        """A pending trial of an earlier process as it is to be run; one that has ended two of them is a `crash`."""
+        if self.runner.isolated:
+            return trial
+        if trial.attempts < ATTEMPTS_IN_PROCESS:
+            return self.run_folder.attempt(trial.number, trial.attempts + 1)
+        reason = f"the process that called it ended with it, {trial.attempts} times"
+        finished = self.run_folder.finish(trial.number, Measurement(status=Status.CRASH, reason=reason))
+        self.listener.finished(finished)
+        return finished
 
     def refine(self, refiner: Callable[[list[Trial]], Refinement | None]) -> None:
         """Tries what a winner is refined to, as a trial like all others: it wins only if it is measured faster.

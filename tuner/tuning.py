@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from ..results import RunFolder
 from ..runners import TimingPlan
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
+from ..runners.scratch import Scratch
 from ..space import Config, Space
 from .budget import Budget, Stopwatch, parse_duration, parse_memory
 from .earlier import read_runs, take
@@ -319,8 +318,5 @@ def _folder(out: str | Path | None) -> Iterator[Path]:
     if out is not None:
         yield Path(out)
         return
-    path = Path(tempfile.mkdtemp(prefix="redline-run-"))
-    try:
+    with Scratch("run") as path:
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

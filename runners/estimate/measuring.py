@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import RunnerError
 from ...models.device import Device, detect, usable_cores
+from ..scratch import Scratch
 from . import facts_cache
 from .hardware import Hardware, Link, recognise
 
@@ -368,10 +369,9 @@ def _links(kind: str, ranks: int) -> dict[str, dict[str, float]]:
         RunnerError: a rank failed.
     """
     import subprocess
-    import tempfile
 
     command, environment = _command("link_rank")
-    with tempfile.TemporaryDirectory(prefix="redline-measure-") as folder:
+    with Scratch("measure") as folder:
         meeting = Path(folder, "rendezvous")
         started = [
             subprocess.Popen(

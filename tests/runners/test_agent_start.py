@@ -69,7 +69,7 @@ def test_what_an_import_prints_is_in_no_trials_log(agent, tmp_path):
         outcome = made.run(Job(program=cloudpickle.dumps(lambda context: print("mine")), timeout_s=60, log=str(log)))
         assert outcome.status is Status.OK, outcome.reason
         assert log.read_text() == "mine\n"
-    assert Path(made._folder, "log").read_bytes().count(b"never flushed") == 1
+    assert Path(made._process.folder, "log").read_bytes().count(b"never flushed") == 1
 
 
 def test_an_agent_that_dies_while_it_starts_is_started_again(agent, tmp_path):
@@ -135,7 +135,7 @@ def test_closing_does_not_wait_for_an_import(agent, tmp_path, later):
     while not (tmp_path / "starts").exists():
         time.sleep(0.01)
     made.close()
-    assert made._process.returncode == -signal.SIGTERM
+    assert made._process.process.returncode == -signal.SIGTERM
 
 
 def test_a_child_that_outlives_its_agent_does_not_hide_the_death(agent, tmp_path):

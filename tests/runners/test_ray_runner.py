@@ -80,27 +80,6 @@ def test_more_trials_at_once_than_the_cluster_holds_are_refused_with_the_numbers
     assert "1000 trials at once need 1000 CPUs, but the Ray cluster has" in done.stdout, done.stderr
 
 
-@pytest.mark.exhaustive
-def test_a_killed_actor_is_replaced_and_its_trial_run_again():
-    done = run(
-        """
-        import ray
-        terms = TrialTerms(device=detect(), threads=1)
-        with RayRunner(workload, terms) as runner:
-            runner.wait_ready()
-            ray.kill(runner._gangs[0].actors[0])
-            try:
-                runner.run(TrialRequest(config=space.default(), number=0))
-                print("FIRST answered")
-            except rl.RunnerError as error:
-                print("FIRST lost:", "lost the host" in str(error))
-            print("SECOND", runner.run(TrialRequest(config=space.default(), number=0)).status)
-        """
-    )
-    assert "FIRST lost: True" in done.stdout, done.stderr
-    assert "SECOND ok" in done.stdout, done.stderr
-
-
 @pytest.mark.slow
 def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
     done = run(

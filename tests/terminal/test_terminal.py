@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from pseudo_terminal import Terminal
 from redline.tuner.cli.main import redline as command_line
 
@@ -339,12 +340,16 @@ def test_make_tune_with_what_is_installed(tmp_path):
     assert "winner   trial 0" in shown.text and (folder / "runs" / "gpt2-tiny" / "best.yaml").exists()
 
 
-@pytest.mark.exhaustive
-def test_a_terminal_that_goes_away_ends_the_search(place):
-    shown = tune(place, "--out", "hangup", workload="slow")
+@pytest.mark.slow
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_a_terminal_that_goes_away_ends_the_search_with_what_was_found(place, term):
+    shown = tune(place, "--out", term, workload="slow", env={"TERM": term})
     shown.wait_for("   0  ok")
-    children = psutil.Process(shown.pid).children(recursive=True)
-    os.kill(shown.pid, signal.SIGHUP)
-    shown.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    family = psutil.Process(shown.pid).children(recursive=True)
+    os.close(shown.fd)  # from which the kernel sends SIGHUP
+    _, status = os.waitpid(shown.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []
+    best = yaml.safe_load((place / term / "best.yaml").read_text())
+    assert best["best"]["trial"] == 0

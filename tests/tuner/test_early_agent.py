@@ -56,7 +56,7 @@ def test_what_ends_a_search_before_its_first_trial_ends_its_agent(started, tmp_p
     with pytest.raises(raised):
         rl.tune(**options(), runner="local", out=tmp_path / "run")
     (agent,) = started
-    assert agent._process.returncode is not None
+    assert agent._process.process.returncode is not None
     assert not (tmp_path / "run").exists()
 
 

@@ -1,10 +1,13 @@
 """What a person sees while a search runs: a live view on a terminal, plain lines elsewhere."""
 
+import contextlib
+import errno
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,8 +35,39 @@ def listener_for(stream: TextIO, *, silent: bool) -> "ProgressListener":
     if silent:
         return ProgressListener()
     # A dumb terminal cannot take back what it has written.
-    live = stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return TerminalListener(stream) if live else LineListener(stream)
+    if not stream.isatty():
+        return LineListener(stream)
+    terminal = _Terminal(stream)
+    live = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    return TerminalListener(terminal) if live else LineListener(terminal)
+
+
+class _Terminal:
+    """A terminal that may go away: what is written then is lost, and nothing else is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _perhaps_gone():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _perhaps_gone():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _perhaps_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 class ProgressListener(SearchListener):

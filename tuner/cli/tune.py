@@ -1,6 +1,7 @@
 """`redline tune`: find the fastest configuration."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -97,7 +98,7 @@ def tune(
 
     out = out or _fresh_folder(target)
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_in_order()
     with listener:
         result = search(target, space_file, time=duration, out=out, override=override, fix=fix, listener=listener, **options)
     if as_json:
@@ -118,5 +119,17 @@ def _fresh_folder(target: str) -> str:
     return str(path)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _end_in_order() -> None:
+    """Has a request to end and a terminal that went away end the search as Ctrl-C does, with what was found."""
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:  # what is printed from now on would fail
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in terminals:
+                os.dup2(nowhere, stream)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, interrupt)

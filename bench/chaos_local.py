@@ -1,0 +1,238 @@
+"""Kills whatever a search consists of, at random, and counts what that loses, repeats, orphans or hangs: nothing.
+
+    python bench/chaos_local.py --kills 200 --out bench/results/chaos-local.json
+
+Studies of short calls run on this machine, by the local runner and on Ray in turn. Every few seconds one of their processes
+is killed (SIGKILL): the driver, a host agent, a trial's supervisor or its rank, and of Ray the process that speaks to it,
+the raylet, the head (GCS) or the worker that holds a host's agent. A driver that was killed is started again with
+resume. Four things are counted, and the exit code is 1 unless all of them are zero:
+
+- lost: results that had been written and are missing or others later, and trials without a result in the end;
+- repeated: calls that began after their result had been written;
+- orphaned: processes and temporary folders that are left when a driver has ended, or at the next start;
+- hung: drivers that made no progress for two minutes.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from redline.errors import RedlineError
+from redline.results import View
+
+STUDY = """
+import os, pathlib, sys, time
+import redline as rl
+
+folder, runner, trials = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+space = rl.Space()
+space.integer("x", 0, trials - 1)
+
+def fn(config):
+    with open(folder / "calls", "a") as file:
+        file.write(f"{config['x']} {time.time()}\\n")
+    time.sleep(0.5 + config["x"] % 3)
+    return float(config["x"])
+
+out = folder / "run"
+rl.tune(fn, space, trials=trials, sampler="random", runner=runner, patience=0, out=out, resume=(out / "run.yaml").exists())
+"""
+VICTIMS = {
+    "local": ("driver", "agent", "supervisor", "rank"),
+    "ray": ("driver", "agent", "supervisor", "rank", "ray driver", "raylet", "gcs", "ray worker"),
+}
+STILL_S = 120.0
+"""Without progress for so long a driver counts as hung, s."""
+GONE_S = 30.0
+"""How long what a killed driver had started may take to end, s."""
+
+
+class Study:
+    """One search in processes of its own, killed and resumed until it is finished."""
+
+    def __init__(self, folder: Path, runner: str, trials: int, counts: collections.Counter) -> None:
+        self.folder, self.runner, self.trials, self.counts = folder, runner, trials, counts
+        self.known: dict[int, tuple] = {}
+        """What has been written of each finished trial."""
+        self.since: dict[int, float] = {}
+        """When that was seen first."""
+        (folder / "tmp").mkdir(parents=True)
+        self.driver: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Starts the driver, or starts it again."""
+        command = [sys.executable, "-c", textwrap.dedent(STUDY), str(self.folder), self.runner, str(self.trials)]
+        with open(self.folder / "log", "ab") as log:
+            self.driver = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(self.folder / "tmp")}
+            )
+
+    def family(self) -> list[psutil.Process]:
+        """The driver and all it started."""
+        try:
+            driver = psutil.Process(self.driver.pid)
+            return [driver, *driver.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def finished(self) -> bool:
+        """Whether the driver has ended by itself, with all trials done."""
+        return self.driver.poll() == 0
+
+    def look(self) -> int:
+        """Reads what is written, counts what is lost; how many trials are finished."""
+        if not (self.folder / "run" / "study.log").exists():
+            return 0
+        try:
+            trials = View(self.folder / "run").trials()
+        except RedlineError:
+            self.counts["lost"] += len(self.known) or 1
+            return 0
+        now = {
+            trial.number: (trial.config["x"], str(trial.measurement.status), trial.measurement.throughput)
+            for trial in trials
+            if not trial.pending
+        }
+        self.counts["lost"] += sum(now.get(number) != told for number, told in self.known.items())
+        for number in now.keys() - self.known.keys():
+            self.since[now[number][0]] = time.time()
+        self.known = now
+        return len(now)
+
+    def victims(self) -> dict[str, list[psutil.Process]]:
+        """The processes that live, by what they are."""
+        found = collections.defaultdict(list)
+        for each in self.family():
+            with contextlib.suppress(psutil.Error):
+                found[self._kind(each)].append(each)
+        return found
+
+    def _kind(self, process: psutil.Process) -> str:
+        words = " ".join([process.name(), *process.cmdline()])
+        if process.pid == self.driver.pid:
+            return "driver"
+        if "redline.runners.agent" in words:  # a fork has the command line of what it was forked from
+            above = sum("redline.runners.agent" in " ".join(each.cmdline()) for each in process.parents())
+            return ("agent", "supervisor", "rank")[min(above, 2)]
+        names = {"ray_driver": "ray driver", "raylet/raylet": "raylet", "gcs_server": "gcs", "ray::HostActor": "ray worker"}
+        return next((kind for name, kind in names.items() if name in words), "other")
+
+    def settle(self, family: list[psutil.Process]) -> None:
+        """Counts what a driver that has ended left behind, and ends it."""
+        self.driver.wait()
+        _, alive = psutil.wait_procs(family, timeout=GONE_S)
+        alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        for each in alive:
+            print(f"orphaned: {each}", flush=True)
+            each.kill()
+        self.counts["orphaned"] += len(alive)
+
+    def end(self) -> None:
+        """Counts what is to be counted when the study is finished."""
+        self.look()
+        self.counts["lost"] += self.trials - len(self.known)
+        for line in (self.folder / "calls").read_text().splitlines():
+            x, begun = line.split()
+            if float(begun) > self.since.get(int(x), float("inf")) + 0.1:
+                print(f"repeated: {line}, known since {self.since[int(x)]}", flush=True)
+                self.counts["repeated"] += 1
+        left = [each for each in os.listdir(self.folder / "tmp") if each.startswith("redline-")]
+        if left:
+            print(f"left in the temporary directory: {left}", flush=True)
+        self.counts["orphaned"] += len(left)
+
+
+def torment(study: Study, draw: random.Random, most: int, kills: collections.Counter) -> None:
+    """Runs a study to its end, killing up to `most` of its processes."""
+    done, moved, killed = 0, time.monotonic(), 0
+    study.start()
+    next_kill = time.monotonic() + draw.uniform(0.5, 6)
+    while not study.finished():
+        time.sleep(0.1)
+        if (now := study.look()) > done:
+            done, moved = now, time.monotonic()
+        if study.driver.poll() is not None:
+            if study.driver.returncode not in (0, -9):
+                print(f"the driver ended with {study.driver.returncode}: see {study.folder / 'log'}", flush=True)
+            study.start()
+            moved = time.monotonic()
+        if time.monotonic() - moved > STILL_S:
+            print(f"hung: {study.folder}", flush=True)
+            study.counts["hung"] += 1
+            family = study.family()
+            study.driver.kill()
+            study.settle(family)
+            study.start()
+            moved = time.monotonic()
+        if killed < most and time.monotonic() >= next_kill:
+            next_kill = time.monotonic() + draw.uniform(0.5, 6)
+            there = study.victims()
+            kinds = [kind for kind in VICTIMS[study.runner] if there[kind]]
+            if not kinds:
+                continue
+            kind = draw.choice(kinds)
+            family = study.family()
+            study.look()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                draw.choice(there[kind]).kill()
+                killed += 1
+                kills[f"{study.runner}: {kind}"] += 1
+                moved = time.monotonic()
+            if kind == "driver":
+                study.settle(family)
+                study.look()
+                study.start()
+    study.settle([])
+    study.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--each", type=int, default=8, help="kills of one study at most")
+    parser.add_argument("--trials", type=int, default=12, help="of one study")
+    parser.add_argument("--runners", nargs="+", default=["local", "ray"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    counts, kills = collections.Counter(lost=0, repeated=0, orphaned=0, hung=0), collections.Counter()
+    begin, studies = time.monotonic(), 0
+    while kills.total() < options.kills:
+        # Of a short name: Ray makes sockets in it.
+        with tempfile.TemporaryDirectory(prefix="rl") as folder:
+            runner = options.runners[studies % len(options.runners)]
+            study = Study(Path(folder), runner, options.trials, counts)
+            torment(study, draw, min(options.each, options.kills - kills.total()), kills)
+        studies += 1
+        print(f"{kills.total()} kills over {studies} studies: {dict(counts)}", flush=True)
+    told = {
+        **counts,
+        "kills": dict(sorted(kills.items())),
+        "studies": studies,
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("ray", "optuna")},
+        "seed": options.seed,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(told, indent=1))
+    sys.exit(any(counts.values()))
+
+
+if __name__ == "__main__":
+    main()

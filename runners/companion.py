@@ -1,0 +1,91 @@
+"""A process of redline's own beside this one: started with a connection, ended when that closes."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .process import kill_tree
+from .scratch import Scratch
+
+
+class Companion:
+    """Runs `python -m MODULE FD FOLDER` in a session of its own: its end of a connection, and a folder that it removes
+    when the connection closes, as whoever started it may have been killed.
+
+    What it prints goes to a log in the folder: the connection is not a standard stream, so whatever is imported
+    may print or read there.
+
+    Args:
+        module: what is run.
+        kind: names its folder (see `Scratch`).
+    """
+
+    def __init__(self, module: str, kind: str) -> None:
+        self._scratch = Scratch(kind)
+        self.folder = self._scratch.path
+        """Its folder, gone when it is closed."""
+        self.connection: Connection
+        """This end of the connection."""
+        self.connection, theirs = Pipe()
+        with theirs, open(self.folder / "log", "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
+                # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def send(self, what: Any) -> None:
+        """Tells it something; what reads from it finds out if it has ended."""
+        with contextlib.suppress(ConnectionError):
+            self.connection.send(what)
+
+    def hang_up(self) -> None:
+        """Closes the connection for both ends, also under threads that wait at it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def ended(self, within_s: float = 5.0) -> int:
+        """Its exit code, where it is about to end; one that stays is killed with all it started."""
+        try:
+            return self.process.wait(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        """Kills it with all it started, stopped or not; its exit code."""
+        kill_tree(self.pid)
+        return self.process.wait()
+
+    def close(self, within_s: float) -> None:
+        """Ends it, killing it after so long, and removes its folder. May be called twice."""
+        self.hang_up()
+        self.ended(within_s)
+        self._scratch.close()
+
+    def with_last_words(self, what: str) -> str:
+        """The message, and the end of what it printed."""
+        words = ""
+        with contextlib.suppress(FileNotFoundError):  # its end takes the folder with it
+            words = (self.folder / "log").read_text(errors="replace").strip()
+        return f"{what}\n{words[-2000:]}" if words else what

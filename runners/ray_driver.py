@@ -1,0 +1,342 @@
+"""The process that speaks to Ray: joins or starts it, places the hosts of trials, and passes jobs on to them.
+
+Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `Companion`). Ray's library ends the process that it is in when its
+head is gone for a minute, hangs where a node stands still, and installs signal handlers, so it has a process of its
+own: whatever happens to it, killing that one and all it started leaves nothing, and nobody else notices.
+"""
+
+import contextlib
+import os
+import queue
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..errors import RedlineError, RunnerError, UsageError
+from ..results import Status
+from .job import Job, Outcome
+from .process import adopt_orphans, kill_descendants
+from .ray_gang import Gang, HostActor, Layout, lay_out
+
+PLACEMENT_TIMEOUT_S = 60.0
+CLOSE_S = 15.0
+"""How long Ray may take to end in good order, s."""
+BEAT_S = 3.0
+"""How often it is asked whether Ray and the hosts answer, s."""
+MEETINGS = 3
+"""How often the ranks of a trial try to meet, each time at another port."""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaySetup:
+    """What the process is started with."""
+
+    address: str | None
+    """The cluster to join; None to start Ray on this machine."""
+    devices: int
+    """Devices of a trial."""
+    cuda: bool
+    """Whether these are GPUs."""
+    concurrency: int | None
+    """Trials at once; None for as many as there is room for, and one on a CPU."""
+    several_hosts: bool
+    """Whether the devices of a trial may be on several hosts."""
+    imports: tuple[str, ...]
+    """Modules that host agents import once."""
+    sys_path: tuple[str, ...]
+    """The import path of the process that started it."""
+    script: str
+    """What that process runs; Ray lets its workers import from there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """What it answers once there is room for the trials."""
+
+    per_host: int
+    """Devices that a host gives a trial."""
+    slots: int
+    """Trials at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Told every `BEAT_S`: Ray and all hosts that were ready have answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of a request: a value, or what was raised."""
+
+    request: int
+    value: Any = None
+    error: RedlineError | None = None
+
+
+READY = "ready"
+"""A request that is answered when the first trial would start at once."""
+
+
+def main() -> None:
+    """Serves until whoever started it hangs up."""
+    starter = Connection(int(sys.argv[1]))
+    os.set_inheritable(starter.fileno(), False)
+    setup: RaySetup = starter.recv()
+    sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
+    sys.argv[0] = setup.script
+    adopt_orphans()
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(starter, requests), daemon=True).start()
+    cluster = None
+    try:
+        cluster = Cluster(setup)
+        _serve(cluster, starter, requests)
+    except RedlineError as error:
+        starter.send(Reply(0, error=error))
+    finally:
+        if cluster is not None:
+            cluster.close()
+        kill_descendants()
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+    os._exit(0)  # rather than wait for threads that Ray may hold
+
+
+def _listen(starter: Connection, requests: "queue.SimpleQueue[Any]") -> None:
+    """Passes on what is asked, and None at the end, from which Ray has `CLOSE_S`."""
+    try:
+        while True:
+            requests.put(starter.recv())
+    except (EOFError, OSError):
+        requests.put(None)
+    time.sleep(CLOSE_S)
+    try:
+        kill_descendants()
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+    finally:
+        os._exit(1)
+
+
+def _serve(cluster: "Cluster", starter: Connection, requests: "queue.SimpleQueue[Any]") -> None:
+    lock = threading.Lock()
+
+    def tell(what: Any) -> None:
+        with lock, contextlib.suppress(OSError):  # it hung up, which ends this process
+            starter.send(what)
+
+    def answer(number: int, asked: Any) -> None:
+        try:
+            tell(Reply(number, cluster.wait_ready() if asked == READY else cluster.dispatch(asked)))
+        except RunnerError as error:
+            tell(Reply(number, error=error))
+        except BaseException as error:  # a fault of this program, to be seen where it is asked
+            tell(Reply(number, error=RunnerError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
+
+    tell(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
+    threading.Thread(target=cluster.watch, args=(lambda: tell(Alive()),), daemon=True).start()
+    while (request := requests.get()) is not None:
+        threading.Thread(target=answer, args=request, daemon=True).start()
+
+
+class Cluster:
+    """A placement group for each trial at once, with a host agent on each of its hosts.
+
+    A trial is on one host where one has enough devices, and else on as few as will do, with as many ranks on
+    each; ranks are numbered host by host, so that tensor-parallel ranks are neighbours on a host.
+
+    Raises:
+        UsageError: the cluster has fewer devices than a trial needs.
+        RunnerError: Ray did not start, or placed nothing within a minute.
+    """
+
+    def __init__(self, setup: RaySetup) -> None:
+        import ray
+
+        self._ray = ray
+        self._setup = setup
+        self._kind = "GPU" if setup.cuda else "CPU"
+        self._groups: list[Any] = []
+        self._gangs: dict[int, Gang] = {}
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._connect()
+        try:
+            self.layout = self._lay_out()
+            self.slots = self._count_slots()
+            self._place()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        address = self._setup.address
+        # Ray's usage report and log lines are its own; a tuning run prints neither.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        if address is None:
+            options |= {"address": "local", "include_dashboard": False}
+        else:
+            _check_listens(address)
+            options["address"] = address
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._ray.init(**options)
+        except (OSError, RuntimeError, ValueError) as error:
+            what = f"joining the Ray cluster at {address!r}" if address else "starting Ray on this machine"
+            raise RunnerError(f"{what} failed: {error}. `--runner local` works without Ray.") from error
+
+    def _lay_out(self) -> Layout:
+        devices = self._setup.devices
+        nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
+        shares = " + ".join(f"{each.get(self._kind, 0):g}" for each in nodes)
+        layout = lay_out(devices, self._setup.cuda, [each.get(self._kind, 0) for each in nodes])
+        if layout is None:
+            raise UsageError(
+                f"a trial needs {devices} devices, as many on each of its hosts, but the Ray cluster has "
+                f"{shares} {self._kind}s"
+            )
+        if layout.hosts > 1 and not self._setup.several_hosts:
+            raise UsageError(
+                f"a callable is one process on one host, but no host of the Ray cluster has {devices} "
+                f"{self._kind}s ({shares}); ask for fewer devices"
+            )
+        return layout
+
+    def _count_slots(self) -> int:
+        possible, concurrency = self.layout.at_once, self._setup.concurrency
+        if concurrency is None:
+            return possible if self._setup.cuda else 1
+        if concurrency > possible:
+            raise UsageError(
+                f"{concurrency} trials at once need {concurrency * self._setup.devices} {self._kind}s, "
+                f"but the Ray cluster has {int(self._ray.cluster_resources().get(self._kind, 0))}"
+            )
+        return concurrency
+
+    def _place(self) -> None:
+        from ray.util.placement_group import placement_group
+
+        layout = self.layout
+        bundles = [dict(layout.bundle) for _ in range(layout.hosts)]
+        strategy = "STRICT_PACK" if layout.hosts == 1 else "STRICT_SPREAD"
+        self._groups = [placement_group(bundles, strategy=strategy) for _ in range(self.slots)]
+        end = time.monotonic() + PLACEMENT_TIMEOUT_S
+        for group in self._groups:
+            if not group.wait(timeout_seconds=max(1.0, end - time.monotonic())):
+                raise RunnerError(
+                    f"Ray placed only some of {self.slots} groups of {bundles} within {PLACEMENT_TIMEOUT_S:g} s; "
+                    f"free resources: {self._ray.available_resources()}"
+                )
+        for slot in range(self.slots):
+            self._gangs[slot] = self._gang(slot)
+            self._free.put(slot)
+
+    def _gang(self, slot: int) -> Gang:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        layout = self.layout
+        actors = []
+        for host in range(layout.hosts):
+            make = self._ray.remote(HostActor).options(
+                num_cpus=layout.bundle["CPU"],
+                num_gpus=layout.bundle.get("GPU", 0),
+                # A trial is stopped, and its host asked whether it lives, while it runs.
+                max_concurrency=8,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._groups[slot], placement_group_bundle_index=host
+                ),
+            )
+            actors.append(make.remote(self._setup.imports))
+        return Gang(actors, layout.per_host)
+
+    def wait_ready(self) -> None:
+        """Returns when the first trial would start at once."""
+        self._watched(0, Gang.wait_ready)
+
+    def dispatch(self, job: Job) -> Outcome:
+        """The outcome of a job on free devices.
+
+        Raises:
+            RunnerError: a host of it was lost.
+        """
+        slot = self._free.get()
+        try:
+            for _ in range(MEETINGS):
+                outcome = self._watched(slot, lambda gang: gang.run(job))
+                met = self.layout.hosts == 1 or not _PORT_TAKEN.search(outcome.reason)
+                if outcome.status is not Status.CRASH or met:
+                    return outcome
+            raise RunnerError(f"the ports of a trial's rendezvous were taken {MEETINGS} times: {outcome.reason}")
+        finally:
+            self._free.put(slot)
+
+    def _watched(self, slot: int, call: Callable[[Gang], Any]) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return call(self._gangs[slot])
+        except exceptions.RayTaskError as error:
+            raise error.cause from error
+        except (exceptions.RayActorError, exceptions.RaySystemError, TimeoutError) as error:
+            self._gangs[slot].kill()
+            self._gangs[slot] = self._gang(slot)
+            raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
+
+    def watch(self, beat: Callable[[], None]) -> None:
+        """Calls `beat` every `BEAT_S` as long as Ray's head and every host that was ready answer; never returns."""
+        while True:
+            self._ray.nodes()  # does not return where the head is gone
+            # A host that is lost says so by itself, to those who wait for its trial.
+            with contextlib.suppress(self._ray.exceptions.RayActorError):
+                for gang in list(self._gangs.values()):
+                    gang.answer()
+            beat()
+            time.sleep(BEAT_S)
+
+    def close(self) -> None:
+        """Ends every trial, and the Ray that was started here; a Ray that was joined runs on."""
+        from ray.util.placement_group import remove_placement_group
+
+        for gang in self._gangs.values():
+            gang.close()
+        for group in self._groups:
+            remove_placement_group(group)
+        self._ray.shutdown()
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of a Ray error, which can run over pages."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _check_listens(address: str) -> None:
+    """Asks within seconds what Ray would ask for minutes: whether anything listens there.
+
+    Raises:
+        RunnerError: nothing does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return  # such as "auto", which Ray resolves itself
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise RunnerError(
+            f"joining the Ray cluster at {address!r} failed: {error}. `--runner local` works without Ray."
+        ) from error
+
+
+if __name__ == "__main__":
+    # Pickles must name this module by its import path, not as __main__.
+    from redline.runners.ray_driver import main as serve
+
+    serve()

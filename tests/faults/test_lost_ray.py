@@ -1,0 +1,144 @@
+"""Whatever of Ray is killed or stands still in mid-search: trials go on where Ray can be had again, and where not the search
+ends with what was found; nothing hangs, and nothing is left."""
+
+import contextlib
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+
+import psutil
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+SEARCH = """
+import os, pathlib, sys, time
+import redline as rl
+from redline.runners import ray_runner
+
+ray_runner.SILENCE_S = 8.0
+space = rl.Space()
+space.choice("x", [1, 2, 3])
+out, seconds = sys.argv[1], float(sys.argv[2])
+
+def fn(config):
+    open(f"{out}-{config['x']}", "a").write(f"{os.getpid()}\\n")
+    time.sleep(3 if len(list(pathlib.Path(out).parent.glob("run-*"))) == 1 else seconds)
+    return float(config["x"])
+
+try:
+    result = rl.tune(fn, space, trials=3, sampler="grid", runner="ray", out=out)
+    print([str(trial.measurement.status) for trial in result.all_trials])
+except rl.RunnerError as error:
+    print("RunnerError", error)
+"""
+
+
+@pytest.fixture
+def search(tmp_path):
+    """A search of three trials on Ray; `begun` returns once the second is under way."""
+    made = []
+    temporary = tempfile.TemporaryDirectory(prefix="rl")  # of a short name: Ray makes sockets in it
+
+    def start(seconds=3, **environment):
+        command = [sys.executable, "-c", textwrap.dedent(SEARCH), str(tmp_path / "run"), str(seconds)]
+        made.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "TMPDIR": temporary.name, **environment},
+            )
+        )
+        end = time.monotonic() + 120
+        while len(list(tmp_path.glob("run-*"))) < 2:
+            assert time.monotonic() < end and made[0].poll() is None, made[0].communicate()
+            time.sleep(0.05)
+        return made[0], psutil.Process(made[0].pid).children(recursive=True)
+
+    yield start
+    for each in made:
+        each.kill()
+        each.communicate()
+    left = [each for each in os.listdir(temporary.name) if each.startswith("redline-")]
+    temporary.cleanup()
+    assert left == []
+
+
+def named(family, name):
+    for each in family:
+        with contextlib.suppress(psutil.Error):  # some have ended
+            if name in " ".join([each.name(), *each.cmdline()]):
+                return each
+    raise AssertionError(f"no {name} among {family}")
+
+
+def left_of(family):
+    _, alive = psutil.wait_procs(family, timeout=30)
+    return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+HITS = {
+    "the head is killed": ("gcs_server", signal.SIGKILL),
+    "the head stands still": ("gcs_server", signal.SIGSTOP),
+    "the node is killed": ("raylet", signal.SIGKILL),
+    "the worker of a host is killed": ("ray::HostActor", signal.SIGKILL),
+    "the worker of a host stands still": ("ray::HostActor", signal.SIGSTOP),
+    "the process that speaks to Ray is killed": ("redline.runners.ray_driver", signal.SIGKILL),
+    "the process that speaks to Ray stands still": ("redline.runners.ray_driver", signal.SIGSTOP),
+    "the host agent is killed": ("redline.runners.agent", signal.SIGKILL),
+}
+RARE = ("the head stands still", "the node is killed", "the worker of a host is killed", "the host agent is killed")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [pytest.param(*hit, id=what, marks=[pytest.mark.exhaustive] * (what in RARE)) for what, hit in HITS.items()],
+)
+def test_a_search_goes_on(search, tmp_path, name, number):
+    process, family = search()
+    named(family, name).send_signal(number)
+    out, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    assert out.strip() == "['ok', 'ok', 'ok']" and not errors.strip()
+    assert left_of(family) == []
+    rows = list(csv.DictReader((tmp_path / "run" / "trials.csv").open()))
+    assert [row["status"] for row in rows] == ["ok"] * 3
+
+
+def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(search, tmp_path):
+    script = """
+    import sys, time
+    from ray.cluster_utils import Cluster
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    print(cluster.address, flush=True)
+    sys.stdin.read()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        process, family = search(RAY_ADDRESS=cluster.stdout.readline().strip(), seconds=60)
+        nodes = psutil.Process(cluster.pid).children(recursive=True)
+        named(nodes, "gcs_server").kill()
+        named(nodes, "raylet").kill()
+        begin = time.monotonic()
+        out, errors = process.communicate(timeout=150)
+        assert time.monotonic() - begin < 60
+    finally:
+        cluster.kill()
+        cluster.communicate()
+        for each in nodes:
+            if each.is_running():
+                each.kill()
+    assert out.startswith("RunnerError"), errors
+    assert "failed" in out and f"What was found before is in '{tmp_path / 'run'}'" in out
+    assert left_of(family) == []
+    best = yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())
+    assert best["best"]["configuration"] in ({"x": 1}, {"x": 2}, {"x": 3})

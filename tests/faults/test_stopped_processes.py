@@ -1,0 +1,107 @@
+"""A process that stands still (SIGSTOP) holds nobody up: it is ended with all it started, and another takes its place."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import cloudpickle
+import psutil
+import pytest
+from redline.errors import RunnerError
+from redline.results import Status
+from redline.runners import host
+from redline.runners.function import Calls
+from redline.runners.host import HostAgent
+from redline.runners.job import Job
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SOON_S = 2.0
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    for limit in ("BEGIN_S", "ANSWER_S"):
+        monkeypatch.setattr(host, limit, SOON_S)
+    made = HostAgent(Calls(len).imports)
+    yield made
+    made.close()
+
+
+def run(agent, program, **job):
+    return agent.run(Job(program=cloudpickle.dumps(program), **{"timeout_s": 100, **job}))
+
+
+def wait_for(file):
+    end = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def gone(pids):
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs([each for each in alive if each.status() != psutil.STATUS_ZOMBIE], timeout=30)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("stops", ["the supervisor", "the supervisor and its rank"])
+def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(agent, tmp_path, stops):
+    told = tmp_path / "pids"
+
+    def program(context):
+        hidden = subprocess.Popen(["sleep", "597"], start_new_session=True)
+        told.write_text(f"{os.getpid()} {os.getppid()} {hidden.pid}")
+        os.kill(os.getppid(), signal.SIGSTOP)
+        if stops != "the supervisor":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return "done"  # which nobody takes
+
+    begin = time.monotonic()
+    outcome = run(agent, program, timeout_s=1)
+    assert time.monotonic() - begin >= 1 + SOON_S
+    assert outcome.status is Status.TIMEOUT
+    assert outcome.reason == "no result within 1 s; its supervisor said nothing for 2 s more and was ended"
+    assert gone([int(each) for each in told.read_text().split()])
+    assert run(agent, lambda context: 7).ranks[0].report == 7
+
+
+def test_compilation_does_not_count_for_who_waits_either(agent):
+    def program(context):
+        context.compiling(True)
+        time.sleep(1 + SOON_S + 1)
+        context.compiling(False)
+        return "compiled"
+
+    assert run(agent, program, timeout_s=1, compile_timeout_s=60).ranks[0].report == "compiled"
+
+
+@pytest.mark.parametrize("size", [0, 4 << 20], ids=["a small job", "a job larger than what a socket holds"])
+def test_an_agent_that_stands_still_is_replaced(agent, size):
+    agent.wait_ready()
+    first = agent.pid
+    os.kill(first, signal.SIGSTOP)
+    ballast = bytes(size)
+    with pytest.raises(RunnerError, match="took no job within 2 s and was ended"):
+        run(agent, lambda context: len(ballast))
+    assert gone([first])
+    assert run(agent, lambda context: len(ballast)).ranks[0].report == size
+    assert agent.pid != first
+
+
+def test_an_agent_that_stands_still_while_it_starts_is_started_again(agent):
+    first = agent.pid
+    os.kill(first, signal.SIGSTOP)
+    agent.wait_ready()
+    assert gone([first]) and agent.pid != first
+
+
+def test_an_agent_that_stands_still_when_it_is_closed_is_ended(agent, monkeypatch):
+    monkeypatch.setattr(host, "CLOSE_S", SOON_S)
+    agent.wait_ready()
+    os.kill(agent.pid, signal.SIGSTOP)
+    agent.close()
+    assert gone([agent.pid])
