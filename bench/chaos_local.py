@@ -3,8 +3,8 @@
     python bench/chaos_local.py --kills 200 --out bench/results/chaos-local.json
 
 Studies of short calls run on this machine, by the local runner and on Ray in turn. Every few seconds one of their processes
-is killed (SIGKILL): the driver, a host agent, a trial's supervisor or its rank, and of Ray the process that speaks to it,
-the raylet, the head (GCS) or the worker that holds a host's agent. A driver that was killed is started again with
+is killed (SIGKILL): the driver, a host agent, a trial's supervisor or its rank, and of Ray the process that speaks to it or its
+guard, the raylet, the head (GCS) or the worker that holds a host's agent. A driver that was killed is started again with
 resume. Four things are counted, and the exit code is 1 unless all of them are zero:
 
 - lost: results that had been written and are missing or others later, and trials without a result in the end;
@@ -51,7 +51,7 @@ rl.tune(fn, space, trials=trials, sampler="random", runner=runner, patience=0, o
 """
 VICTIMS = {
     "local": ("driver", "agent", "supervisor", "rank"),
-    "ray": ("driver", "agent", "supervisor", "rank", "ray driver", "raylet", "gcs", "ray worker"),
+    "ray": ("driver", "agent", "supervisor", "rank", "ray driver", "ray guard", "raylet", "gcs", "ray worker"),
 }
 STILL_S = 120.0
 """Without progress for so long a driver counts as hung, s."""
@@ -79,6 +79,10 @@ class Study:
                 command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(self.folder / "tmp")}
             )
 
+    def last_words(self) -> str:
+        """The last line that drivers printed."""
+        return ([""] + (self.folder / "log").read_text().strip().splitlines())[-1]
+
     def family(self) -> list[psutil.Process]:
         """The driver and all it started."""
         try:
@@ -86,10 +90,6 @@ class Study:
             return [driver, *driver.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-
-    def finished(self) -> bool:
-        """Whether the driver has ended by itself, with all trials done."""
-        return self.driver.poll() == 0
 
     def look(self) -> int:
         """Reads what is written, counts what is lost; how many trials are finished."""
@@ -126,7 +126,9 @@ class Study:
         if "redline.runners.agent" in words:  # a fork has the command line of what it was forked from
             above = sum("redline.runners.agent" in " ".join(each.cmdline()) for each in process.parents())
             return ("agent", "supervisor", "rank")[min(above, 2)]
-        names = {"ray_driver": "ray driver", "raylet/raylet": "raylet", "gcs_server": "gcs", "ray::HostActor": "ray worker"}
+        if "ray_driver" in words:
+            return "ray guard" if process.ppid() == self.driver.pid else "ray driver"
+        names = { "raylet/raylet": "raylet", "gcs_server": "gcs", "ray::HostActor": "ray worker"}
         return next((kind for name, kind in names.items() if name in words), "other")
 
     def settle(self, family: list[psutil.Process]) -> None:
@@ -158,14 +160,13 @@ def torment(study: Study, draw: random.Random, most: int, kills: collections.Cou
     """Runs a study to its end, killing up to `most` of its processes."""
     done, moved, killed = 0, time.monotonic(), 0
     study.start()
-    next_kill = time.monotonic() + draw.uniform(0.5, 6)
-    while not study.finished():
-        time.sleep(0.1)
+    next_kill = time.monotonic() + draw.uniform(0.5, 4)
+    while (code := study.driver.poll()) != 0:
+        time.sleep(0.2)
         if (now := study.look()) > done:
             done, moved = now, time.monotonic()
-        if study.driver.poll() is not None:
-            if study.driver.returncode not in (0, -9):
-                print(f"the driver ended with {study.driver.returncode}: see {study.folder / 'log'}", flush=True)
+        if code is not None:
+            print(f"the driver ended with {code}: {study.last_words()}", flush=True)
             study.start()
             moved = time.monotonic()
         if time.monotonic() - moved > STILL_S:
@@ -177,7 +178,7 @@ def torment(study: Study, draw: random.Random, most: int, kills: collections.Cou
             study.start()
             moved = time.monotonic()
         if killed < most and time.monotonic() >= next_kill:
-            next_kill = time.monotonic() + draw.uniform(0.5, 6)
+            next_kill = time.monotonic() + draw.uniform(0.5, 4)
             there = study.victims()
             kinds = [kind for kind in VICTIMS[study.runner] if there[kind]]
             if not kinds:

@@ -1,14 +1,15 @@
 """The process that speaks to Ray: joins or starts it, places the hosts of trials, and passes jobs on to them.
 
-Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `Companion`). Ray's library ends the process that it is in when its
-head is gone for a minute, hangs where a node stands still, and installs signal handlers, so it has a process of its
-own: whatever happens to it, killing that one and all it started leaves nothing, and nobody else notices.
+Run as `python -m redline.runners.ray_driver FD FOLDER` by `RayRunner` (see `Companion`). Ray's library ends the process
+that it is in when its head is gone for a minute, hangs where a node stands still, and installs signal handlers, so it
+has a process of its own: killing that one and all it started leaves nothing, whatever has happened to Ray.
 """
 
 import contextlib
 import os
 import queue
 import re
+import select
 import shutil
 import socket
 import sys
@@ -19,12 +20,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import RedlineError, RunnerError, UsageError
 from ..results import Status
+from . import failure
 from .job import Job, Outcome
-from .process import adopt_orphans, kill_descendants
+from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_gang import Gang, HostActor, Layout, lay_out
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -88,45 +90,54 @@ READY = "ready"
 
 
 def main() -> None:
-    """Serves until whoever started it hangs up."""
+    """Runs what speaks to Ray in a child, and ends it with all it started when whoever started this hangs up."""
     starter = Connection(int(sys.argv[1]))
     os.set_inheritable(starter.fileno(), False)
-    setup: RaySetup = starter.recv()
-    sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
-    sys.argv[0] = setup.script
     adopt_orphans()
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(starter, requests), daemon=True).start()
-    cluster = None
-    try:
-        cluster = Cluster(setup)
-        _serve(cluster, starter, requests)
-    except RedlineError as error:
-        starter.send(Reply(0, error=error))
-    finally:
-        if cluster is not None:
-            cluster.close()
-        kill_descendants()
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
-    os._exit(0)  # rather than wait for threads that Ray may hold
-
-
-def _listen(starter: Connection, requests: "queue.SimpleQueue[Any]") -> None:
-    """Passes on what is asked, and None at the end, from which Ray has `CLOSE_S`."""
-    try:
-        while True:
-            requests.put(starter.recv())
-    except (EOFError, OSError):
-        requests.put(None)
-    time.sleep(CLOSE_S)
-    try:
-        kill_descendants()
+    me, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(me)
+        _speak(starter)
+    ended = os.pidfd_open(child)
+    watched = select.poll()
+    watched.register(starter, select.POLLRDHUP)
+    watched.register(ended, select.POLLIN)
+    hung_up = watched.poll()[0][0] == starter.fileno()
+    if hung_up:
+        select.select([ended], [], [], CLOSE_S)
+    _, status = os.waitpid(child, os.WNOHANG)
+    kill_descendants()
+    if hung_up:
         shutil.rmtree(sys.argv[2], ignore_errors=True)
+    if status:
+        sys.exit(failure.ended(os.waitstatus_to_exitcode(status)))
+
+
+def _speak(starter: Connection) -> NoReturn:
+    """Serves until the other side hangs up."""
+    code = 1
+    try:
+        setup: RaySetup = starter.recv()
+        sys.path[:] = list(dict.fromkeys([*setup.sys_path, *sys.path]))
+        sys.argv = [setup.script]
+        try:
+            cluster = Cluster(setup)
+        except RedlineError as error:
+            starter.send(Reply(0, error=error))
+        else:
+            try:
+                _serve(cluster, starter)
+            finally:
+                cluster.close()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(1)
+        sys.stderr.flush()
+        os._exit(code)  # rather than wait for threads that Ray may hold
 
 
-def _serve(cluster: "Cluster", starter: Connection, requests: "queue.SimpleQueue[Any]") -> None:
+def _serve(cluster: "Cluster", starter: Connection) -> None:
     lock = threading.Lock()
 
     def tell(what: Any) -> None:
@@ -143,8 +154,9 @@ def _serve(cluster: "Cluster", starter: Connection, requests: "queue.SimpleQueue
 
     tell(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
     threading.Thread(target=cluster.watch, args=(lambda: tell(Alive()),), daemon=True).start()
-    while (request := requests.get()) is not None:
-        threading.Thread(target=answer, args=request, daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            threading.Thread(target=answer, args=starter.recv(), daemon=True).start()
 
 
 class Cluster:

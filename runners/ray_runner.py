@@ -18,6 +18,8 @@ from .ray_driver import READY, Alive, Placed, RaySetup, Reply
 from .scratch import sweep
 from .work import Work
 
+STARTS = 3
+"""How often it is started before it can answer."""
 START_S = 300.0
 """How long joining or starting Ray and placing trials may take, s."""
 SILENCE_S = 20.0
@@ -67,13 +69,20 @@ class RayRunner(DryRunner):
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         sweep()
-        self._link = _Link(self._setup)
-        try:
-            placed: Placed = self._link.answers[0].result()
-        except BaseException:
-            self.close()
-            raise
+        placed = self._start()
         self.per_host, self.slots = placed.per_host, placed.slots
+
+    def _start(self) -> Placed:
+        """Starts the process, again where it dies before it can answer."""
+        for start in range(1, STARTS + 1):
+            self._link = _Link(self._setup)
+            try:
+                return self._link.answers[0].result()
+            except BaseException as error:
+                self._link.close(0 if self._link.lost else CLOSE_S)
+                if self._link.refused or start == STARTS or not isinstance(error, RunnerError):
+                    raise
+        raise AssertionError("unreachable")
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
@@ -105,6 +114,8 @@ class _Link:
         self._process.send(setup)
         self._lock = threading.Lock()
         self._why = ""
+        self.refused = False
+        """Whether it said why it does not start, as it would again."""
         self._closing = False
         self.answers: dict[int, Future[Any]] = {0: Future()}
         """What was asked and is not answered yet; under 0 whether it started."""
@@ -144,6 +155,7 @@ class _Link:
                 if said.error is None:
                     answer.set_result(said.value)
                 else:
+                    self.refused |= said.request == 0
                     answer.set_exception(said.error)
         except (EOFError, OSError):
             if not self._closing:
