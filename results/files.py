@@ -44,6 +44,24 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise
 
 
+def append(path: Path, data: bytes, *, at: int) -> bool:
+    """Appends `data` in one write where the file at `path` is nobody else's and has `at` bytes; whether that was so.
+
+    Raises:
+        OSError: it cannot be written; a part of `data` may have been.
+    """
+    try:
+        file = open_plain(path, os.O_WRONLY | os.O_APPEND)
+    except OSError:  # it is gone, or a link
+        return False
+    with file:
+        about = os.fstat(file.fileno())
+        if about.st_size != at or about.st_nlink != 1:
+            return False
+        write_all(file, data)
+    return True
+
+
 def open_plain(path: Path, flags: int) -> BinaryIO:
     """Opens a file of a run's folder to write it, never through a link (O_NOFOLLOW), unbuffered.
 

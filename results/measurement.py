@@ -52,13 +52,14 @@ class RankReport:
         _check(self)
 
 
+_STATUSES = frozenset(Status)
 _TEXTS = frozenset({"reason", "unit", "log"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON has no word for."""
 _NESTED = frozenset({"ranks", "probe"})
 _MOST_RANKS = 1 << 16
-_LONGEST_TEXT = 10_000
+_LONGEST_TEXT = 100_000
 """Characters of a text that are kept."""
 
 
@@ -107,7 +108,7 @@ def _check(made: Any) -> None:
         value = given = getattr(made, name)
         if name == "status":
             # Whoever measures by a function of their own writes "ok", and means Status.OK.
-            if not isinstance(value, str) or value not in list(Status):
+            if not isinstance(value, str) or value not in _STATUSES:
                 raise UsageError(unknown("status", shown(value).strip("'"), Status))
             value = Status(value)
         elif name in _TEXTS:

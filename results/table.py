@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StudyError
 from ..reading import path_of, read_named
 from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
-from .files import write_atomic
+from .files import append, write_atomic
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 
@@ -33,8 +33,13 @@ _UNREAL = ("nan", "inf", "-inf")
 _STATUSES = frozenset(map(str, Status))
 
 
+REWRITTEN = 1 << 18
+"""Bytes up to which the file is replaced as a whole. To a longer one a row that comes last is appended, so that what a trial
+costs does not grow with their number."""
+
+
 class Table:
-    """Writes trials.csv. Each row is formatted once; the file is replaced as a whole.
+    """Writes trials.csv. Each row is formatted once.
 
     Args:
         path: the file; its folder exists.
@@ -47,6 +52,10 @@ class Table:
         self._header = line(header(self.knobs)).encode()
         self._numbers: list[int] = []
         self._rows: list[bytes] = []
+        self._size: int | None = None
+        """Bytes of the file as it was last written; None where it is to be replaced."""
+        self._new: list[bytes] = []
+        """Rows that came last since."""
 
     def put(self, trial: Trial) -> None:
         """Takes in a finished trial, replacing its row if it has one; a pending one is no row.
@@ -58,6 +67,10 @@ class Table:
             return
         data = row(trial, self.knobs).encode()
         place = bisect.bisect_left(self._numbers, trial.number)
+        if place == len(self._rows):
+            self._new.append(data)
+        else:
+            self._size = None
         if trial.number in self:
             self._rows[place] = data
         else:
@@ -70,13 +83,20 @@ class Table:
         return place < len(self._numbers) and self._numbers[place] == number
 
     def write(self) -> None:
-        """Replaces the file.
+        """Replaces the file, or appends to it (see `REWRITTEN`).
 
         Raises:
-            OSError: it cannot be written; the old file is untouched.
+            OSError: it cannot be written; the old file is untouched, but for a part of the last row.
         """
+        new, self._new = b"".join(self._new), []
+        size, self._size = self._size, None
         # After a power cut the ledger tells, and resuming writes the table anew; so no fsync.
-        write_atomic(self.path, b"".join([self._header, *self._rows]), durable=False)
+        if size is not None and size > REWRITTEN and append(self.path, new, at=size):
+            self._size = size + len(new)
+        else:
+            data = b"".join([self._header, *self._rows])
+            write_atomic(self.path, data, durable=False)
+            self._size = len(data)
 
 
 def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":

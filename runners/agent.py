@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, Listener
 
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
-
 SOCKET = "socket"
 """Where in its folder it listens."""
 

@@ -24,6 +24,7 @@ class History:
         self._known: list[Trial] = []
         self._skipped: set[int] = set()
         self._speeds: dict[int, float] = {}
+        self._best: float | None = None
         self._probed: dict[int, Trial] = {}
         self._places: dict[int, int] = {}
         self.comparable: list[Trial] = []
@@ -48,7 +49,9 @@ class History:
     @property
     def best(self) -> float | None:
         """The highest throughput, as it would have been when the search began; None where nothing worked."""
-        return max(self._speeds.values(), default=None)
+        if self._best is None:
+            self._best = max(self._speeds.values(), default=None)
+        return self._best
 
     def reference(self, number: int) -> Reference | None:
         """What trial `number` must reproduce: the first that ran in the finest number format, other than itself.
@@ -65,10 +68,13 @@ class History:
     def _take(self, trial: Trial) -> None:
         number, measured = trial.number, trial.measurement
         compared = at_first_speed(trial)
-        self._speeds.pop(number, None)
+        if self._speeds.pop(number, None) == self._best:
+            self._best = None
         self._probed.pop(number, None)
         if trial.ok:
-            self._speeds[number] = compared.measurement.throughput
+            speed = self._speeds[number] = compared.measurement.throughput
+            if self._best is not None and speed > self._best:
+                self._best = speed
             if measured.probe is not None:
                 self._probed[number] = trial
         if trial.sampler == REFINEMENT:
