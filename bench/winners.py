@@ -93,6 +93,16 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
         "best": next(dict(config) for config in configs if config.id == best),
         "search_seconds": round(seconds, 1),
         "notes": list(result.notes),
+        "trials": [
+            {
+                "config": dict(trial.config),
+                "true": true.get(trial.config.id),
+                "first": trial.first,
+                "remeasured": trial.remeasured,
+                **{name: getattr(trial.measurement, name) for name in ("status", "throughput", "machine_speed", "foreign_cores")},
+            }
+            for trial in result.all_trials
+        ],
     }
 
 
@@ -112,12 +122,18 @@ def main() -> None:
         row = one(options.models[seed % len(options.models)], seed, options)
         rows.append(row)
         print(f"{row['model']:<12} seed {seed}: {100 * row['share']:.1f} % of the best, {row['search_seconds']} s", flush=True)
+        if options.out:
+            keep(rows, options)
     good = sum(row["share"] >= 0.97 for row in rows)
     print(f"{good} of {len(rows)} searches named a winner of at least 97 % of the best of all they tried")
-    if options.out:
-        versions = {name: metadata.version(name) for name in ("torch", "transformers", "optuna")}
-        about = {"device": detect().to_dict(), "python": platform.python_version(), "versions": versions}
-        options.out.write_text(json.dumps({"about": about, "options": {k: str(v) for k, v in vars(options).items()}, "rows": rows}, indent=1) + "\n")
+
+
+def keep(rows: list[dict], options: argparse.Namespace) -> None:
+    """Writes what is known so far."""
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "optuna")}
+    about = {"device": detect().to_dict(), "python": platform.python_version(), "versions": versions}
+    told = {"about": about, "options": {name: str(value) for name, value in vars(options).items()}, "rows": rows}
+    options.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":
