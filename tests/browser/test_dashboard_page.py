@@ -149,6 +149,7 @@ def test_a_trial_opened_as_its_run_is_deleted_says_why_there_is_no_log(tab, tmp_
     shutil.rmtree(tmp_path / "runs" / "gone")
     tab.locator("tr[data-trial='0']").click()
     expect(tab.locator("dialog")).to_contain_text(re.compile("no longer there|unknown run"))
+    tab.goto("about:blank")  # which asks for nothing any more
     assert [each for each in tab.errors if "404" not in each] == []
     tab.errors.clear()
 

@@ -12,7 +12,6 @@ import pytest
 from redline.errors import RunnerError
 from redline.results import Status
 from redline.runners import host
-from redline.runners.function import Calls
 from redline.runners.host import HostAgent
 from redline.runners.job import Job
 
@@ -25,7 +24,7 @@ SOON_S = 2.0
 def agent(monkeypatch):
     for limit in ("BEGIN_S", "ANSWER_S"):
         monkeypatch.setattr(host, limit, SOON_S)
-    made = HostAgent(Calls(len).imports)
+    made = HostAgent(["cloudpickle", "redline.runners.supervisor"])
     yield made
     made.close()
 

@@ -58,6 +58,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr("redline.models.training.liger_obstacle", lambda device_type: "")
 
 
+@pytest.mark.slow
 def test_every_family_computes_the_same_with_them(seed):
     found = interpreted(seed, "right", *FAMILIES)
     assert found.keys() == FAMILIES.keys()

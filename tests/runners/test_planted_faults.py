@@ -102,8 +102,11 @@ def subject():
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [(name, fault) for name in MODELS for fault in (*EVERYWHERE, *OWN[name])],
-    ids=lambda value: getattr(value, "__name__", value),
+    [
+        pytest.param(name, fault, id=f"{name}-{fault.__name__}", marks=[pytest.mark.slow] * (name != MODELS[0]))
+        for name in MODELS
+        for fault in (*EVERYWHERE, *OWN[name])
+    ],
 )
 def test_a_planted_fault_is_found(subject, name, fault):
     training, expected = subject(name)

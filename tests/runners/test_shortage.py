@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 from redline.models.host_memory import MIB, memory_groups
 from redline.results import Status
-from redline.runners.job import Job
+from redline.runners.job import Begun, Job
 from redline.runners.shortage import KernelLog, Shortage
 from redline.runners.supervisor import Supervisor
 
@@ -31,7 +31,7 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
     def serve(theirs):
         enter()
         made = Job(program=cloudpickle.dumps(program), threads=1, timeout_s=60, **job)
-        theirs.send(Supervisor(made, theirs, make()).run())
+        theirs.send(Supervisor(made, theirs, shortage=make()).run())
 
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs,))
@@ -39,6 +39,7 @@ def supervised(program, make=lambda: None, enter=lambda: None, **job):
     theirs.close()
     try:
         assert ours.poll(60), "no outcome"
+        assert isinstance(ours.recv(), Begun)
         return ours.recv()
     finally:
         process.join(10)

@@ -110,6 +110,7 @@ def trial_lines(shown):
 # -- tune ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (60, 110, 200))])
 def test_a_search_to_its_end(place, columns):
     shown = tune(place, "--trials", 4, "--out", f"w{columns}", columns=columns, rows=30)

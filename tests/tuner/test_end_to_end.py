@@ -167,6 +167,7 @@ def test_json_is_one_object_and_nothing_else(folder):
     assert result["trials"] == {"ok": 2}
 
 
+@pytest.mark.slow
 def test_real_ooms_stand_beside_what_fits(folder):
     done = tune(folder, "hungry", "--memory-limit", "200MiB", "--trials", 10)
     assert done.returncode == 0, done.stderr
@@ -267,7 +268,8 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     assert len(configs) == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
     process = start(folder, "slow", "--trials", 9)
     wait_for_rows(folder, 1, process)
