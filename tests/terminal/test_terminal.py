@@ -342,7 +342,7 @@ def test_make_tune_with_what_is_installed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+@pytest.mark.parametrize("term", ["xterm-256color", pytest.param("dumb", marks=pytest.mark.exhaustive)])
 def test_a_terminal_that_goes_away_ends_the_search_with_what_was_found(place, term):
     shown = tune(place, "--out", term, workload="slow", env={"TERM": term})
     shown.wait_for("   0  ok")
