@@ -18,7 +18,7 @@ tune: $(STAMP)
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m "not slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 
-# Whole commands in whole terminals and clusters, which rarely fail: some thirteen minutes on two cores.
+# Whole commands in whole terminals and clusters, which rarely fail: some fifteen minutes on two cores.
 test-slow: $(TEST_STAMP)
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 

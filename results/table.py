@@ -33,7 +33,7 @@ _UNREAL = ("nan", "inf", "-inf")
 _STATUSES = frozenset(map(str, Status))
 
 
-REWRITTEN = 1 << 18
+REWRITTEN = 1 << 16
 """Bytes up to which the file is replaced as a whole. To a longer one a row that comes last is appended, so that what a trial
 costs does not grow with their number."""
 

@@ -71,6 +71,7 @@ def test_every_family_computes_the_same_with_them(seed):
         within(each["gradient"], each["allowed"], f"{family}: the gradient of {each['where']}")
 
 
+@pytest.mark.slow
 def test_a_norm_of_another_offset_would_be_seen(seed):
     (found,) = interpreted(seed, "fault", "llama").values()
     caught(found["gradient"], found["allowed"], "a gradient")

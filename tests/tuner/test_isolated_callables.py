@@ -77,7 +77,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
         return 2.0 if config["how"] == "last" else 1.0
 
     space = ways("fine", "segfault", "exit", "hang", "memory", "system exit", "killed", "last")
-    limits = {"trial_timeout": "10s", "memory_limit": "1GiB"}
+    limits = {"trial_timeout": "5s", "memory_limit": "1GiB"}
     result = rl.tune(fn, space, trials=8, sampler="grid", out=tmp_path / "run", **limits)
     found = measured(result)
     assert {how: each.status for how, each in found.items()} == {
@@ -91,7 +91,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
         "last": Status.OK,
     }
     assert "SIGSEGV" in found["segfault"].reason and "code 3" in found["exit"].reason
-    assert found["hang"].reason == "no result within 10 s (during the call)"
+    assert found["hang"].reason == "no result within 5 s (during the call)"
     assert "in fn" in (tmp_path / "run" / found["hang"].log).read_text()  # the stack it hung in
     assert found["memory"].memory_limit_mib == 1024 and found["memory"].peak_memory_mib >= 1024
     assert "SystemExit: enough" in found["system exit"].reason and "SIGTERM" in found["killed"].reason
