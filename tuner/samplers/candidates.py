@@ -112,16 +112,17 @@ class Tried:
 
     def __init__(self) -> None:
         self._configs: set[Config] = set()
-        self._looked_at: list[Trial] = []
+        self._known = 0
+        self._last: Config | None = None
 
     def of(self, trials: Sequence[Trial]) -> set[Config]:
         """The configurations of these trials. Where they do not go on from those of the last call, all are new."""
-        known = len(self._looked_at)
-        if known and (known > len(trials) or trials[known - 1].config is not self._looked_at[-1].config):
+        known = self._known
+        if known and (known > len(trials) or trials[known - 1].config is not self._last):
             self._configs.clear()
             known = 0
         self._configs.update(trial.config for trial in trials[known:])
-        self._looked_at = list(trials)
+        self._known, self._last = len(trials), trials[-1].config if trials else None
         return self._configs
 
 
