@@ -11,7 +11,6 @@ import gc
 import importlib
 import os
 import selectors
-import shutil
 import signal
 import sys
 import traceback
@@ -19,8 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
+from .scratch import remove
 
 SOCKET = "socket"
 """Where in its folder it listens."""
@@ -61,7 +62,7 @@ def main() -> None:
         _serve(listener, starter)
     finally:
         kill_descendants()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(Path(folder))
 
 
 @contextmanager

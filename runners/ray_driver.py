@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import select
-import shutil
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import RedlineError, RunnerError, UsageError
@@ -28,6 +28,7 @@ from . import failure
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_gang import Gang, HostActor, Layout, lay_out
+from .scratch import remove
 
 PLACEMENT_TIMEOUT_S = 60.0
 CLOSE_S = 15.0
@@ -108,7 +109,7 @@ def main() -> None:
     _, status = os.waitpid(child, os.WNOHANG)
     kill_descendants()
     if hung_up:
-        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        remove(Path(sys.argv[2]))
     if status:
         sys.exit(failure.ended(os.waitstatus_to_exitcode(status)))
 

@@ -31,7 +31,7 @@ class Scratch:
 
     def close(self) -> None:
         """Removes it. May be called twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path)
         if self._lock is not None:
             self._lock.release()
 
@@ -40,6 +40,17 @@ class Scratch:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def remove(folder: Path) -> None:
+    """Removes such a folder, the mark of its owner last: whoever is killed meanwhile leaves what `sweep` knows."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in [each for each in entries if each.name != OWNER]:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep() -> None:
@@ -54,5 +65,5 @@ def sweep() -> None:
             if about.st_uid != os.geteuid() or time.time() - about.st_mtime < YOUNG_S:
                 continue
             lock = FolderLock(Path(entry.path), OWNER)
-            shutil.rmtree(entry.path, ignore_errors=True)
+            remove(Path(entry.path))
             lock.release()

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from redline.runners import scratch
 from redline.runners.scratch import OWNER, YOUNG_S, Scratch, sweep
 
 STARTS = """
@@ -98,4 +99,28 @@ def test_a_folder_goes_with_the_end_of_its_use_and_its_lock_not_with_a_fork(temp
     assert made.path.exists()
     made.close()
     made.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_who_is_killed_while_removing_its_folder_leaves_it_to_the_next(temporary, monkeypatch):
+    made = Scratch("agent")
+    (made.path / "log").touch()
+    (made.path / "rendezvous-1").mkdir()
+    (made.path / "rendezvous-1" / "store").touch()
+    removes = scratch.shutil.rmtree
+
+    def killed(path, ignore_errors):
+        if str(path) == str(made.path):
+            assert [each.name for each in made.path.iterdir()] == [OWNER]
+            raise KeyboardInterrupt
+        removes(path, ignore_errors)
+
+    monkeypatch.setattr(scratch.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made.close()
+    monkeypatch.undo()
+    made._lock.release()
+    age(made.path)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    sweep()
     assert list(temporary.iterdir()) == []
