@@ -74,7 +74,8 @@ class Companion:
 
     def kill(self) -> int:
         """Kills it with all it started, stopped or not; its exit code."""
-        kill_tree(self.pid)
+        if self.running:  # once it was reaped, its number may be another's
+            kill_tree(self.pid)
         return self.process.wait()
 
     def close(self, within_s: float) -> None:

@@ -126,7 +126,10 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
     sys.stdin.read()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # Ray notes there which cluster is the machine's, and a killed one cannot take that back.
+    place = tempfile.TemporaryDirectory(prefix="rl", ignore_cleanup_errors=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    cluster = subprocess.Popen(command, text=True, env={**os.environ, "TMPDIR": place.name}, **pipes)
     try:
         process, family = search(RAY_ADDRESS=cluster.stdout.readline().strip(), seconds=60)
         nodes = psutil.Process(cluster.pid).children(recursive=True)
@@ -141,6 +144,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
         for each in nodes:
             if each.is_running():
                 each.kill()
+        place.cleanup()
     assert out.startswith("RunnerError"), errors
     assert "failed" in out and f"What was found before is in '{tmp_path / 'run'}'" in out
     assert left_of(family) == []

@@ -92,3 +92,20 @@ def test_an_address_where_no_ray_listens_is_an_error_that_says_what_to_do():
     )
     assert "joining the Ray cluster at '127.0.0.1:1' failed" in done.stdout, done.stderr
     assert "--runner local" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_ray_that_this_process_has_joined_is_used_and_runs_on():
+    done = run(
+        """
+        import ray
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        mine = ray.get_runtime_context().gcs_address
+        jobs = len(ray._private.state.jobs())
+        result = rl.tune(workload, trials=1, sampler="random")
+        print("TRIED", result.all_trials[0].measurement.status)
+        print("JOINED", len(ray._private.state.jobs()) - jobs, ray.is_initialized())
+        """
+    )
+    assert "TRIED ok" in done.stdout, done.stderr
+    assert "JOINED 1 True" in done.stdout, done.stdout
