@@ -9,6 +9,7 @@ from the pieces (Shoeybi et al., 2019). With sequence parallelism what lies betw
 """
 
 import argparse
+import gc
 import time
 
 import redline as rl
@@ -68,8 +69,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             weights = f"{size / 1e3:6.0f} k weights a rank"
             print(f"{label:20} loss {loss.item():.6f}  {weights}  {min(times) * 1e3:6.1f} ms")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # meanwhile gloo's threads let go of their last tensors, at which an exit would abort
+    dist.destroy_process_group()

@@ -12,6 +12,7 @@ from .target import Target, hashed
 # loop around it. Placeholders in angle brackets stand where the run's own values go.
 _TEMPLATE = """\
 <comment>import argparse
+import gc
 import os
 import time
 
@@ -74,12 +75,13 @@ def main():
             weights = {name: each for stage in stages or () for name, each in stage.items()}
         if rank == 0:
             torch.save(weights, args.save)
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        gc.collect()  # meanwhile gloo's threads let go of their last tensors, at which an exit would abort
+        dist.destroy_process_group()
 """
 _DATA = '    parser.add_argument("--data", help="UTF-8 text to train on (its first 4 MiB); random tokens without it")\n'
 
