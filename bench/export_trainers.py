@@ -23,7 +23,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from redline.models import workload
 from redline.models.batches import make_batch
 from redline.models.training import MAX_STEPS_OF_DATA, seeded
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -50,6 +52,8 @@ class Record:
         """Processor time until then, s."""
         self.gradient = 0.0
         """Norm of the first step's gradient."""
+        self.norm: Callable[[], float] | None = None
+        """Tells the gradient's norm where the optimizer's state does not."""
 
     def begin(self) -> None:
         """The first step begins: dropout draws what the dry run's replica of this rank drew."""
@@ -61,7 +65,7 @@ class Record:
     def end(self, optimizer: Any) -> None:
         """An optimizer step has ended."""
         if not self.ends:
-            self.gradient = first_gradient(optimizer)
+            self.gradient = float(self.norm()) if self.norm else first_gradient(optimizer)
         if CUDA:
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -105,12 +109,12 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def first_gradient(optimizer: Any) -> float:
     """Norm of the gradient that AdamW's first step has seen: its mean of gradients began at zero."""
     optimizer = unwrapped(optimizer)
-    means = [
-        optimizer.state[each]["exp_avg"].detach() / (1 - group["betas"][0])
-        for group in optimizer.param_groups
-        for each in group["params"]
-    ]
-    return float(torch.stack([each.double().norm() for each in means]).norm())
+    norms = []
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            norm = (optimizer.state[each]["exp_avg"].detach() / (1 - group["betas"][0])).double().norm()
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return float(torch.stack(norms).norm())
 
 
 class Task:
@@ -127,6 +131,8 @@ class Task:
         # For the Trainer, which otherwise takes the loss of these for a sum over labels.
         if self.workload.model.task in ("masked", "seq2seq"):
             model.accepts_loss_kwargs = False
+        if self.options.checkpoint:
+            model.gradient_checkpointing_enable()
         return model
 
     def micro_batches(self, size: int, accumulate: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -244,6 +250,8 @@ def deepspeed(task: Task) -> None:
     engine, optimizer, _, _ = framework.initialize(
         model=model, model_parameters=model.parameters(), config=task.options.file
     )
+    if engine.zero_optimization_stage() > 0:
+        task.record.norm = engine.get_global_grad_norm
     batches = task.micro_batches(engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps())
     task.record.begin()
     for step in batches:
@@ -260,6 +268,7 @@ def lightning(task: Task) -> None:
     """Lightning, whose LightningCLI reads the file."""
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     size, accumulate = task.options.micro_batch, task.options.grad_accum
 
@@ -267,6 +276,17 @@ def lightning(task: Task) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.model = task.model()
+
+        def configure_model(self) -> None:
+            if not isinstance(self.trainer.strategy, ModelParallelStrategy) or isinstance(self.model, FSDPModule):
+                return
+            lists = [each for each in self.model.modules() if isinstance(each, torch.nn.ModuleList)]
+            blocks = max(lists, key=len)
+            for each in [*blocks, self.model]:
+                fully_shard(each, mesh=self.device_mesh["data_parallel"], reshard_after_forward=task.options.reshard)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=task.options.fused)
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 0:
@@ -316,6 +336,8 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="accelerate and lightning leave it to the data")
     parser.add_argument("--grad-accum", type=int, help="likewise")
     parser.add_argument("--fused", action="store_true", help="accelerate leaves the optimizer to its user")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute all blocks; the Trainer's file says so itself")
+    parser.add_argument("--reshard", action="store_true", help="free gathered weights after each block: lightning leaves it")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps")
     options = parser.parse_args()
     # Nobody's own seed must decide: only what is recorded as the dry run's may make the losses equal.

@@ -9,7 +9,7 @@ export trains, each in fresh processes; medians of steps are taken alike, of the
 median over turns counts. The first loss is held to the dry run's by `redline.schedule.rounding`: format,
 depth and number of tokens say how far rounding may bring two orders of the same sums.
 
-The table is printed, and kept as `bench/results/exports-DEVICES.md` with the command, the hardware and the
+The table is printed, and kept as `bench/results/exports-MODEL-DEVICES.md` with the command, the hardware and the
 versions. Blocks are not compiled (`--fix fusion=false`): compiled code draws its dropout otherwise, so that
 the first losses of a model with dropout could not be compared, and most trainers compile a model as a whole
 or not at all.
@@ -71,16 +71,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     device = detect()
-    parts = []
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in options.models:
-            parts.append(compare(name, device, options, Path(folder, name)))
-            print(parts[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"exports-{options.devices}x{device.type}.md"
-    title = f"# Exports on {options.devices} x {device.name}\n\n"
-    path.write_text(title + "\n".join(parts) + footer(options))
-    print(f"wrote {path}")
+            part = compare(name, device, options, Path(folder, name))
+            print(part, flush=True)
+            path = options.out / f"exports-{name}-{options.devices}x{device.type}.md"
+            path.write_text(f"# Exports on {options.devices} x {device.name}\n\n{part}{footer(options)}")
+            print(f"wrote {path}")
 
 
 def compare(name: str, device: Device, options: argparse.Namespace, folder: Path) -> str:
@@ -159,6 +157,9 @@ def train(
         more += ["--micro-batch", str(config["micro_batch"]), "--grad-accum", str(config["grad_accum"])]
         more += ["--attention", config["attention"]] if config.get("attention") else []
         more += ["--fused"] if config.get("fused_optimizer") else []
+        # Of these the Trainer's file says what it wants itself.
+        more += ["--checkpoint"] if config.get("checkpoint_ratio") and target != "trainer" else []
+        more += ["--reshard"] if config.get("zero") == 3 and target == "lightning" else []
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", f"{start} {shlex.join(more)}"],
@@ -178,7 +179,8 @@ def report(load: Any, config: dict[str, Any], dry: Row, rows: list[Row]) -> str:
 
     tokens = load.global_batch * load.seq_len
     with torch.device("meta"):
-        allowed = loss_allowance(allowance(load.build_model(config), tokens), tokens)
+        half = torch.bfloat16 if str(config.get("precision", "")).startswith("bf16") else None
+        allowed = loss_allowance(allowance(load.build_model(config), tokens, dtype=half), tokens)
     lines = [
         f"## {load.name}",
         "",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from . import lossy
+from .again import median_rank
 from .columns import number
 from .measurement import Status, Trial
 
@@ -68,7 +69,10 @@ def _ties(trial: Trial, first: Trial) -> bool:
     if not first.measurement.throughput:
         return False
     ratio = trial.measurement.throughput / first.measurement.throughput
-    return ratio >= 1 - EQUAL or (ratio >= 1 - NOISE and max(trial.remeasured) >= min(first.remeasured))
+    if ratio >= 1 - EQUAL:
+        return True
+    low, high = median_rank(len(first.remeasured)), -1 - median_rank(len(trial.remeasured))
+    return ratio >= 1 - NOISE and sorted(trial.remeasured)[high] >= sorted(first.remeasured)[low]
 
 
 def _room(trial: Trial) -> float:

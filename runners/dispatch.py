@@ -2,8 +2,11 @@
 
 import time
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import psutil
 
 from ..models import Workload
 from ..models.device import Device
@@ -14,11 +17,18 @@ from .estimate.hardware import recognise
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
+from .memory import MIB
 from .runner import Runner, TrialRequest
 from .timing import TimingPlan
 from .work import Work
 
 DEFAULT_TIMEOUT_S = 300.0
+MEMORY_SHARE = 0.7
+"""Of what memory there is, what candidates that are in it together may take by what they took alone."""
+TURN_S, TURNS_OF_ALONE = 0.5, 5.0
+"""How long a turn is at most, s, and in how many of them a candidate is measured as long as alone."""
+TURNS_SHARE = 2.0
+"""How long a candidate's turns may take together, in times of what it may be measured alone."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """What a trial's compilations may take at least, however short its own deadline is, s."""
 
@@ -71,6 +81,46 @@ class DryRunner(Runner):
             "log": request.log_name,
         }
         return self.work.measurement(request, self.terms, outcome, known)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Not on GPUs, whose speed is their own and whose memory candidates use up; several hosts meet at one port only."""
+        return self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices) and self.confirms
+
+    def take_turns(
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement]
+    ) -> list[list[Measurement]] | None:
+        terms = self.terms
+        room = min(float(terms.device.memory_mib), psutil.virtual_memory().available / MIB)
+        peaks_mib = [each.peak_memory_mib for each in alone]
+        if None in peaks_mib or sum(peaks_mib) * terms.devices > MEMORY_SHARE * room:
+            return None
+        jobs = [self.work.job(request, terms) for request in requests]
+        turns_s = TURNS_SHARE * terms.plan.seconds * len(jobs)
+        together = replace(
+            jobs[0],
+            beside=tuple(each.program for each in jobs[1:]),
+            turn_s=min(TURN_S, max(each.seconds_measure or TURN_S for each in alone) / TURNS_OF_ALONE),
+            turns_s=turns_s,
+            timeout_s=sum(each.timeout_s for each in jobs) + turns_s,
+            compile_timeout_s=sum(each.compile_timeout_s for each in jobs),
+        )
+        started, begin = time.time(), time.perf_counter()
+        outcome = self.dispatch(together)
+        if outcome.status is not Status.OK:  # one of them has taken all with it
+            return None
+        known = {
+            "devices": terms.devices,
+            "started": started,
+            "seconds_total": time.perf_counter() - begin,
+            "log": requests[0].log_name,
+        }
+        found = []
+        for number, request in enumerate(requests):
+            part = Outcome.of([each.report[number] for each in outcome.ranks])
+            measured = self.work.measurement(request, terms, part, known)
+            found.append(self.work.turns(measured, part) if measured.ok else [measured])
+        return found
 
 
 class DryRuns(Work):
@@ -127,6 +177,16 @@ class DryRuns(Work):
                 **common,
             )
         return self._timed(request, terms, reports, common)
+
+    def turns(self, measured: Measurement, outcome: Outcome) -> list[Measurement]:
+        reports = [each.report for each in outcome.ranks]
+        found = []
+        for taken in zip(*(each.turns for each in reports), strict=True):
+            step_ms = max(each.step_ms for each in taken)
+            load = foreign_cores([each.load for each in taken])
+            throughput = measured.throughput * measured.step_ms / step_ms
+            found.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
+        return found
 
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: dict[str, Any]

@@ -12,6 +12,7 @@ from .compiling import Compilation
 from .load import HostLoad, Watch
 from .rank import RankContext
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
+from .turns import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,34 @@ class DryRunReport:
     """What its host's processors did while it was warmed up and measured; None where that is not known."""
     note: str = ""
     """Why the measurement was cut short."""
+    turns: tuple["TurnReport", ...] = ()
+    """What each turn brought, where the candidate took turns with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """One turn of a candidate."""
+
+    step_ms: float
+    """Median step, of the slowest rank, ms."""
+    load: HostLoad | None
+    """What the host's processors did meanwhile."""
+
+
+class _Turns:
+    """A rank's turns, each with the load of its host."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.seconds, self.wait = turn.seconds, turn.wait
+        self._turn, self._watch = turn, Watch()
+        self.loads: list[HostLoad | None] = []
+
+    def begin(self) -> None:
+        self._watch.restart()
+
+    def end(self) -> None:
+        self.loads.append(self._watch.load())
+        self._turn.done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +146,7 @@ class DryRun:
         context.phase("first steps")
         clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
         watch = Watch()
+        turns = None if context.turn is None else _Turns(context.turn)
 
         def settled() -> None:
             compilation.settled()
@@ -130,6 +160,7 @@ class DryRun:
             agree=_agreement(context.world_size),
             compiled=lambda: compilation.seconds,
             settled=settled,
+            turns=turns,
         )
         return DryRunReport(
             step_ms=timing.step_ms,
@@ -151,6 +182,8 @@ class DryRun:
             allocation_retries=context.memory.allocation_retries(),
             load=watch.load(),
             note=timing.stopped_early,
+            # The first of the loads is that of the warm-up.
+            turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
         )
 
     def _best_step_ms(self, training: Training) -> float | None:

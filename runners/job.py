@@ -1,5 +1,6 @@
 """What travels between a runner, a host agent and the ranks of a trial."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,12 @@ class Job:
     """What all compilations together may take beside it, s."""
     log: str | None = None
     """File for what the ranks print; None discards it."""
+    beside: tuple[bytes, ...] = ()
+    """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
+    turn_s: float = 0.5
+    """How long a turn is, s."""
+    turns_s: float = 0.0
+    """How long all turns together may take, s."""
 
     @property
     def collective_timeout_s(self) -> float | None:
@@ -113,3 +120,21 @@ class Outcome:
     """Those that ended by themselves, in order of rank."""
     secondary: bool = False
     """Ended because another host's ranks had, not by itself."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankOutcome], several: bool | None = None) -> "Outcome":
+        """What the ranks that have an outcome come to: the cause of a failure rather than its echoes.
+
+        Args:
+            ranks: in their order.
+            several: whether the trial has others too; by default whether these are several.
+        """
+        failed = [each for each in ranks if each.status is not Status.OK]
+        if not failed:
+            return cls(status=Status.OK, ranks=tuple(ranks))
+        # A lost peer is an echo; a signal or an allocation failure is a cause.
+        cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
+        where = f"rank {cause.rank}: " if several or several is None and len(ranks) > 1 else ""
+        return cls(
+            status=cause.status, reason=where + cause.reason, ranks=tuple(ranks), secondary=cause.secondary
+        )

@@ -13,6 +13,7 @@ from ..results import Status
 from . import failure
 from .job import Job, RankOutcome
 from .memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
+from .turns import Turn, run_in_turns
 
 DUMP_STACKS = signal.SIGUSR1
 """Signal that makes a rank print the stack of every thread to its log."""
@@ -44,6 +45,8 @@ class RankContext:
     """How long this rank may wait for others in a collective, s; None leaves torch's default."""
     phase_name: str = "start"
     """What the rank is doing."""
+    turn: Turn | None = None
+    """When it may run, where other programs of the job are in memory too."""
 
     def phase(self, name: str) -> None:
         """Tells the supervisor what comes next, so that a failure can say where it happened."""
@@ -55,13 +58,24 @@ class RankContext:
         self.reports.send(("compiling", yes))
 
 
-def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection) -> None:
+def run_rank(
+    job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None
+) -> None:
     """Runs the job's program as one rank of it and ends the process. Never returns."""
     code = 1
     try:
         faulthandler.enable(file=sys.stderr, all_threads=True)
         faulthandler.register(DUMP_STACKS, file=sys.stderr, all_threads=True, chain=False)
-        outcome = _run(job, local_rank, init_method, reports)
+        if job.beside:
+            # Before there are threads, which a fork would not copy.
+            outcome = run_in_turns(
+                job,
+                job.rendezvous.first_rank + local_rank,
+                reports,
+                lambda number, one, its, its_turn: run_rank(one, local_rank, f"{init_method}-{number}", its, its_turn),
+            )
+        else:
+            outcome = _run(job, local_rank, init_method, reports, turn)
         reports.send(("outcome", outcome))
         code = 0
     finally:
@@ -72,7 +86,9 @@ def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection) -
             os._exit(code)
 
 
-def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> RankOutcome:
+def _run(
+    job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None
+) -> RankOutcome:
     rank = job.rendezvous.first_rank + local_rank
     meter: MemoryMeter = HostMemoryMeter()
     context = None
@@ -94,6 +110,7 @@ def _run(job: Job, local_rank: int, init_method: str, reports: Connection) -> Ra
             reports=reports,
             local_world_size=job.ranks,
             collective_timeout_s=job.collective_timeout_s,
+            turn=turn,
         )
         import cloudpickle
 

@@ -1,6 +1,7 @@
 """The protocol of everything that tries a configuration."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -52,6 +53,8 @@ class Runner(ABC):
     """How many trials can run at the same time."""
     isolated: bool = True
     """Whether this process outlives whatever a trial does."""
+    takes_turns: bool = False
+    """Whether `take_turns` does anything."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
     per_host: int | None = None
@@ -66,6 +69,25 @@ class Runner(ABC):
         Raises:
             RunnerError: the machinery failed (a lost agent or node); the trial may be tried again.
         """
+
+    def take_turns(
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement]
+    ) -> list[list[Measurement]] | None:
+        """Measures candidates in short turns while all are in memory.
+
+        Args:
+            requests: one for each candidate.
+            alone: what each measured when it was tried: its memory must fit beside the others', and its turns take
+                no longer together than that did, a few times over.
+
+        Returns:
+            Of each candidate what each of its turns brought, or the one measurement of how it failed. None where they
+            cannot be in memory at the same time, or where one of them has taken all with it.
+
+        Raises:
+            RunnerError: the machinery failed.
+        """
+        return None
 
     def close(self) -> None:
         """Ends every running trial and releases what the runner holds. May be called twice."""

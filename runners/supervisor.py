@@ -246,15 +246,7 @@ class Supervisor:
         return Outcome(status=Status.TIMEOUT, reason=reason, ranks=self._reported())
 
     def _outcome(self) -> Outcome:
-        failed = [rank.outcome for rank in self._ranks if rank.outcome and rank.outcome.status is not Status.OK]
-        if not failed:
-            return Outcome(status=Status.OK, ranks=self._reported())
-        # A lost peer is an echo; a signal or an allocation failure is a cause.
-        cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
-        where = f"rank {cause.rank}: " if self.job.rendezvous.world_size > 1 else ""
-        return Outcome(
-            status=cause.status, reason=where + cause.reason, ranks=self._reported(), secondary=cause.secondary
-        )
+        return Outcome.of(self._reported(), several=self.job.rendezvous.world_size > 1)
 
     def _reported(self) -> tuple[RankOutcome, ...]:
         return tuple(rank.outcome for rank in self._ranks if rank.outcome is not None)

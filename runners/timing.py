@@ -1,12 +1,13 @@
 """When a step time is steady, and when it is known well enough."""
 
-import math
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from ..results.again import median_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,28 +56,21 @@ class Timing:
     """Wall time of the steps in which some rank compiled, which are part of neither, s."""
     stopped_early: str = ""
     """Why the measurement was cut short; empty if it was not."""
+    turns_ms: tuple[float, ...] = ()
+    """Median step of each turn, where the candidate took turns with others, ms."""
 
 
 def median_interval(times: Sequence[float]) -> tuple[float, float]:
     """Median and half-width of its distribution-free 95 % confidence interval, in the unit of `times`.
 
     The interval runs between two order statistics whose ranks come from the binomial distribution
-    (Conover, Practical Nonparametric Statistics, 3.2). Below six values no such interval reaches 95 %
-    and the whole range stands in.
+    (`median_rank`). Below six values no such interval reaches 95 % and the whole range stands in.
     """
     ordered = sorted(times)
     n = len(ordered)
     if n == 0:
         raise ValueError("median_interval needs at least one value")
-    low = 0
-    if n >= 6:
-        tail, rank = 0.0, 0
-        while True:
-            tail += math.comb(n, rank) * 0.5**n
-            if tail > 0.025:
-                break
-            rank += 1
-        low = max(0, rank - 1)
+    low = median_rank(n)
     return statistics.median(ordered), (ordered[n - 1 - low] - ordered[low]) / 2
 
 
@@ -125,6 +119,22 @@ class CudaClock(Clock):
         return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
 
 
+class Turns(Protocol):
+    """When a candidate may run that takes turns with others."""
+
+    seconds: float
+    """How long a turn is, s."""
+
+    def wait(self) -> bool:
+        """Blocks until its next turn; False when all are over."""
+
+    def begin(self) -> None:
+        """Every rank has its turn."""
+
+    def end(self) -> None:
+        """The turn is over; the first one with the warm-up."""
+
+
 def measure(
     step: Callable[[], object],
     clock: Clock,
@@ -134,8 +144,9 @@ def measure(
     agree: Callable[[list[float]], list[float]] = lambda values: values,
     compiled: Callable[[], float] = lambda: 0.0,
     settled: Callable[[], None] = lambda: None,
+    turns: Turns | None = None,
 ) -> Timing:
-    """Runs `step` until its time is known.
+    """Runs `step` until its time is known, or in turns with other candidates until these are over.
 
     Steps in which any rank compiles count neither as warm-up nor as measured, and their time is kept apart.
 
@@ -148,6 +159,7 @@ def measure(
             same decisions (each rank must run the same number of steps).
         compiled: seconds that this rank has compiled so far.
         settled: called once, when every rank has made a step without compiling.
+        turns: when it may run; it warms up as it would alone.
     """
     begin = time.perf_counter()
     compiling = _Compiling(plan.compile_max_steps)
@@ -200,7 +212,18 @@ def measure(
             )
 
     taken: list[float] = []
-    while True:
+    in_turns: list[float] = []
+    if turns is not None:
+        turns.end()
+    while turns is not None and not agree([0.0 if turns.wait() else 1.0])[0]:
+        turns.begin()
+        expected_ms = statistics.median(taken or warm[-1:])
+        times, elapsed = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
+        turns.end()
+        taken += times
+        in_turns.append(statistics.median(times))
+        median, half = median_interval(taken)
+    while turns is None:
         expected_ms = statistics.median(taken or warm[-1:])
         chunk = max(1, min(50, int(clock.chunk_seconds * 1e3 / max(expected_ms, 1e-6))))
         times, elapsed = timed(min(chunk, plan.max_steps - len(taken)))
@@ -220,6 +243,7 @@ def measure(
         seconds_warmup=seconds_warmup,
         seconds_measure=elapsed - seconds_warmup,
         seconds_compile=compiling.seconds,
+        turns_ms=tuple(in_turns),
     )
 
 

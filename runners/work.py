@@ -25,6 +25,15 @@ class Work(ABC):
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> "Job":
         """The job of one trial."""
 
+    def turns(self, measured: Measurement, outcome: "Outcome") -> list[Measurement]:
+        """What each turn brought of a candidate that was measured in turns; by default all were one.
+
+        Args:
+            measured: what the outcome says of all turns.
+            outcome: of its part of the job.
+        """
+        return [measured]
+
     @abstractmethod
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: "Outcome", known: dict[str, Any]

@@ -20,6 +20,13 @@ def at_first_speed(trial: Trial) -> Trial:
     return replace(trial, measurement=replace(measured, throughput=measured.throughput / measured.machine_speed))
 
 
+def unsteady(trials: Sequence[Trial]) -> bool:
+    """Whether what others took of the machine was not the same for all of these."""
+    loads = [trial.measurement.foreign_cores for trial in trials]
+    known = [each for each in loads if each is not None]
+    return bool(known) and max(known) - min(known) > CHANGED_CORES
+
+
 @dataclass
 class Conditions:
     """Compares what others take of the machine now with what they took when the default configuration, the canary, was

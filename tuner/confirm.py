@@ -13,6 +13,7 @@ measurements say of themselves (Smyth 2004, Linear models and empirical Bayes me
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,17 +24,18 @@ from ..results.again import Z95
 from ..results.columns import speed
 from ..results.summary import EQUAL
 from .budget import Stopwatch
-from .conditions import CHANGED_CORES, at_first_speed
+from .conditions import CHANGED_CORES, at_first_speed, unsteady
 from .listener import SearchListener
 
-LEADERS = 3
-"""Contenders beside the default configuration, at first."""
-LEADER_WITHIN = 0.85
-"""Share of the best throughput from which a trial can be a contender."""
+LEADERS, LEADER_WITHIN = 3, 0.85
+"""Contenders beside the default configuration, at first, and the share of the best throughput they must have reached."""
+UNSTEADY_LEADERS, UNSTEADY_WITHIN = 8, 0.67
+"""The same where the machine's load has changed, so that first measurements say little of who leads."""
 CHALLENGE_WITHIN = 0.97
 """Share of the best that one never measured again must have reached at first, all told, to be measured beside it."""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
-"""How often each contender is measured again."""
+"""How often each contender is measured again. Where contenders are in memory together and take short turns, a stretch of
+these takes as long as the fewest rounds, and counts as them."""
 ERROR = 0.05
 """Chance that a contender that is the best is dropped, over all rounds and contenders (Bonferroni)."""
 ROUNDS_TO_TIE = 3
@@ -42,6 +44,10 @@ SHARE_OF_SEARCH = 0.5
 """Of the time the trials took, what further rounds than the fewest may take."""
 FAR_OFF = 1.25
 """Ratio of a first measurement to what came of measuring again from which it is said."""
+ROBUST_ROUNDS = 8
+"""Rounds from which what lies far off weighs less: so many turns tell noise from its exceptions."""
+HUBER, HUBER_STEPS = 1.345, 20
+"""From how many standard deviations on, and in how many steps that is found."""
 _TYPICAL_NOISE, _PRIOR_DEGREES = 0.01, 4.0
 
 
@@ -53,6 +59,9 @@ class Confirmation:
     """Trials and files."""
     measure: Callable[[Trial], Measurement]
     """A trial's configuration measured anew, to the end."""
+    take_turns: Callable[[Sequence[Trial]], list[list[Measurement]] | None] | None
+    """Trials' configurations in memory together and measured in turns (see `Runner.take_turns`); None where the runner
+    measures one after the other only."""
     listener: SearchListener
     """Hears of progress."""
     watch: Stopwatch
@@ -61,6 +70,9 @@ class Confirmation:
     """What each contender that ran measured, by its trial's number, a round an entry."""
     failed: dict[int, Measurement] = field(default_factory=dict)
     """Contenders that did not run to the end again."""
+    _times: Counter[int] = field(default_factory=Counter)
+    """How often each was measured again, in rounds."""
+    _rounds_done: int = 0
     _done: int = 0
 
     @property
@@ -80,12 +92,15 @@ class Confirmation:
         if len(active) == 1:  # nobody to compare it with
             return
         try:
-            while active and len(self.rounds) < MOST_ROUNDS:
-                enough = all(self._times(trial) >= FEWEST_ROUNDS for trial in active)
+            while active and self._rounds_done < MOST_ROUNDS:
+                enough = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
                 late = self.watch.elapsed - begin > SHARE_OF_SEARCH * spent
                 if self.watch.left <= 0 or enough and late:
                     break
-                self._round(active)
+                if not self._stretch(active):
+                    if not self.rounds:
+                        active = self._contenders(())
+                    self._round(active)
                 active = self._still_open([trial for trial in active if trial.number not in self.failed])
         finally:
             self._keep()
@@ -99,18 +114,52 @@ class Confirmation:
         left.sort(key=lambda trial: -_at_first(trial))
         if not left:
             return []
+        many, within = LEADERS, LEADER_WITHIN
+        if self.take_turns is not None and unsteady(left):
+            many, within = UNSTEADY_LEADERS, UNSTEADY_WITHIN
         # The second is among them however far behind: the first may have been lucky once.
-        floor = LEADER_WITHIN * _at_first(left[0])
-        leaders = [trial for at, trial in enumerate(left[:LEADERS]) if at < 2 or _at_first(trial) >= floor]
+        floor = within * _at_first(left[0])
+        leaders = [trial for at, trial in enumerate(left[:many]) if at < 2 or _at_first(trial) >= floor]
         # Beside lossy leaders the best without lossy values is to be compared with what holds up.
         exact = next((trial for trial in left if not trial.lossy), None)
         beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
         return leaders + [trial for trial in beside if trial not in leaders]
 
+    def _stretch(self, active: Sequence[Trial]) -> bool:
+        """Has all of them take turns; False where they cannot, or in too little time for their fewest rounds."""
+        costs = [trial.measurement.seconds_total or 0.0 for trial in active]
+        if self.take_turns is None or len(active) < 2 or self.watch.left < FEWEST_ROUNDS * sum(costs):
+            return False
+        total = self._done + FEWEST_ROUNDS * len(active)
+        self.listener.remeasuring(list(active), self._done, total)
+        found = self.take_turns(active)
+        if found is None:
+            self.take_turns = None
+            return False
+        self._done, self._rounds_done = total, self._rounds_done + FEWEST_ROUNDS
+        rounds: list[dict[int, Measurement]] = [{} for _ in range(max(map(len, found)))]
+        for trial, turns in zip(active, found, strict=True):
+            self._times[trial.number] += FEWEST_ROUNDS
+            for taken, each in zip(rounds, turns, strict=False):
+                self._heard(trial, each, taken)
+        self.rounds += rounds
+        self.listener.remeasuring(list(active), self._done, total)
+        return True
+
+    def _heard(self, trial: Trial, again: Measurement, taken: dict[int, Measurement]) -> None:
+        if again.status is Status.OK:
+            taken[trial.number] = again
+            return
+        self.failed[trial.number] = again
+        self.listener.said(
+            f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
+        )
+
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}
         self.rounds.append(taken)
-        total = self._done + sum(max(1, FEWEST_ROUNDS - self._times(trial)) for trial in active)
+        self._rounds_done += 1
+        total = self._done + sum(max(1, FEWEST_ROUNDS - self._times[trial.number]) for trial in active)
         # Another one goes first each time, so that no one's turn comes always after the same.
         start = (len(self.rounds) - 1) % len(active)
         for trial in [*active[start:], *active[:start]]:
@@ -125,20 +174,15 @@ class Confirmation:
                 return
             again = self.measure(trial)
             self._done += 1
-            if again.status is Status.OK:
-                taken[trial.number] = again
-            else:
-                self.failed[trial.number] = again
-                self.listener.said(
-                    f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
-                )
+            self._times[trial.number] += 1
+            self._heard(trial, again, taken)
         self.listener.remeasuring(list(active), self._done, max(total, self._done))
 
     def _still_open(self, active: list[Trial]) -> list[Trial]:
         """Who takes part in the next round; nobody where the winner is found."""
-        if not any(self._times(trial) for trial in active):
+        if not active:
             return self._contenders(())
-        if any(self._times(trial) < FEWEST_ROUNDS for trial in active):
+        if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
             return active
         found = self.comparison()
         top = max(found.level, key=found.level.get)
@@ -161,7 +205,7 @@ class Confirmation:
             and (trial.sampler != "default" or found.gap(top, trial.number) < EQUAL)
         ]
         close = all(found.gap(top, trial.number) < EQUAL for trial in rivals)
-        if close and all(self._times(trial) >= ROUNDS_TO_TIE for trial in rivals):
+        if close and all(self._times[trial.number] >= ROUNDS_TO_TIE for trial in rivals):
             rivals = []
         return [by_number[top], *rivals, *challengers] if rivals or challengers else []
 
@@ -173,9 +217,6 @@ class Confirmation:
         """The rounds without those that failed in one of them."""
         rounds = [{n: each for n, each in taken.items() if n not in self.failed} for taken in self.rounds]
         return [taken for taken in rounds if taken]
-
-    def _times(self, trial: Trial) -> int:
-        return sum(trial.number in taken for taken in self.rounds)
 
     def _keep(self) -> None:
         """Stores the re-measurements, each with what its round did to all taken off."""
@@ -250,12 +291,11 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
     # A disturbance is nothing on average, so that levels are those of average rounds.
     design[:, first:] -= design[:, first:].mean(axis=0)
     y = np.array([math.log(each.throughput) for _, _, each in cells])
-    inverse = np.linalg.pinv(design.T @ design)
-    found = inverse @ design.T @ y
+    found, inverse, weights = _fit(design, y, len(rounds) >= ROBUST_ROUNDS)
     degrees = len(cells) - np.linalg.matrix_rank(design)
     spreads = [each.spread / Z95 for _, _, each in cells if each.spread]
     typical = statistics.median(spreads) if spreads else _TYPICAL_NOISE
-    residual = float(((y - design @ found) ** 2).sum())
+    residual = float((weights * (y - design @ found) ** 2).sum())
     disturbance: list[dict[int, float]] = [{} for _ in rounds]
     for row, (at, number, _) in enumerate(cells):
         disturbance[at][number] = float(design[row, first:] @ found[first:])
@@ -268,6 +308,25 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
             (a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)
         },
     )
+
+
+def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Least squares: what was found, its covariance over the noise's variance, and the weights of `y`.
+
+    Args:
+        design: (n, m).
+        y: (n,).
+        robust: whether what lies far off weighs less (Huber 1964, Robust estimation of a location parameter).
+    """
+    weights = np.ones(len(y))
+    for _ in range(HUBER_STEPS if robust else 1):
+        inverse = np.linalg.pinv(design.T @ (design * weights[:, None]))
+        found = inverse @ design.T @ (weights * y)
+        if robust:
+            off = np.abs(y - design @ found)
+            scale = max(float(np.median(off)) / 0.6745, 1e-6)
+            weights = np.minimum(1.0, HUBER * scale / np.maximum(off, 1e-12))
+    return found, inverse, weights
 
 
 def _at_first(trial: Trial) -> float:

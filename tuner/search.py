@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -351,7 +351,17 @@ class Search:
             raise
 
     def _confirmation(self) -> Confirmation:
-        return Confirmation(self.run_folder, self._measure_again, self.listener, self.watch)
+        return Confirmation(
+            self.run_folder,
+            self._measure_again,
+            self._take_turns if self.runner.takes_turns else None,
+            self.listener,
+            self.watch,
+        )
+
+    def _take_turns(self, trials: Sequence[Trial]) -> list[list[Measurement]] | None:
+        requests = [self._request(replace(trial, measurement=None), free=True) for trial in trials]
+        return self.runner.take_turns(requests, [trial.measurement for trial in trials])
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .common import adamw, note_attention, note_hsdp, note_lora, note_pipeline, note_reduction
+from .common import adamw, note_adamw, note_attention, note_hsdp, note_lora, note_pipeline, note_reduction
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -28,7 +28,15 @@ def config(setup: Setup) -> dict[str, Any]:
         setup.note("the batch is not known: set your DataLoader's batch_size and accumulate_grad_batches")
     # A bar that is drawn anew with every micro-batch takes time of the training.
     trainer["enable_progress_bar"] = False
-    out: dict[str, Any] = {"trainer": trainer, **_optimizer(setup)}
+    out: dict[str, Any] = {"trainer": trainer}
+    if isinstance(trainer["strategy"], str):
+        out |= _optimizer(setup)
+    else:
+        note_adamw(setup)
+        setup.note(
+            "the optimizer is made in configure_optimizers() of your module: LightningCLI would make one of this file "
+            "before configure_model() cuts the weights, and it would train none of the pieces"
+        )
     _note_the_rest(setup)
     return out
 

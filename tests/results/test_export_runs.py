@@ -30,6 +30,8 @@ CONFIG = {
     "tp": 1, "pp": 1, "dp": 2, "zero": 0, "micro_batch": 4, "grad_accum": 2, "checkpoint_ratio": 0.0,
     "precision": "fp32", "attention": "sdpa", "fusion": False, "fused_optimizer": True,
 }  # fmt: skip
+SHARDED = {**CONFIG, "zero": 3, "precision": "bf16", "checkpoint_ratio": 1.0}
+"""What frameworks that shard on a CPU shard, and the others say that they do not."""
 SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 16, 3
 FRAMEWORKS = {
     "python": "torch", "trainer": "transformers", "accelerate": "accelerate", "deepspeed": "deepspeed",
@@ -37,10 +39,11 @@ FRAMEWORKS = {
 }  # fmt: skip
 """Targets, and the package that runs what they write."""
 RUNS = [
-    pytest.param(target, model, marks=() if quick else pytest.mark.exhaustive, id=f"{target}, {model}")
+    pytest.param(target, model, config, marks=() if quick else pytest.mark.exhaustive, id=f"{target}, {model}, {name}")
     for target in FRAMEWORKS
     for model in ("llama-tiny", "bert-tiny")
-    for quick in [model == "llama-tiny" and target in ("python", "trainer")]
+    for name, config in (("whole", CONFIG), ("sharded", SHARDED))
+    for quick in [model == "llama-tiny" and config is CONFIG and target in ("python", "trainer")]
 ]
 
 
@@ -61,21 +64,23 @@ def workload(model):
     return redline.workload(model, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
 
 
-def train(model, scale=1.0, shift=0, drawn=None):
+def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None):
     """As a rank of a dry run trains: losses, norm of the first gradient, settings of the optimizer.
 
     Args:
         model: a preset.
+        config: its configuration.
         scale: a wrong factor of the gradients.
         shift: of which step later the first batch is.
         drawn: a wrong seed of dropout.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
 
     from redline.models import Training
 
-    training = Training(workload(model), CONFIG, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
+    training = Training(workload(model), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
     losses, gradient = [], None
     training._step += shift
     if drawn is not None:
@@ -85,13 +90,15 @@ def train(model, scale=1.0, shift=0, drawn=None):
         for each in training.model.parameters():
             each.grad.mul_(scale)
         if gradient is None:
-            gradient = torch.stack([each.grad.double().norm() for each in training.model.parameters()]).norm()
+            norms = [each.grad.double().norm() for each in training.model.parameters()]
+            norms = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
+            gradient = torch.stack(norms).norm()
         training.update()
     (group,) = training.optimizer.param_groups
     return losses, float(gradient), {name: group[name] for name in (*ADAMW, "fused")}
 
 
-def tolerances(model):
+def tolerances(model, config=CONFIG):
     """By the rule: of each step's loss, relative; of the first gradient's norm, relative."""
     import torch
 
@@ -99,7 +106,8 @@ def tolerances(model):
 
     rows = GLOBAL_BATCH * SEQ_LEN
     with torch.device("meta"):
-        outputs = allowance(workload(model).build_model({"attention": "sdpa"}), rows)
+        half = torch.bfloat16 if config["precision"] == "bf16" else None
+        outputs = allowance(workload(model).build_model({"attention": "sdpa"}), rows, dtype=half)
     return [loss_allowance(outputs, rows) * (2**step - 1) for step in range(1, STEPS + 1)], outputs
 
 
@@ -108,10 +116,11 @@ def dry_run(two):
     """What the dry run of a preset trains, made once."""
     known = {}
 
-    def of(model):
-        if model not in known:
-            known[model] = two.run(train, model)[0]
-        return known[model]
+    def of(model, config=CONFIG):
+        key = model, config["zero"]
+        if key not in known:
+            known[key] = two.run(train, model, config)[0]
+        return known[key]
 
     return of
 
@@ -120,10 +129,10 @@ def departures(found, expected):
     return [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
 
 
-def exported(target, model, folder):
+def exported(target, model, folder, config=CONFIG):
     """Runs an export by the line it names; what its training told."""
     measured = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
-    made = render(target, Trial(number=0, config=CONFIG, measurement=measured), document(model))
+    made = render(target, Trial(number=0, config=config, measurement=measured), document(model))
     name = {"python": "train.py", "deepspeed": "deepspeed.json"}.get(target, f"{target}.yaml")
     (folder / name).write_text(made.text)
     start = made.use[-1].removeprefix("Start: ")
@@ -136,6 +145,8 @@ def exported(target, model, folder):
         start = re.sub(r"train\.py\b.*", script, start)
         more += ["--model", model, "--seq-len", str(SEQ_LEN), "--global-batch", str(GLOBAL_BATCH)]
         more += ["--attention", "sdpa", "--micro-batch", "4", "--grad-accum", "2", "--fused"]
+        more += ["--checkpoint"] if config["checkpoint_ratio"] and target != "trainer" else []
+        more += ["--reshard"] if config["zero"] == 3 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     # The package's folder stands for an installation of it.
@@ -153,12 +164,12 @@ def exported(target, model, folder):
     return json.loads(line)
 
 
-@pytest.mark.parametrize(("target", "model"), RUNS)
-def test_an_export_trains_what_the_dry_run_trained(target, model, dry_run, tmp_path):
+@pytest.mark.parametrize(("target", "model", "config"), RUNS)
+def test_an_export_trains_what_the_dry_run_trained(target, model, config, dry_run, tmp_path):
     pytest.importorskip(FRAMEWORKS[target])
-    losses, gradient, optimizer = dry_run(model)
-    allowed, allowed_gradient = tolerances(model)
-    found = exported(target, model, tmp_path)
+    losses, gradient, optimizer = dry_run(model, config)
+    allowed, allowed_gradient = tolerances(model, config)
+    found = exported(target, model, tmp_path, config)
     for step, departs in enumerate(departures(found["losses"], losses)):
         # The script prints six decimals.
         printed = 5e-7 / abs(losses[step]) if target == "python" else 0.0
@@ -182,11 +193,11 @@ def test_another_training_is_told_from_it(model, dry_run, two):
     """By the tolerances above. A learning rate hardly shows in losses of random tokens, and is compared."""
     losses, gradient, _ = dry_run(model)
     allowed, allowed_gradient = tolerances(model)
-    doubled = two.run(train, model, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
+    doubled = two.run(train, model, CONFIG, 2.0)[0][1]  # a sum over two micro-batches in place of their mean
     numeric.caught(abs(doubled / gradient - 1), allowed_gradient, "the norm of twice the gradient")
-    later = two.run(train, model, 1.0, 1)[0][0]
+    later = two.run(train, model, CONFIG, 1.0, 1)[0][0]
     numeric.caught(departures(later, losses)[0], allowed[0], "the first loss on another batch")
-    other = two.run(train, model, 1.0, 0, 99)[0][0]
+    other = two.run(train, model, CONFIG, 1.0, 0, 99)[0][0]
     if model == "bert-tiny":
         numeric.caught(departures(other, losses)[0], allowed[0], "the first loss with other dropout")
     else:

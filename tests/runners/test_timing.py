@@ -164,3 +164,12 @@ def test_it_is_told_once_that_all_have_made_a_step_without_compiling(compiling):
     told = []
     compiling(itertools.repeat(100), {0: 60.0}, settled=lambda: told.append(timing_module.time.perf_counter()))
     assert told == [pytest.approx(60.2)]
+
+
+def test_the_interval_of_thousands_of_steps_is_known_and_continues_that_of_few():
+    values = [float(each) for each in range(5000)]
+    median, half = median_interval(values)
+    # 2,500 +- 1.96 sqrt(5,000) / 2
+    assert (median, half) == (2499.5, pytest.approx(69.3, abs=1.5))
+    halves = [median_interval(values[:n])[1] / n**0.5 for n in range(95, 105)]
+    assert max(halves) - min(halves) < 0.13

@@ -154,7 +154,7 @@ def test_the_best_without_lossy_values_is_measured_again_beside_lossy_leaders():
         def trials(self):
             return trials
 
-    found = Confirmation(Folder(), None, None, None)._contenders(())
+    found = Confirmation(Folder(), None, None, None, None)._contenders(())
     assert [trial.number for trial in found] == [1, 2, 3, 4, 0]
 
 

@@ -18,7 +18,7 @@ from redline.tuner.search import Search
 class Memory:
     """A run's trials, kept in memory."""
 
-    def __init__(self, throughputs, peaks=()):
+    def __init__(self, throughputs, peaks=(), loads=()):
         self._trials = [
             Trial(
                 number=number,
@@ -31,6 +31,7 @@ class Memory:
                     peak_memory_mib=peaks[number] if peaks else None,
                     memory_limit_mib=1000.0,
                     seconds_total=1.0,
+                    foreign_cores=loads[number] if loads else None,
                 ),
             )
             for number, throughput in enumerate(throughputs)
@@ -68,6 +69,27 @@ class Machine(Runner):
         )
 
 
+class Turns(Machine):
+    """The same with candidates in memory together, `many` turns of each, as far as `room` for them goes."""
+
+    takes_turns = True
+
+    def __init__(self, true, *, many=10, room=9, **machine):
+        super().__init__(true, **machine)
+        self._many, self._room, self.stretches = many, room, []
+
+    def take_turns(self, requests, alone):
+        if len(requests) > self._room:
+            return None
+        self.stretches.append([each.number for each in requests])
+        found = [[] for _ in requests]
+        for _ in range(self._many):
+            for request, turns in zip(requests, found, strict=True):
+                if not turns or turns[-1].ok:
+                    turns.append(self.run(request))
+        return [turns if turns[-1].ok else turns[-1:] for turns in found]
+
+
 class Heard(SearchListener):
     def __init__(self):
         self.lines = []
@@ -76,12 +98,12 @@ class Heard(SearchListener):
         self.lines.append(message)
 
 
-def confirm(first, true=None, *, peaks=(), seconds=None, **machine):
-    folder, heard = Memory(first, peaks), Heard()
-    runner = Machine(true or first, **machine)
+def confirm(first, true=None, *, peaks=(), loads=(), seconds=None, kind=Machine, **machine):
+    folder, heard = Memory(first, peaks, loads), Heard()
+    runner = kind(true or first, **machine)
     budget = Budget(trials=1, seconds=seconds)
     Search(run_folder=folder, sampler=None, runner=runner, budget=budget, listener=heard).confirm()
-    return folder.trials(), runner.order, heard.lines
+    return folder.trials(), getattr(runner, "stretches", runner.order), heard.lines
 
 
 def test_leaders_and_the_default_are_measured_in_turns_and_another_begins_each_time():
@@ -190,3 +212,76 @@ def test_the_stated_error_holds(gap):
         seen = [compare_rounds(rounds[:many]) for many in range(FEWEST_ROUNDS, MOST_ROUNDS + 1)]
         called += any(each.ahead(1, 0, 2) for each in seen)
     assert called / 300 <= 0.05 if gap == 0.0 else called / 300 > 0.7
+
+
+UNSTEADY = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+"""The load while six trials were measured."""
+
+
+def test_turns_find_the_fastest_although_noise_hid_it_at_first():
+    """Noise of 8 % a turn, some turns at half speed, and a load that halved the fastest one's first measurement."""
+    first, true = [30.0, 92.0, 100.0, 97.0, 90.0, 72.0], [60.0, 88.0, 90.0, 92.0, 85.0, 100.0]
+    won = []
+    for seed in range(40):
+        draw = random.Random(seed)
+        slow = [draw.choice([1.0, 1.0, 1.0, 0.55]) for _ in range(50)]
+        trials, stretches, _ = confirm(
+            first, true, loads=UNSTEADY, kind=Turns, noise=0.08, seed=seed,
+            speed=lambda call, s=slow: s[(call - 1) // 4 % 50],
+        )  # fmt: skip
+        assert stretches[0] == [2, 3, 1, 4, 5, 0]
+        won.append(true[summary.best(trials).number])
+    assert sum(each >= 97.0 for each in won) >= 37
+
+
+def test_where_the_load_was_steady_only_leaders_take_turns():
+    first = [60.0, 100.0, 95.0, 94.0, 93.0, 92.0]
+    trials, stretches, _ = confirm(first, loads=[0.0] * 6, kind=Turns)
+    assert stretches[0] == [1, 2, 3, 0]
+    assert len(trials[1].remeasured) >= 10 and trials[5].remeasured == ()
+
+
+def test_who_is_behind_takes_no_further_turns_and_whoever_might_be_ahead_does():
+    first, true = [50.0, 100.0, 99.5, 99.0, 98.5], [50.0, 100.0, 80.0, 99.5, 100.0]
+    trials, stretches, _ = confirm(first, true, loads=[0.0] * 5, kind=Turns, noise=0.003)
+    assert stretches[0] == [1, 2, 3, 0] and len(stretches) <= 3
+    assert all(2 not in each and 0 not in each for each in stretches[1:])
+    assert 4 in stretches[1]
+
+
+def test_who_fails_in_a_turn_does_not_hold_up_and_the_others_count():
+    trials, _, lines = confirm([60.0, 100.0, 99.0], kind=Turns, crashing={1})
+    assert summary.best(trials).number == 2
+    assert trials[1].measurement.status is Status.CRASH and len(trials[2].remeasured) == 10
+    assert lines == ["trial 1 did not hold up when measured again: crash (lost its nerve)"]
+
+
+def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_other():
+    trials, stretches, _ = confirm([60.0, 100.0, 90.0, 95.0, 94.0, 93.0], loads=UNSTEADY, kind=Turns, room=1)
+    assert stretches == []
+    # The leaders only: alone each takes as long as a trial.
+    assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
+
+
+def test_an_outlier_among_turns_moves_nothing():
+    def ran(throughput):
+        return Measurement(status=Status.OK, throughput=throughput)
+
+    rounds = [{0: ran(100.0), 1: ran(90.0)} for _ in range(10)]
+    rounds[3] = {0: ran(100.0), 1: ran(9.0)}
+    found = compare_rounds(rounds)
+    assert found.gap(0, 1) == pytest.approx(math.log(100 / 90), abs=1e-3)
+    assert found.ahead(0, 1, 1)
+
+
+def test_of_many_turns_only_the_middle_ones_decide_a_tie():
+    def trial(number, throughputs):
+        measured = Measurement(status=Status.OK, throughput=throughputs[0])
+        return judged(Trial(number=number, config=Config({"a": number}), measurement=measured), throughputs)
+
+    # 1.8 % apart, each with a turn far off.
+    first = trial(0, [100.0 + 0.01 * at for at in range(23)] + [50.0])
+    other = trial(1, [98.2 + 0.01 * at for at in range(23)] + [150.0])
+    assert summary.tied([first, other]) == []
+    few = trial(2, [98.2, 100.1])
+    assert [each.number for each in summary.tied([trial(0, [100.0, 100.2]), few])] == [2]
