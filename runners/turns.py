@@ -8,6 +8,7 @@ the collective that every turn begins with.
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,10 +51,10 @@ class Turn:
 class _Program:
     """A program's process, seen by who gives the turns."""
 
-    def __init__(self, number: int, job: Job, rank: int, run: Member) -> None:
+    def __init__(self, number: int, job: Job, rank: int, limit_s: float | None, run: Member) -> None:
         self.reports, sender = Pipe(duplex=False)
         self._channel, its = Pipe()
-        self._rank = rank
+        self._rank, self._limit_s = rank, limit_s
         self.outcome: RankOutcome | None = None
         me = os.getpid()
         self._pid = os.fork()
@@ -67,15 +68,21 @@ class _Program:
         self._pidfd = os.pidfd_open(self._pid)
 
     def give(self, word: str, tell: Callable[[tuple[str, object]], None]) -> None:
-        """Says a word to it, and returns when it has done its turn, or has ended; no turn comes of `ENOUGH`."""
+        """Says a word to it, and returns when it has done its turn, or has ended; no turn comes of `ENOUGH`. It is killed
+        where that takes longer than a trial may."""
         with suppress(OSError):  # that it has ended shows below
             self._channel.send(word)
         ends = [self.reports, self._pidfd, *([self._channel] if word == YOURS else ())]
+        end = None if self._limit_s is None else time.monotonic() + self._limit_s
         while self.outcome is None:
-            ready = wait(ends)
-            if self.reports in ready and self._heard(tell):
+            ready = wait(ends, None if end is None else max(0.0, end - time.monotonic()))
+            if not ready:
+                os.kill(self._pid, signal.SIGKILL)
+                why = f"took more than {self._limit_s:g} s in its turn"
+                self.outcome = RankOutcome(rank=self._rank, status=Status.TIMEOUT, reason=why)
+            elif self.reports in ready and self._heard(tell):
                 continue
-            if self._channel in ready:
+            elif self._channel in ready:
                 with suppress(EOFError, OSError):
                     self._channel.recv()
                     return
@@ -106,10 +113,13 @@ def run_in_turns(job: Job, rank: int, reports: Connection, run: Member) -> RankO
         reports: to the supervisor, which hears what is done and when any of them compiles.
         run: see `Member`.
     """
-    alone = replace(job, beside=())
+    programs = (job.program, *job.beside)
+    # Ranks that follow wait for a program from its building to its last turn.
+    share = len(programs) if rank == 0 else 1
+    limit_s = None if job.timeout_s is None else (job.timeout_s + job.compile_timeout_s) / share
     every = [
-        _Program(number, replace(alone, program=program), rank, run)
-        for number, program in enumerate((job.program, *job.beside))
+        _Program(number, replace(job, program=program, beside=()), rank, limit_s, run)
+        for number, program in enumerate(programs)
     ]
     if rank == 0:
         reports.send(("phase", "build"))

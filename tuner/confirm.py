@@ -78,8 +78,8 @@ class Confirmation:
     @property
     def seconds(self) -> float:
         """What the fewest rounds would take with the contenders so far, s."""
-        known = [trial.measurement.seconds_total or 0.0 for trial in self._contenders(())]
-        return FEWEST_ROUNDS * sum(known) if len(known) > 1 else 0.0
+        contenders = self._contenders(())
+        return _fewest_s(contenders) if len(contenders) > 1 else 0.0
 
     def run(self) -> None:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
@@ -114,12 +114,10 @@ class Confirmation:
         left.sort(key=lambda trial: -_at_first(trial))
         if not left:
             return []
-        many, within = LEADERS, LEADER_WITHIN
+        leaders = _leaders(left, LEADERS, LEADER_WITHIN)
         if self.take_turns is not None and unsteady(left):
-            many, within = UNSTEADY_LEADERS, UNSTEADY_WITHIN
-        # The second is among them however far behind: the first may have been lucky once.
-        floor = within * _at_first(left[0])
-        leaders = [trial for at, trial in enumerate(left[:many]) if at < 2 or _at_first(trial) >= floor]
+            more = _leaders(left, UNSTEADY_LEADERS, UNSTEADY_WITHIN)
+            leaders = more if _fewest_s(more) < self.watch.left else leaders
         # Beside lossy leaders the best without lossy values is to be compared with what holds up.
         exact = next((trial for trial in left if not trial.lossy), None)
         beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
@@ -127,8 +125,7 @@ class Confirmation:
 
     def _stretch(self, active: Sequence[Trial]) -> bool:
         """Has all of them take turns; False where they cannot, or in too little time for their fewest rounds."""
-        costs = [trial.measurement.seconds_total or 0.0 for trial in active]
-        if self.take_turns is None or len(active) < 2 or self.watch.left < FEWEST_ROUNDS * sum(costs):
+        if self.take_turns is None or len(active) < 2 or self.watch.left < _fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
         self.listener.remeasuring(list(active), self._done, total)
@@ -308,6 +305,18 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
             (a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)
         },
     )
+
+
+def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[Trial]:
+    """The first, at most so many, that reach that share of the best. The second is among them however far behind: the
+    first may have been lucky once."""
+    floor = within * _at_first(sorted_trials[0])
+    return [trial for at, trial in enumerate(sorted_trials[:many]) if at < 2 or _at_first(trial) >= floor]
+
+
+def _fewest_s(contenders: Iterable[Trial]) -> float:
+    """What their fewest rounds take, s; turns take less."""
+    return FEWEST_ROUNDS * sum(trial.measurement.seconds_total or 0.0 for trial in contenders)
 
 
 def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

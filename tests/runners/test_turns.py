@@ -49,6 +49,8 @@ class Program:
                 raise ValueError("lost its nerve")
             if turns == 1 and self.fails == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if turns == 1 and self.fails == "hangs":
+                time.sleep(600)
             if turns == 1 and self.fails == "memory":
                 bytearray(400 * 2**20)
             time.sleep(context.turn.seconds)
@@ -113,6 +115,14 @@ def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, sta
     assert reason in found[1].reason
     names = [name for name, _, _ in noted(notes)]
     assert names.count("b") == 1 and names.count("a") == names.count("c") == found[0].report[0] > 2
+
+
+def test_who_hangs_in_a_turn_is_killed_and_the_others_go_on(bench, tmp_path):
+    notes = str(tmp_path / "notes")
+    programs = [Program("a", notes), Program("b", notes, "hangs"), Program("c", notes)]
+    (found,) = take_turns(bench, programs, timeout_s=30)
+    assert [each.status for each in found] == [Status.OK, Status.TIMEOUT, Status.OK]
+    assert found[1].reason == "took more than 10 s in its turn"
 
 
 def test_turns_that_last_longer_than_all_are_to_are_taken_twice(bench, tmp_path):

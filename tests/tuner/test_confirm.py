@@ -234,6 +234,12 @@ def test_turns_find_the_fastest_although_noise_hid_it_at_first():
     assert sum(each >= 97.0 for each in won) >= 37
 
 
+@pytest.mark.parametrize(("seconds", "first"), [(100.0, [2, 3, 1, 4, 5, 0]), (8.5, [2, 3, 1, 0])])
+def test_as_many_take_turns_as_the_time_is_enough_for(seconds, first):
+    _, stretches, _ = confirm([30.0, 92.0, 100.0, 97.0, 90.0, 72.0], loads=UNSTEADY, kind=Turns, seconds=seconds)
+    assert stretches[0] == first
+
+
 def test_where_the_load_was_steady_only_leaders_take_turns():
     first = [60.0, 100.0, 95.0, 94.0, 93.0, 92.0]
     trials, stretches, _ = confirm(first, loads=[0.0] * 6, kind=Turns)
