@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=40.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2: one of all configurations, and one of those near the top")
     rows = []
     for seed in range(options.searches):
         row = one(options.models[seed % len(options.models)], seed, options)

@@ -361,7 +361,12 @@ class Search:
 
     def _take_turns(self, trials: Sequence[Trial]) -> list[list[Measurement]] | None:
         requests = [self._request(replace(trial, measurement=None), free=True) for trial in trials]
-        return self.runner.take_turns(requests, [trial.measurement for trial in trials])
+        try:
+            return self.runner.take_turns(requests, [trial.measurement for trial in trials])
+        except RunnerError:
+            if self.runner.closed:
+                raise
+            return None  # one by one they are tried again where the machinery fails
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from redline.errors import RunnerError
 from redline.results import Measurement, Status, Trial, summary
 from redline.results.again import judged
 from redline.runners import Runner
@@ -267,6 +268,29 @@ def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_o
     assert stretches == []
     # The leaders only: alone each takes as long as a trial.
     assert [bool(trial.remeasured) for trial in trials] == [True, True, False, True, True, False]
+
+
+def test_where_the_machinery_fails_in_turns_the_leaders_are_measured_one_by_one():
+    class Lost(Turns):
+        def take_turns(self, requests, alone):
+            self.stretches.append([each.number for each in requests])
+            raise RunnerError("the host agent was lost")
+
+    trials, stretches, _ = confirm([60.0, 100.0, 90.0], kind=Lost)
+    assert stretches == [[1, 2, 0]]
+    assert summary.best(trials).number == 1
+    assert [len(trial.remeasured) for trial in trials] == [FEWEST_ROUNDS] * 3
+
+
+def test_a_runner_that_was_closed_in_turns_ends_the_search():
+    class Closed(Turns):
+        closed = True
+
+        def take_turns(self, requests, alone):
+            raise RunnerError("the host agent was closed")
+
+    with pytest.raises(RunnerError, match="closed"):
+        confirm([60.0, 100.0, 90.0], kind=Closed)
 
 
 def test_an_outlier_among_turns_moves_nothing():
