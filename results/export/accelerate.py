@@ -6,6 +6,7 @@ from .common import (
     no_fsdp_on_a_cpu,
     note_adamw,
     note_attention,
+    note_kernels,
     note_lora,
     note_partial_checkpointing,
     note_pipeline,
@@ -166,7 +167,7 @@ def _note_the_rest(setup: Setup) -> None:
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     note_adamw(setup)
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
-    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself, for instance with Liger")
+    note_kernels(setup)
 
 
 def _yaml(setup: Setup, comment: str) -> str:

@@ -49,6 +49,14 @@ def note_partial_checkpointing(setup: Setup, done: str) -> None:
         )
 
 
+def note_kernels(setup: Setup) -> None:
+    """States that the loss holds all logits; Liger's modules run on GPUs only."""
+    instead = f"the loss holds all logits here, which takes more memory than {setup.found}"
+    if setup.device_type != "cpu":
+        instead += "; Liger-Kernel has modules and losses to replace the model's by"
+    setup.note_unless_neutral("kernels", instead)
+
+
 def note_pipeline(setup: Setup) -> None:
     """States that there are no pipeline stages."""
     if setup.order_of_stages() is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .common import adamw, note_attention, note_hsdp, note_lora, note_order
+from .common import adamw, note_attention, note_hsdp, note_kernels, note_lora, note_order
 from .setup import Setup, words
 from .target import Target
 
@@ -149,7 +149,7 @@ def _note_the_rest(setup: Setup) -> None:
         )
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "AutoTP keeps activations whole")
-    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself")
+    note_kernels(setup)
 
 
 def _json(setup: Setup, comment: str) -> str:

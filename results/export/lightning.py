@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from .common import adamw, note_adamw, note_attention, note_hsdp, note_lora, note_pipeline, note_reduction
+from .common import (
+    adamw,
+    note_adamw,
+    note_attention,
+    note_hsdp,
+    note_kernels,
+    note_lora,
+    note_pipeline,
+    note_reduction,
+)
 from .setup import Setup, words
 from .target import Target, hashed
 
@@ -105,7 +114,7 @@ def _note_the_rest(setup: Setup) -> None:
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("offload", "the target deepspeed has it")
     setup.note_unless_neutral("sequence_parallel", "cut activations by your own plan")
-    setup.note_unless_neutral("kernels", "replace modules by fused ones yourself, for instance with Liger")
+    note_kernels(setup)
 
 
 def _yaml(setup: Setup, comment: str) -> str:

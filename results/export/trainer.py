@@ -8,6 +8,7 @@ from .common import (
     adamw,
     no_fsdp_on_a_cpu,
     note_attention,
+    note_kernels,
     note_lora,
     note_pipeline,
     note_pure_bf16,
@@ -52,7 +53,9 @@ def arguments(setup: Setup) -> dict[str, Any]:
             # By default the Trainer looks for parameters without a gradient in every step; what was found to
             # train has none.
             out["ddp_find_unused_parameters"] = False
-    if setup.knob("kernels"):
+    if setup.device_type == "cpu":
+        note_kernels(setup)
+    elif setup.knob("kernels"):
         out["use_liger_kernel"] = True
         setup.note(f"kernels=true became Liger's kernels, which are others than those {setup.found}")
     # By default the Trainer waits for every micro-batch's loss, to see whether it is a number.

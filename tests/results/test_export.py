@@ -134,6 +134,19 @@ def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
 
 
+def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
+    on = {kind: {"asked": {**DOCUMENT["asked"], "devices": {"type": kind}}} for kind in ("cpu", "cuda")}
+    on_a_gpu, noted = parsed("trainer", document=on["cuda"], kernels=True)
+    assert on_a_gpu["use_liger_kernel"] is True and "Liger" in noted
+    on_a_cpu, noted = parsed("trainer", document=on["cpu"], kernels=True)
+    assert "use_liger_kernel" not in on_a_cpu
+    assert "kernels=true has no counterpart here: the loss holds all logits" in noted and "Liger" not in noted
+    for target in ("accelerate", "deepspeed", "lightning"):
+        for kind, document in on.items():
+            noted = parsed(target, document=document, kernels=True)[1]
+            assert "kernels=true has no counterpart" in noted and ("Liger" in noted) == (kind == "cuda")
+
+
 @pytest.mark.parametrize(
     ("target", "tensorwise", "rowwise"),
     [
