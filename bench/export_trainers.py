@@ -224,7 +224,7 @@ def accelerate(task: Task) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=accumulate)
     assert accelerator.num_processes == WORLD_SIZE, f"{accelerator.num_processes} of {WORLD_SIZE} processes"
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=task.options.fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=task.options.fused or None)
     loader = torch.utils.data.DataLoader(task.samples(size, accumulate), batch_size=size)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, batch in enumerate(loader):
@@ -288,7 +288,7 @@ def lightning(task: Task) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # LightningCLI puts the file's in its place, which is missing only where the file says so.
             assert isinstance(self.trainer.strategy, ModelParallelStrategy), "the file has no optimizer"
-            return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=task.options.fused)
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=task.options.fused or None)
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if index == 0:

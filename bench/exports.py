@@ -12,7 +12,8 @@ depth and number of tokens say how far rounding may bring two orders of the same
 The table is printed, and kept as `bench/results/exports-MODEL-DEVICES.md` with the command, the hardware and the
 versions. Blocks are not compiled (`--fix fusion=false`): compiled code draws its dropout otherwise, so that
 the first losses of a model with dropout could not be compared, and most trainers compile a model as a whole
-or not at all.
+or not at all. The loss holds all logits (`--fix kernels=false`), as it does in every trainer but the script:
+what those lose without the knob is `--fix kernels=true`.
 """
 
 import argparse
@@ -66,6 +67,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--trials", type=int, default=12)
+    parser.add_argument(
+        "--fix", action="append", help="a knob held; fusion=false and kernels=false where none is named"
+    )
     parser.add_argument("--turns", type=int, default=3, help="how often each side is measured")
     parser.add_argument("--steps", type=int, default=16, help="steps of an export in a turn")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -89,7 +93,9 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
     run = str(folder / "run")
     redline = [sys.executable, "-m", "redline.tuner.cli"]
     sizes = ["--devices", str(options.devices), "--global-batch", str(options.global_batch)]
-    how = ["--runner", "local", "--trials", str(options.trials), "--fix", "fusion=false", "--out", run]
+    how = ["--runner", "local", "--trials", str(options.trials), "--out", run]
+    for held in options.fix or ("fusion=false", "kernels=false"):
+        how += ["--fix", held]
     subprocess.run([*redline, "tune", name, *sizes, *how], check=True, stdout=subprocess.DEVNULL)
     config = yaml.safe_load(Path(run, "best.yaml").read_text())["best"]["configuration"]
     print(f"{name}: {config}", flush=True)

@@ -22,9 +22,11 @@ def adamw(setup: Setup) -> Mapping[str, Any]:
 
 
 def note_adamw(setup: Setup) -> None:
-    """States that the optimizer is made in the user's code, and which it was."""
-    fused = setup.knob("fused_optimizer")
-    settings: dict[str, Any] = {} if fused is None else {"fused": bool(fused)}
+    """States that the optimizer is made in the user's code, and which it was.
+
+    Not fused leaves the choice to torch: `fused=False` would be a loop over the parameters on a GPU too.
+    """
+    settings: dict[str, Any] = {"fused": True} if setup.knob("fused_optimizer") else {}
     if setup.spec and not setup.own_workload:
         settings = {"lr": ADAMW["lr"], "weight_decay": ADAMW["weight_decay"], **settings}
     if settings:

@@ -110,10 +110,10 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
 def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
     fused, given = setup.knob("fused_optimizer"), adamw(setup)
     if not given:
-        if fused is not None:
+        if fused:
             setup.note(
-                f"fused_optimizer={words(fused)} is your optimizer's: give deepspeed.initialize a "
-                f"torch.optim.AdamW(..., fused={bool(fused)})"
+                "fused_optimizer=true is your optimizer's: give deepspeed.initialize a "
+                "torch.optim.AdamW(..., fused=True)"
             )
         return {}
     params = dict(given)

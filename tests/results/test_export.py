@@ -134,6 +134,17 @@ def test_every_precision_can_be_exported(target, precision):
     assert render(target, trial(precision=precision, micro_batch=1, grad_accum=1), DOCUMENT).text
 
 
+@pytest.mark.parametrize("target", ["accelerate", "deepspeed", "lightning", "trainer"])
+def test_an_optimizer_that_is_not_fused_is_torch_s_choice(target):
+    # With fused=False AdamW goes over the parameters one by one, on GPUs too; trials left it out.
+    own = {"asked": {**DOCUMENT["asked"], "workload": {"id": "3f2a", "spec": "net.py:workload"}}}
+    for document in (DOCUMENT, own):
+        made, noted = parsed(target, document=document, fused_optimizer=False)
+        assert "fused=False" not in noted and "fused" not in made.get("optimizer", {}).get("params", {})
+        noted = render(target, trial(fused_optimizer=True), document)
+        assert "fused=True" in " ".join(noted.notes) or "fused" in noted.text.replace("fused_optimizer", "")
+
+
 def test_on_a_cpu_a_loss_without_logits_does_not_become_kernels_of_a_gpu():
     on = {kind: {"asked": {**DOCUMENT["asked"], "devices": {"type": kind}}} for kind in ("cpu", "cuda")}
     on_a_gpu, noted = parsed("trainer", document=on["cuda"], kernels=True)
