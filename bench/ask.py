@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from redline.models.device import usable_cores
+from redline.device import usable_cores
+from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
 from redline.results.environment import host, versions
-from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
 from redline.tuner.samplers import make_sampler, sampler_names
 

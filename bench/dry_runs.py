@@ -36,11 +36,10 @@ def main() -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="KNOB=VALUE")
     options = parser.parse_args()
 
-    from redline.models import detect
-    from redline.models.device import usable_cores
+    from redline.device import detect, usable_cores
+    from redline.estimator.question import ask
     from redline.results import Trial
     from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
-    from redline.runners.estimate.question import ask
 
     asked = ask(
         options.model,

@@ -38,8 +38,7 @@ import numpy as np
 import pandas as pd
 import yaml
 from redline.errors import RedlineError
-from redline.results import Measurement, Status, Trial
-from redline.runners.estimate import (
+from redline.estimator import (
     Estimator,
     Hardware,
     Link,
@@ -47,7 +46,8 @@ from redline.runners.estimate import (
     TrainingSetup,
     find_hardware,
 )
-from redline.runners.estimate.constants import PROFILES
+from redline.estimator.constants import PROFILES
+from redline.results import Measurement, Status, Trial
 
 KNOBS = (
     "tp", "pp", "dp", "zero", "micro_batch", "grad_accum",
@@ -408,7 +408,7 @@ def speed(preset: str) -> None:
     print(f"table of {len(configs)} configurations for 512 devices ({good} predicted):")
     print(f"  median of {len(times)}: {np.median(times):.2f} s, {np.median(used):.2f} s of them on a core")
     code = (
-        "from redline.runners.estimate import Estimator, TrainingSetup\n"
+        "from redline.estimator import Estimator, TrainingSetup\n"
         "setup = TrainingSetup(devices=64, seq_len=2048, global_batch=512)\n"
         f"made = Estimator({preset!r}, 'h100-80gb', setup)\n"
         "print(round(made({'tp': 8, 'micro_batch': 2}).throughput), 'tokens/s')\n"

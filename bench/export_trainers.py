@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from redline.models import workload
 from redline.models.batches import make_batch
-from redline.models.training import MAX_STEPS_OF_DATA, seeded
+from redline.training.training import MAX_STEPS_OF_DATA, seeded
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -164,7 +164,7 @@ class Task:
 
 def redline(task: Task) -> None:
     """The loop that a dry run times, to compare processor time with."""
-    from redline.models import Training
+    from redline.training import Training
 
     if WORLD_SIZE > 1:
         dist.init_process_group("nccl" if CUDA else "gloo")

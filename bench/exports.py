@@ -30,8 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from redline.device import Device, detect, usable_cores
 from redline.models import workload
-from redline.models.device import Device, detect, usable_cores
 from redline.results.environment import host, versions
 
 HERE = Path(__file__).resolve().parent
@@ -127,8 +127,8 @@ def compare(name: str, device: Device, options: argparse.Namespace, folder: Path
 
 
 def runner(load: Any, device: Device, options: argparse.Namespace) -> Any:
-    from redline.runners.dispatch import TrialTerms
     from redline.runners.local import LocalRunner
+    from redline.runners.work import TrialTerms
 
     threads = max(1, usable_cores() // options.devices) if device.type == "cpu" else None
     return LocalRunner(load, TrialTerms(device=device, devices=options.devices, threads=threads))

@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from redline.models import flops_of, make_space
+
 PLAN = {"warmup_min_steps": 1, "warmup_max_steps": 1, "min_steps": 1, "max_steps": 1, "seconds": 0.0}
 
 # The whole of a fresh interpreter's trial: import, build, step, tell. No limit, no supervision.
@@ -26,10 +28,12 @@ import json, sys
 model, micro_batch, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 import torch
 torch.set_num_threads(threads)
-from redline.models import Training, detect, workload
+from redline.device import detect
+from redline.models import make_space, workload
+from redline.training import Training
 import time
 w = workload(model)
-space = w.make_space(detect(), devices=1)
+space = make_space(w, detect(), devices=1)
 config = space.config(**{**{k.name: space.default()[k.name] for k in space.free}, "micro_batch": micro_batch})
 begin = time.perf_counter()
 training = Training(w, config, torch.device("cpu"))
@@ -46,15 +50,15 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     options = parser.parse_args()
 
-    from redline.models import detect, workload
-    from redline.models.device import usable_cores
+    from redline.device import detect, usable_cores
+    from redline.models import workload
     from redline.runners import LocalRunner, RayRunner, TimingPlan, TrialRequest, TrialTerms
 
     device = detect()
     threads = usable_cores()
     load = workload(options.model)
-    load.flops.per_sample  # counted once a search, as `tune` does, and sent along with the workload
-    space = load.make_space(device, devices=1)
+    flops_of(load).per_sample  # counted once a search, as `tune` does, and sent along with the workload
+    space = make_space(load, device, devices=1)
     chosen = {knob.name: space.default()[knob.name] for knob in space.free}
     config = space.config(**{**chosen, "micro_batch": options.micro_batch})
     terms = TrialTerms(

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import parallel_sides as sides
-from redline.models.device import Device, detect, usable_cores
+from redline.device import Device, detect, usable_cores
+from redline.estimator.hardware import recognise
+from redline.models import flops_of
 from redline.results.environment import host, versions
-from redline.runners.estimate.hardware import recognise
 
 HERE = Path(__file__).resolve().parent
 CPU_MODELS = ("llama-tiny", "bert-tiny")
@@ -219,10 +220,10 @@ def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> 
 
 def _mfu(load: Any, device: Device, devices: int, program: sides.Side, step_ms: float) -> float | None:
     hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
-    if hardware is None or load.flops.per_sample is None:
+    if hardware is None or flops_of(load).per_sample is None:
         return None
     precision = program.config["precision"] if isinstance(program, sides.Redline) else program.precision
-    return load.flops.per_sample * load.global_batch / (step_ms * 1e-3) / (devices * hardware.rate(str(precision)))
+    return flops_of(load).per_sample * load.global_batch / (step_ms * 1e-3) / (devices * hardware.rate(str(precision)))
 
 
 def _versions() -> dict[str, str]:

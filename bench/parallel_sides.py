@@ -263,7 +263,7 @@ class Redline(Side):
     config: Any
 
     def make_step(self, context: RankContext, device: Any) -> Callable[[int], None]:
-        from redline.models import Training
+        from redline.training import Training
 
         training = Training(self.workload, self.config, device, rank=context.rank, world_size=context.world_size)
 

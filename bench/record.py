@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from redline.device import usable_cores
 from redline.errors import RedlineError, UsageError
-from redline.models.device import usable_cores
+from redline.estimator.measuring import measure
+from redline.models import flops_of
 from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
-from redline.runners.estimate.measuring import measure
 from redline.space import Config, Space
 from redline.tuner.budget import Stopwatch, parse_duration, parse_memory
 from redline.tuner.cli.options import fixes_of, values_of
@@ -226,7 +227,7 @@ def made(task: Task, options: argparse.Namespace) -> Iterator[tuple[TrialTerms, 
         seed=options.seed,
     )
     assert task.workload is not None
-    task.workload.flops.per_sample  # noqa: B018: counted once, here
+    flops_of(task.workload).per_sample  # counted once, here
     with LocalRunner(task.workload, terms) as runner:
         runner.wait_ready()
         yield terms, runner

@@ -10,7 +10,7 @@ import time
 import redline as rl
 import torch
 import torch.distributed as dist
-from redline.schedule.sharding import whole
+from redline.schedule.parallel.sharding import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

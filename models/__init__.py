@@ -8,13 +8,12 @@ from .workload import Workload  # isort: skip
 from .resolve import workload  # isort: skip
 
 _LAZY = {
-    "Device": ".device",
-    "Training": ".training",
     "default_space": ".spaces",
-    "detect": ".device",
+    "flops_of": ".flops",
     "generic_schedule": ".families",
     "hugging_face": ".huggingface",
     "list_presets": ".presets",
+    "make_space": ".spaces",
 }
 
 __all__ = ["Workload", "workload", *sorted(_LAZY)]

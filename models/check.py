@@ -3,6 +3,7 @@
 from ..errors import WorkloadError
 from .batches import make_batch
 from .blame import blamed
+from .flops import flops_of
 from .skeleton import skeleton
 from .workload import Workload
 
@@ -28,4 +29,4 @@ def check_workload(workload: Workload) -> None:
                 f"{workload.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
                 "configurations are compared, so draw from a generator that is seeded by the second argument"
             )
-    _ = workload.flops  # counts, and checks the loss on the way
+    flops_of(workload)  # checks the loss on the way

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import WorkloadError
+from ._transformers import quiet
+from .architecture import Architecture
 from .batches import Step, each_tensor, make_batch
-from .huggingface import Architecture, quiet
 from .reduction import UNABLE, check_mean
 from .workload import Workload
 
@@ -19,6 +20,11 @@ class Flops:
     """Forward and backward, recomputation not included; None where the model cannot be traced."""
     reason: str = ""
     """Why not."""
+
+
+def flops_of(workload: Workload) -> Flops:
+    """Model FLOPs of one sample, counted once; see `count_flops`."""
+    return workload.once(count_flops)
 
 
 def count_flops(workload: Workload) -> Flops:
@@ -36,7 +42,7 @@ def count_flops(workload: Workload) -> Flops:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers.initialization import no_init_weights
 
-    from ..schedule.partition import by_shapes_alone
+    from ..schedule.parallel.partition import by_shapes_alone
 
     config: Mapping[str, Any] = workload.probe
     if isinstance(workload.model, Architecture):

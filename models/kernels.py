@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError, WorkloadError
+from ._transformers import quiet
 from .batches import Step, each_tensor, make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
-from .huggingface import quiet
 from .reduction import UNABLE
 from .workload import Workload
 
@@ -40,7 +40,7 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
     head = head_of(sch, schedule.blocks(sch)).module
     if head.out_features < LARGE_HEAD * head.in_features:
         return f"{head.out_features:,} logits a token are too few for it to pay"
-    return workload.forms_logits
+    return workload.once(formed_logits)
 
 
 def formed_logits(workload: Workload) -> str:
@@ -53,7 +53,7 @@ def formed_logits(workload: Workload) -> str:
     from transformers.initialization import no_init_weights
 
     from ..schedule import create_schedule
-    from ..schedule.partition import by_shapes_alone
+    from ..schedule.parallel.partition import by_shapes_alone
     from ..schedule.primitives.fused_loss import formed_for
 
     schedule = workload.schedule or generic_schedule

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependency, WorkloadError, unknown
-from .huggingface import Architecture, quiet
+from ._transformers import quiet
+from .architecture import Architecture
 from .workload import Workload
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from itertools import product
 
+from ..device import Device
 from ..errors import SpaceError
 from ..orders import ORDERS
 from ..results.meaning import FLOAT8
 from ..space import Space
-from .device import Device
 from .families.standard import Support
 from .workload import Workload
 
@@ -236,7 +236,7 @@ def _runs(order: str, chunks: int | str) -> str:
 
 
 def _order(space: Space) -> None:
-    """What the orders of micro-batches ask of all other knobs; `schedule/order_check.py` refuses the rest."""
+    """What the orders of micro-batches ask of all other knobs; `schedule/parallel/order_check.py` refuses the rest."""
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
     rounds = [name for name, each in ORDERS.items() if each.in_rounds]
     early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]

@@ -104,7 +104,8 @@ def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: An
 
 
 def _preset(name: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import Architecture, hugging_face_workload
+    from .architecture import Architecture
+    from .huggingface import hugging_face_workload
     from .presets import PRESETS
 
     preset = PRESETS[name]
@@ -130,7 +131,9 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
 
 
 def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, hugging_face_workload, quiet, refusals
+    from ._transformers import quiet, refusals
+    from .architecture import from_configuration
+    from .huggingface import hugging_face_workload
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -167,7 +170,9 @@ def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
 
 
 def _hub(text: str, given: dict[str, Any]) -> Workload:
-    from .huggingface import from_configuration, hugging_face_workload, quiet, refusals
+    from ._transformers import quiet, refusals
+    from .architecture import from_configuration
+    from .huggingface import hugging_face_workload
 
     with quiet() as transformers:
         try:

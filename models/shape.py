@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .huggingface import Architecture
+from .architecture import Architecture
 
 # The words of run.yaml, and what the families call it; the first that a configuration has counts.
 _NAMES: Mapping[str, tuple[str, ...]] = {

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from ..errors import SpaceError, unknown
 from ..results.lossy import LOSSY
 from ..results.meaning import FLOAT8, REDUCED, recomputed
 from ..space import Space
 from . import parallel
+from .architecture import Architecture
 from .blame import blamed
-from .device import Device, float8_obstacle, fusion_obstacle, liger_obstacle
 from .families import generic_schedule
 from .families.standard import BLOCK_KNOBS, KNOBS, StandardSchedule, Support, unconvertible
-from .huggingface import Architecture
 from .kernels import kernels_obstacle
 from .skeleton import skeleton
 from .workload import NEUTRAL, Workload
@@ -26,6 +26,31 @@ ALLOWABLE = ("lossy",)
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def make_space(
+    workload: Workload,
+    device: Device,
+    devices: int = 1,
+    *,
+    grad_accum: Sequence[int] | None = None,
+    allow: Sequence[str] = (),
+) -> Space:
+    """What may vary on `devices` devices like `device`: the workload's own space, or `default_space`; another
+    one for every call.
+
+    Args:
+        workload: what is trained.
+        device, devices, grad_accum, allow: of `default_space`; the last two mean nothing to a space of its own.
+
+    Raises:
+        WorkloadError: the workload's own function does not return a Space.
+        SpaceError: the global batch cannot be shared among the devices, or `allow` means nothing here.
+    """
+    if workload.space is None:
+        return default_space(workload, device, devices, grad_accum=grad_accum, allow=allow)
+    checked_allowance(allow, own_space=True)
+    return workload.own_space(device, devices)
 
 
 def default_space(

@@ -3,15 +3,15 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ..device import Device, detect
 from ..errors import WorkloadError
 from ..space import Config, Space
 from .blame import blamed
-from .device import Device, detect
 from .fingerprint import digest, of_callable
 
 if TYPE_CHECKING:
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..schedule import Schedule
-    from .flops import Flops
-    from .source import FileSource
 
+Found = TypeVar("Found")
 Batch = Mapping[str, Any] | tuple[Any, ...]
 UNITS = ("tokens/s", "samples/s")
 DEFAULT_GLOBAL_BATCH = 32
@@ -36,6 +35,20 @@ NEUTRAL = Config(
     fused_optimizer=True,
 )
 """The standard knobs as they are before anything is tuned, for builders that look at their configuration."""
+
+
+class Source(Protocol):
+    """Where a workload can be made again from: `FileSource` of a Python file."""
+
+    name: str
+    """Its name there."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digits of the text."""
+
+    def load(self) -> "Workload":
+        """The workload, made anew."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +93,10 @@ class Workload:
     """How it was asked for: a preset's name, a path, a hub id, or `file.py:name`."""
     identity: Mapping[str, Any] | None = None
     """What it is, as plain data, for `id`; None takes the source text of its functions."""
-    source: "FileSource | None" = None
+    source: "Source | None" = None
     """The file it comes from; where set, copies in other processes are made by running that text again."""
+    known: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """What was found out of it, see `once`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
@@ -136,9 +151,7 @@ class Workload:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.source is None:
             return super().__reduce_ex__(protocol)
-        known = ("flops", "forms_logits", "id")
-        cached = {name: self.__dict__[name] for name in known if name in self.__dict__}
-        return _from_source, (self.source, self.name, self.spec, self.global_batch, cached)
+        return _from_source, (self.source, self.name, self.spec, self.global_batch, self.id, self.known)
 
     @cached_property
     def id(self) -> str:
@@ -153,30 +166,15 @@ class Workload:
             what = {name: of_callable(getattr(self, name)) for name in names}
         return digest({**made, "what": what})
 
-    def make_space(
-        self,
-        device: Device,
-        devices: int = 1,
-        *,
-        grad_accum: Sequence[int] | None = None,
-        allow: Sequence[str] = (),
-    ) -> Space:
-        """What may vary on `devices` devices like `device`: a space of its own for every call.
-
-        Without a space of its own, `grad_accum` frees that knob from the global batch, and `allow` adds
-        values that are not there by default; see `default_space`.
+    def own_space(self, device: Device, devices: int = 1) -> Space:
+        """What the workload itself says may vary, a copy for every call; only where it has a `space`.
 
         Raises:
-            WorkloadError: the workload's own function does not return a Space.
-            SpaceError: the global batch cannot be shared among the devices, or `allow` means nothing here.
+            WorkloadError: its function does not return a Space.
         """
-        from .spaces import checked_allowance, default_space
-
-        if self.space is None:
-            return default_space(self, device, devices, grad_accum=grad_accum, allow=allow)
-        checked_allowance(allow, own_space=True)
         if isinstance(self.space, Space):
             return self.space.copy()
+        assert self.space is not None
         given = {"device": device, "devices": devices, "workload": self}
         parameters = inspect.signature(self.space).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -211,7 +209,7 @@ class Workload:
         """A configuration to look at the model with: the default of its own space, or neutral knobs."""
         if self.space is None:
             return NEUTRAL
-        return Config({**NEUTRAL, **self.make_space(detect()).default()})
+        return Config({**NEUTRAL, **self.own_space(detect()).default()})
 
     @cached_property
     def _takes_config(self) -> bool:
@@ -260,19 +258,13 @@ class Workload:
             )
         return made
 
-    @cached_property
-    def flops(self) -> "Flops":
-        """Model FLOPs of one sample, forward and backward. Counted once; copies made afterwards know it."""
-        from .flops import count_flops
-
-        return count_flops(self)
-
-    @cached_property
-    def forms_logits(self) -> str:
-        """Why the logits of its head have to be formed; empty where its loss can do without. Found once."""
-        from .kernels import formed_logits
-
-        return formed_logits(self)
+    def once(self, find: "Callable[[Workload], Found]") -> "Found":
+        """What a function finds out of the workload: it is called once, and copies in other processes that are
+        made afterwards know its answer."""
+        name = f"{find.__module__}.{find.__qualname__}"
+        if name not in self.known:
+            self.known[name] = find(self)
+        return self.known[name]
 
     def with_name(self, name: str, spec: str) -> "Workload":
         """A copy that is called `name` and was asked for as `spec`."""
@@ -285,10 +277,11 @@ def default_name(model: Callable[..., Any]) -> str:
 
 
 def _from_source(
-    source: "FileSource", name: str, spec: str, global_batch: int, cached: Mapping[str, Any]
+    source: "Source", name: str, spec: str, global_batch: int, identity: str, known: Mapping[str, Any]
 ) -> Workload:
     made = replace(source.load(), name=name, spec=spec, global_batch=global_batch)
-    made.__dict__.update(cached)
+    made.__dict__["id"] = identity
+    made.known.update(known)
     return made
 
 

@@ -16,7 +16,7 @@ from optuna.storages.journal._file import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, 
 
 from ..errors import StudyError
 from ..interrupts import late_interrupts
-from .files import Reserve, open_plain, write_all
+from ..writing import Reserve, open_plain, write_all
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError, unknown
 from ..reading import path_of, read_named
+from ..writing import plain
 from .again import judged
 from .distributions import distribution
-from .files import plain
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 from .records import LARGEST_LEDGER, Recorded, replay, stored, trials_of

@@ -1,7 +1,7 @@
 """What a configuration means: in which formats it computes, what its replicas exchange, when and how, which
 blocks its stages have and which of them are recomputed. `redline.orders` has the orders of a pipeline.
 
-Stated once. Training is built from it (`models/training.py`), time and memory are estimated from it
+Stated once. Training is built from it (`training/training.py`), time and memory are estimated from it
 (`runners/estimate`), and exports say it in the words of other frameworks (`results/export`).
 """
 

@@ -11,8 +11,8 @@ import yaml
 
 from ..errors import StudyError
 from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
+from ..writing import plain
 from . import environment, schema, table
-from .files import plain
 from .names import LEDGER, RUN, TABLE
 from .storage import without_password
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StudyError
+from ..lock import FolderLock
 from ..reading import path_of
+from ..writing import cannot_write, make_folder, write_yaml
 from . import best, environment, request, table
-from .files import cannot_write, make_folder, write_yaml
 from .ledger import Ledger
-from .lock import FolderLock
 from .lossy import lossy_of
 from .measurement import Measurement, Trial
 from .names import BEST, LEDGER, LOGS, RUN, TABLE, holds_run

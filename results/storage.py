@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependency, StudyError, unknown
-from .files import Reserve
+from ..writing import Reserve
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

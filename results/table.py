@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StudyError
 from ..reading import path_of, read_named
+from ..writing import append, write_atomic
 from .columns import FIXED, INTEGERS, KNOB, TEXTS, header, line, row, unquoted, values
-from .files import append, write_atomic
 from .lossy import Lossy, lossy_in
 from .measurement import Measurement, Status, Trial
 

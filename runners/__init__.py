@@ -10,7 +10,7 @@ _LAZY = {
     "LocalRunner": ".local",
     "RayRunner": ".ray_runner",
     "TimingPlan": ".timing",
-    "TrialTerms": ".dispatch",
+    "TrialTerms": ".work",
 }
 
 __all__ = ["Reference", "Runner", "TrialRequest", *sorted(_LAZY)]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
+from ..scratch import remove
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
-from .scratch import remove
 
 SOCKET = "socket"
 """Where in its folder it listens."""

@@ -9,8 +9,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..scratch import Scratch
 from .process import kill_tree
-from .scratch import Scratch
 
 
 class Companion:

@@ -3,26 +3,24 @@
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
+from ..device import Device
+from ..estimator.hardware import recognise
 from ..models import Workload
-from ..models.device import Device
 from ..results import Measurement, RankReport, Status
 from . import truth
 from .dry_run import DryRun, DryRunReport
-from .estimate.hardware import recognise
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .memory import MIB
 from .runner import Runner, TrialRequest
-from .timing import TimingPlan
-from .work import Work
+from .work import TrialTerms, Work
 
-DEFAULT_TIMEOUT_S = 300.0
 MEMORY_SHARE = 0.7
 """Of what memory there is, what candidates that are in it together may take by what they took alone."""
 TURN_S, TURNS_OF_ALONE = 0.5, 5.0
@@ -31,27 +29,6 @@ TURNS_SHARE = 2.0
 """How long a candidate's turns may take together, in times of what it may be measured alone."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """What a trial's compilations may take at least, however short its own deadline is, s."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialTerms:
-    """What holds for every trial of a run."""
-
-    device: Device
-    """Where trials run."""
-    devices: int = 1
-    """Devices of one trial, which is also its number of ranks."""
-    memory_limit_mib: float | None = None
-    """Memory a rank may take, MiB."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    """Deadline of a trial that brings none of its own, s. Compilation has as long again, and five minutes at
-    least."""
-    threads: int | None = None
-    """CPU threads of a rank."""
-    plan: TimingPlan = field(default_factory=TimingPlan)
-    """How long a candidate is measured."""
-    seed: int = 0
-    """Seed of weights and data."""
 
 
 class DryRunner(Runner):

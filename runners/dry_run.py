@@ -4,10 +4,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..models import Training, Workload
-from ..models.first_step import StepPart, first_step
-from ..models.probe import ProbePart, take
+from ..models import Workload
 from ..space import Config
+from ..training import Training
+from ..training.first_step import StepPart, first_step
+from ..training.probe import ProbePart, take
 from .compiling import Compilation
 from .load import HostLoad, Watch
 from .rank import RankContext

@@ -19,8 +19,8 @@ from .runner import Runner, TrialRequest
 from .work import Work
 
 if TYPE_CHECKING:
-    from .dispatch import TrialTerms
     from .rank import RankContext
+    from .work import TrialTerms
 
 _OFTEN_NEEDED = ("numpy", "torch", "transformers")
 """Imported once in the host agent where this process has them too: a callable is likely to need them."""

@@ -14,13 +14,13 @@ import psutil
 
 from ..errors import RunnerError
 from ..results import Status
+from ..scratch import sweep
 from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
 from .companion import Companion
 from .deadline import Deadline
 from .job import STOP, Begun, Compiling, Job, Outcome
 from .process import kill_tree
-from .scratch import sweep
 
 PLAIN_IMPORTS = (
     "torch",
@@ -28,7 +28,7 @@ PLAIN_IMPORTS = (
     "torch._dynamo",
     "redline.schedule",
     "redline.models.families",
-    "redline.models.training",
+    "redline.training.training",
     "redline.runners.dry_run",
 )
 """What dry runs would import by themselves, which takes seconds; in the agent it is done once."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from ..errors import UsageError
 from ..models import Workload
-from .dispatch import DryRunner, TrialTerms
+from .dispatch import DryRunner
 from .host import HostAgent
 from .job import Job, Outcome
-from .work import Work
+from .work import TrialTerms, Work
 
 
 class LocalRunner(DryRunner):

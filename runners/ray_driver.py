@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 
 from ..errors import RedlineError, RunnerError, UsageError
 from ..results import Status
+from ..scratch import remove
 from . import failure
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_gang import Gang, HostActor, Layout, lay_out
-from .scratch import remove
 
 PLACEMENT_TIMEOUT_S = 60.0
 CLOSE_S = 15.0

@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import RunnerError
 from ..results import Status
+from ..scratch import Scratch
 from .host import HostAgent
 from .job import Job, Outcome, Rendezvous
-from .scratch import Scratch
 
 ECHO_S = 0.5
 """After the first host's failure: how long others may report theirs, to tell the cause from its echoes."""

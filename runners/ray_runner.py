@@ -10,13 +10,13 @@ from typing import Any
 
 from ..errors import MissingDependency, RunnerError
 from ..models import Workload
+from ..scratch import sweep
 from . import failure
 from .companion import Companion
-from .dispatch import DryRunner, TrialTerms
+from .dispatch import DryRunner
 from .job import Job, Outcome
 from .ray_driver import READY, Alive, Placed, RaySetup, Reply
-from .scratch import sweep
-from .work import Work
+from .work import TrialTerms, Work
 
 STARTS = 3
 """How often it is started before it can answer."""

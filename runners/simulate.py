@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ..estimator.columns import columns
+from ..estimator.estimator import Estimator
 from ..results import Measurement, Status
 from ..space import Config
-from .estimate.columns import columns
-from .estimate.estimator import Estimator
 from .runner import Runner, TrialRequest
 
 SPREAD = 0.01

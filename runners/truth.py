@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from ..models.first_step import StepPart
-from ..models.gradients import ComputedPart
-from ..models.probe import ProbePart
 from ..results.probe import Computed, Probe
+from ..training.first_step import StepPart
+from ..training.gradients import ComputedPart
+from ..training.probe import ProbePart
 from .runner import Reference
 
 # Multiples of u * sqrt(d), the unit roundoff of a format and the root of the depth, see `check`: some three

@@ -1,14 +1,40 @@
 """What the processes of a trial run, and what their reports come to, wherever they are."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..device import Device
 from ..results import Measurement
+from .timing import TimingPlan
 
 if TYPE_CHECKING:
-    from .dispatch import TrialTerms
     from .job import Job, Outcome
     from .runner import TrialRequest
+
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTerms:
+    """What holds for every trial of a run."""
+
+    device: Device
+    """Where trials run."""
+    devices: int = 1
+    """Devices of one trial, which is also its number of ranks."""
+    memory_limit_mib: float | None = None
+    """Memory a rank may take, MiB."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Deadline of a trial that brings none of its own, s. Compilation has as long again, and five minutes at
+    least."""
+    threads: int | None = None
+    """CPU threads of a rank."""
+    plan: TimingPlan = field(default_factory=TimingPlan)
+    """How long a candidate is measured."""
+    seed: int = 0
+    """Seed of weights and data."""
 
 
 class Work(ABC):
@@ -22,7 +48,7 @@ class Work(ABC):
     """Whether leaders are measured again at the end."""
 
     @abstractmethod
-    def job(self, request: "TrialRequest", terms: "TrialTerms") -> "Job":
+    def job(self, request: "TrialRequest", terms: TrialTerms) -> "Job":
         """The job of one trial."""
 
     def turns(self, measured: Measurement, outcome: "Outcome") -> list[Measurement]:
@@ -36,7 +62,7 @@ class Work(ABC):
 
     @abstractmethod
     def measurement(
-        self, request: "TrialRequest", terms: "TrialTerms", outcome: "Outcome", known: dict[str, Any]
+        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: dict[str, Any]
     ) -> Measurement:
         """What the outcome of that job says.
 

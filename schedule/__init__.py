@@ -3,11 +3,11 @@
 from . import primitives
 from .build import build
 from .deferred import deferred
-from .pattern import call_module
+from .graph.pattern import call_module
+from .parallel.sharding import full_state_dict, load_full_state_dict
 from .recipe import apply_recipe
 from .registry import list_primitives, register_primitive
 from .schedule import Schedule, create_schedule
-from .sharding import full_state_dict, load_full_state_dict
 from .verify import verify
 
 __all__ = [

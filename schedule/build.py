@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import ScheduleError
-from .collectives import axis_of
 from .materialise import materialise
-from .pipeline import Pipeline
+from .parallel.collectives import axis_of
+from .parallel.pipeline import Pipeline
 from .primitives.sync import check_synced
 from .schedule import PHASES, Schedule, find_module
 

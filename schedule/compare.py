@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ScheduleError
-from .collectives import Axis, all_gather
 from .forward import layers_of
-from .replicas import whole_gradient
+from .parallel.collectives import Axis, all_gather
+from .parallel.replicas import whole_gradient
+from .parallel.sharding import owner, whole
+from .parallel.vocabulary import SplitLogits, whole_logits
 from .rounding import departure, largest
 from .schedule import find_module
-from .sharding import owner, whole
 from .unformed import UnformedLogits, formed
-from .vocabulary import SplitLogits, whole_logits
 
 Loss = Callable[..., torch.Tensor]
 

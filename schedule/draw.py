@@ -1,23 +1,27 @@
 """A schedule drawn as text."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from .schedule import Schedule
+from .steps import Step
 
 
-def draw(sch: "Schedule") -> str:
-    """The module tree below a schedule, a line a module, each with what was applied to it.
+def draw(module: nn.Module, path: str, steps: Iterable[Step]) -> str:
+    """The tree below a module, a line a module, each with what was applied to it.
 
     Neighbours that are the same and carry the same primitives share a line: `1-11: GPT2Block  x11`.
+
+    Args:
+        module: where the tree begins.
+        path: of that module from the model's root.
+        steps: what was applied to the model.
     """
     applied: dict[str, list[str]] = {}
-    for step in sch.tree.steps:
+    for step in steps:
         applied.setdefault(step.path, []).append(str(step))
-    lines = [_label(sch.module) + _marks(applied.get(sch.path, ()))]
-    _children(sch.module, sch.path, applied, "", lines)
+    lines = [_label(module) + _marks(applied.get(path, ()))]
+    _children(module, path, applied, "", lines)
     return "\n".join(lines)
 
 

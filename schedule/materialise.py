@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import ScheduleError
-from . import held, sharding
+from . import held
 from .deferred import going_on
+from .parallel import sharding
 from .random_state import full
 from .recording import Recording, recording_of
 from .replay import replay, tensor_of

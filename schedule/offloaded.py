@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sharding import local
+from .parallel.sharding import local
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from ..errors import ScheduleError
-
-PRIMITIVES: dict[str, Callable[..., Any]] = {}
-"""Every primitive by the name under which it is a method of Schedule."""
+from .schedule import PRIMITIVES, Schedule
+from .steps import Step
 
 
 @overload
@@ -46,8 +45,6 @@ def list_primitives(name_only: bool = False) -> list[str] | dict[str, Callable[.
 
 
 def _register(function: Callable[..., Any], *, name: str | None, query: bool) -> Callable[..., Any]:
-    from .schedule import Schedule, Step
-
     label = name or function.__name__
     if label in PRIMITIVES or hasattr(Schedule, label):
         raise ScheduleError(f"a primitive's name must be new, but '{label}' is taken; register another name")

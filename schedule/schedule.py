@@ -3,40 +3,22 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import ScheduleError, unknown
 from .deferred import noted
 from .draw import draw
-from .registry import PRIMITIVES
+from .steps import Step, to_recipe
 
+PRIMITIVES: dict[str, Callable[..., Any]] = {}
+"""Every primitive by the name under which it is a method of Schedule; `register_primitive` adds one."""
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies what primitives have deferred to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One call of a primitive."""
-
-    path: str
-    """Path of the module it was called on; the root is the empty string."""
-    primitive: str
-    """Name of the primitive."""
-    args: tuple[Any, ...] = ()
-    """Positional arguments as given."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments as given."""
-
-    def __str__(self) -> str:
-        given = [_short(each) for each in self.args]
-        given += [f"{key}={_short(value)}" for key, value in self.kwargs.items()]
-        return f"{self.primitive}({', '.join(given)})"
 
 
 @dataclass(slots=True)
@@ -154,10 +136,8 @@ class Schedule:
         return [each for each in self.tree.deferred if each.path == self.path and each.apply is apply]
 
     def recipe(self) -> list[dict[str, Any]]:
-        """The steps so far as plain data; see `redline.schedule.recipe`."""
-        from .recipe import to_recipe
-
-        return to_recipe(self)
+        """The steps so far as plain data; see `redline.schedule.apply_recipe`."""
+        return to_recipe(self.tree.steps)
 
     def copy(self) -> "Schedule":
         """An independent copy of the whole model and of everything applied to it."""
@@ -172,7 +152,7 @@ class Schedule:
         return f"Schedule('{self.path}', {type(self.module).__name__})"
 
     def __str__(self) -> str:
-        return draw(self)
+        return draw(self.module, self.path, self.tree.steps)
 
 
 def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
@@ -236,14 +216,3 @@ def _matches(pattern: list[str], path: list[str]) -> bool:
     if pattern[0] == "**":
         return any(_matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
     return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(pattern[1:], path[1:])
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    if isinstance(value, torch.Tensor):
-        return f"tensor{tuple(value.shape)}"
-    if callable(value) and hasattr(value, "__name__"):
-        return value.__name__
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

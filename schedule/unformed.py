@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ScheduleError
-from .collectives import Axis, all_reduce
-from .vocabulary import SplitLogits
+from .parallel.collectives import Axis, all_reduce
+from .parallel.vocabulary import SplitLogits
 
 LEAST_CHUNK = 128
 """Tokens of the smallest chunk of a large micro-batch: below it products are too thin to be fast."""

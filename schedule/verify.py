@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ScheduleError
 from .build import Context, complete, home, prepare
-from .collectives import axis_of
 from .compare import Mismatch, compare, localise, run
+from .parallel.collectives import axis_of
+from .parallel.sharding import owner, shards_of
 from .rounding import allowance
 from .schedule import Schedule
-from .sharding import owner, shards_of
 
 Loss = Callable[..., torch.Tensor]
 

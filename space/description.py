@@ -1,18 +1,28 @@
 """A space in words, for people."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from .knob import Knob
+from .rules import Constraint
 from .values import listing
 
-if TYPE_CHECKING:
-    from .space import Space
 
+def describe(
+    knobs: Sequence[Knob], constraints: Sequence[Constraint], *, size: int | None, combinations: int
+) -> str:
+    """See `Space.describe`.
 
-def describe(space: "Space") -> str:
-    """See `Space.describe`."""
-    lines = [_summary(space), ""]
-    width = max((len(knob.name) for knob in space.knobs), default=0)
-    for knob in space.knobs:
+    Args:
+        knobs: the derived ones included.
+        constraints: of the space.
+        size: how many configurations are valid; None where they are too many to be listed.
+        combinations: of the knobs' values, before any rule.
+    """
+    free = sum(1 for knob in knobs if not knob.derived and len(knob.values) > 1)
+    count = f"{size:,}" if size is not None else "an unknown number, more than can be listed,"
+    lines = [f"{free} free knobs; {count} of {combinations:,} combinations are valid", ""]
+    width = max((len(knob.name) for knob in knobs), default=0)
+    for knob in knobs:
         if knob.derived:
             parts = [f"= {knob.rule.text}"]
         else:
@@ -24,18 +34,8 @@ def describe(space: "Space") -> str:
         if knob.help:
             parts.append(knob.help)
         lines.append(f"  {knob.name:<{width}}  {'  |  '.join(parts)}")
-    if space.constraints:
+    if constraints:
         lines += ["", "constraints"]
-        width = max(len(each.text) for each in space.constraints)
-        lines += [f"  {each.text:<{width}}  {each.reason}".rstrip() for each in space.constraints]
+        width = max(len(each.text) for each in constraints)
+        lines += [f"  {each.text:<{width}}  {each.reason}".rstrip() for each in constraints]
     return "\n".join(lines)
-
-
-def _summary(space: "Space") -> str:
-    total = f"{space.combinations:,}"
-    count = (
-        f"{space.size:,} of {total}"
-        if space.enumerable
-        else f"an unknown number, more than can be listed, of {total}"
-    )
-    return f"{len(space.free)} free knobs; {count} combinations are valid"

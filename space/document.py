@@ -1,19 +1,16 @@
 """Spaces as plain lists and mappings, and back."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..errors import SpaceError, unknown
 from .consistency import as_expression
 from .expression import Expression
 from .grammar import parse
 from .knob import Knob
-from .rules import Rule
+from .rules import Constraint, Rule
 from .values import FLAG, INTEGER
-
-if TYPE_CHECKING:
-    from .space import Space
 
 KeyPath = tuple[str | int, ...]
 
@@ -47,13 +44,20 @@ _KNOB_KEYS = {
 # -- writing -------------------------------------------------------------------------------------------------
 
 
-def write_dict(space: "Space", *, describe_callables: bool) -> dict[str, Any]:
+def write_dict(
+    by_name: Mapping[str, Knob],
+    knobs: Iterable[Knob],
+    constraints: Sequence[Constraint],
+    *,
+    describe_callables: bool,
+) -> dict[str, Any]:
     """See `Space.to_dict`."""
+    knobs = list(knobs)
 
     def text(rule: Rule, what: str, *, condition: bool = True) -> Any:
         if isinstance(rule, Expression):
             return rule.text
-        same = as_expression(space.by_name, rule)
+        same = as_expression(by_name, rule)
         if same is not None and (same.kind == FLAG or not condition):
             return same.text
         if describe_callables:
@@ -63,8 +67,8 @@ def write_dict(space: "Space", *, describe_callables: bool) -> dict[str, Any]:
             "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 
-    out: dict[str, Any] = {"knobs": [_entry(knob, text) for knob in space.knobs if not knob.derived]}
-    derived = [knob for knob in space.knobs if knob.derived]
+    out: dict[str, Any] = {"knobs": [_entry(knob, text) for knob in knobs if not knob.derived]}
+    derived = [knob for knob in knobs if knob.derived]
     if derived:
         out["derived"] = [
             {
@@ -74,11 +78,11 @@ def write_dict(space: "Space", *, describe_callables: bool) -> dict[str, Any]:
             | ({"help": knob.help} if knob.help else {})
             for knob in derived
         ]
-    if space.constraints:
+    if constraints:
         out["constraints"] = [
             {"require": text(each.rule, "the constraint" + (f" '{each.reason}'" if each.reason else ""))}
             | ({"reason": each.reason} if each.reason else {})
-            for each in space.constraints
+            for each in constraints
         ]
     return out
 
@@ -113,9 +117,36 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def read_dict(space: "Space", data: Any, places: "Places | None" = None) -> "Space":
+class Declarations(Protocol):
+    """What declares the knobs and constraints that are read: a Space."""
+
+    @property
+    def by_name(self) -> Mapping[str, Knob]:
+        """Those declared so far."""
+
+    def choice(self, name: str, values: Sequence[Any], **options: Any) -> Knob:
+        """A knob of these values."""
+
+    def integer(self, name: str, low: int, high: int, **options: Any) -> Knob:
+        """A knob of these integers."""
+
+    def derive(self, name: str, rule: Any, help: str = "") -> Knob:
+        """A derived knob."""
+
+    def require(self, rule: Any, reason: str = "") -> None:
+        """A constraint."""
+
+    def arrange(self, derived: Sequence[str]) -> None:
+        """The order of the derived knobs."""
+
+
+Declared = TypeVar("Declared", bound=Declarations)
+
+
+def read_dict(space: Declared, data: Any, places: "Places | None" = None) -> Declared:
     """See `Space.from_dict`; `places` words where an entry stands."""
-    return _Reader(space, places or Places()).read(data)
+    _Reader(space, places or Places()).read(data)
+    return space
 
 
 class Places:
@@ -135,7 +166,7 @@ class _Reader(Mapping[str, Knob]):
     """Builds a space out of plain data. It is also the knobs that the grammar sees: derived knobs come into
     being when the first rule mentions them, so that the sections of a file need no order among them."""
 
-    def __init__(self, space: "Space", places: Places) -> None:
+    def __init__(self, space: Declarations, places: Places) -> None:
         self.space = space
         self.places = places
         self.pending: dict[
@@ -165,7 +196,7 @@ class _Reader(Mapping[str, Knob]):
 
     # Reading.
 
-    def read(self, data: Any) -> "Space":
+    def read(self, data: Any) -> None:
         if not isinstance(data, Mapping):
             raise self.error(
                 (), f"a space is a mapping with the keys {', '.join(_SECTIONS)}, but got {_short(data)}"
@@ -194,7 +225,6 @@ class _Reader(Mapping[str, Knob]):
             rule = self.rule(path, entry, "require")
             reason = self.text(path, entry, "reason") if "reason" in entry else ""
             self.located((*path, "require"), self.space.require, rule, reason)
-        return self.space
 
     def entries(self, data: Mapping[str, Any], section: str) -> list[Any]:
         found = data.get(section)

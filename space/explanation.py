@@ -1,8 +1,8 @@
 """Whether a point obeys the rules of a space, and in words why not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SpaceError, unknown
 from .expression import Expression, Operation
@@ -10,9 +10,6 @@ from .knob import Knob
 from .operators import UNDEFINED
 from .rules import Constraint, Rule, RuleError, compute, holds
 from .values import Value, coerce, kind_of
-
-if TYPE_CHECKING:
-    from .space import Space
 
 
 @dataclass(slots=True)
@@ -30,12 +27,18 @@ class Point:
 
 
 def resolve(
-    space: "Space", given: Mapping[str, Any], *, complete: bool = False, first: bool = False
+    knobs: Mapping[str, Knob],
+    constraints: Iterable[Constraint],
+    given: Mapping[str, Any],
+    *,
+    complete: bool = False,
+    first: bool = False,
 ) -> Point:
-    """Checks `given` against every knob and rule.
+    """Checks `given` against every knob and rule of a space.
 
     Args:
-        space: the space.
+        knobs: by name, each after those it depends on.
+        constraints: of the space.
         given: values by name.
         complete: fill in defaults and derived values instead of missing them.
         first: stop at the first problem.
@@ -45,11 +48,10 @@ def resolve(
     """
     point = Point()
     raised: RuleError | None = None
-    known = space.by_name
     for name in given:
-        if name not in known:
-            point.problems.append(unknown("knob", name, known))
-    for name, knob in known.items():
+        if name not in knobs:
+            point.problems.append(unknown("knob", name, knobs))
+    for name, knob in knobs.items():
         if first and point.problems:
             return point
         try:
@@ -57,7 +59,7 @@ def resolve(
         except RuleError as error:
             raised = raised or error
             point.unsettled.add(name)
-    for constraint in space.constraints:
+    for constraint in constraints:
         if first and point.problems:
             return point
         if point.absent.isdisjoint(constraint.names) and point.unsettled.isdisjoint(constraint.names):

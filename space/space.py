@@ -16,7 +16,7 @@ from .config import Config
 from .consistency import check_alone, emptied_by
 from .description import describe
 from .document import read_dict, write_dict
-from .explanation import resolve
+from .explanation import Point, resolve
 from .expression import Expression
 from .knob import DerivedKnob, Knob, integer_values
 from .rules import Constraint, RuleError, holds, read_condition, read_rule
@@ -51,9 +51,7 @@ class Space:
         self._all: dict[str, Knob] = {}  # as declared, so that each comes after those it depends on
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
-        self._witness: Mapping[
-            str, Any
-        ] = {}  # choices that were valid when last looked: they answer most checks
+        self._witness: Mapping[str, Any] = {}  # choices that were valid when last looked: they answer most checks
 
     # -- declaration -----------------------------------------------------------------------------------------
 
@@ -297,7 +295,7 @@ class Space:
         Raises:
             SpaceError: the configuration is not valid, or there are too many to list.
         """
-        point = resolve(self, _mapping(config))
+        point = self._resolve(_mapping(config))
         if point.problems:
             raise SpaceError(f"not in the space: {'; '.join(point.problems)}")
         codes = {
@@ -307,12 +305,12 @@ class Space:
         return self._set().index(codes)
 
     def __contains__(self, config: object) -> bool:
-        return isinstance(config, Mapping) and not resolve(self, config, first=True).problems
+        return isinstance(config, Mapping) and not self._resolve(config, first=True).problems
 
     def explain(self, config: Mapping[str, Any]) -> str:
         """`valid`, or a line for everything that is wrong: violated rules with their values, unknown and
         missing knobs, values that are not among the knob's."""
-        return "\n".join(resolve(self, _mapping(config)).problems) or "valid"
+        return "\n".join(self._resolve(_mapping(config)).problems) or "valid"
 
     def config(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> Config:
         """The configuration with these values, defaults for the other knobs, and derived knobs computed.
@@ -320,14 +318,14 @@ class Space:
         Raises:
             SpaceError: it is not valid; the message is that of `explain`.
         """
-        point = resolve(self, {**(_mapping(values) if values is not None else {}), **more}, complete=True)
+        point = self._resolve({**(_mapping(values) if values is not None else {}), **more}, complete=True)
         if point.problems:
             raise SpaceError("\n".join(point.problems))
         return self._config(point.values)
 
     def default(self) -> Config:
         """The valid configuration nearest to the defaults: the fewest knobs differ, and those the least."""
-        point = resolve(self, {}, complete=True)
+        point = self._resolve({}, complete=True)
         if not point.problems:
             return self._config(point.values)
         wanted = {name: knob.code(knob.default) for name, knob in self._chosen.items()}
@@ -371,7 +369,7 @@ class Space:
         Raises:
             SpaceError: a rule is a callable that no text stands for.
         """
-        return write_dict(self, describe_callables=describe_callables)
+        return write_dict(self._all, self.knobs, self._constraints, describe_callables=describe_callables)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Space":
@@ -405,7 +403,7 @@ class Space:
         Raises:
             SpaceError: a rule is a callable that no text stands for; or the file cannot be written.
         """
-        write_yaml(self, path)
+        write_yaml(self.to_dict(), path)
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> "Space":
@@ -419,7 +417,8 @@ class Space:
 
     def describe(self) -> str:
         """Knobs, derived knobs, constraints and sizes, for people."""
-        return describe(self)
+        size = self.size if self.enumerable else None
+        return describe(self.knobs, self._constraints, size=size, combinations=self.combinations)
 
     def __repr__(self) -> str:
         derived, constraints = len(self._derived), len(self._constraints)
@@ -436,6 +435,9 @@ class Space:
         if self._valid.enumerable and self._valid.size == 0:
             raise SpaceError(emptied_by(self._all, self._constraints, "no configuration is left"))
         return self._valid
+
+    def _resolve(self, given: Mapping[str, Any], *, complete: bool = False, first: bool = False) -> Point:
+        return resolve(self._all, self._constraints, given, complete=complete, first=first)
 
     def arrange(self, derived: Sequence[str]) -> None:
         """Lists the derived knobs in this order of their names; nothing else depends on it."""
@@ -467,7 +469,7 @@ class Space:
     def _witnessed(self, constraint: Constraint) -> bool:
         """Whether the witness obeys a constraint, and has all its knobs."""
         try:
-            values = resolve(self, self._witness, complete=True).values
+            values = self._resolve(self._witness, complete=True).values
             return values.keys() >= set(constraint.names) and holds(constraint.rule, values)
         except RuleError:
             return False
@@ -479,7 +481,7 @@ class Space:
         try:
             yield
             self._valid = None
-            if resolve(self, self._witness, complete=True, first=True).problems:
+            if self._resolve(self._witness, complete=True, first=True).problems:
                 valid = ValidSet(Structure(self.by_name, self._constraints))
                 found = valid.witness()
                 if found is None:

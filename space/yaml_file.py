@@ -4,22 +4,19 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SpaceError
 from ..reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
-from .document import KeyPath, Places, read_dict, write_dict
+from .document import Declared, KeyPath, Places, read_dict
 from .grammar import GrammarError
-
-if TYPE_CHECKING:
-    from .space import Space
 
 _MOST_NODES = 20_000
 """Of a file that PyYAML itself reads, since only that says where each entry stands."""
 
 
-def write_yaml(space: "Space", path: str | os.PathLike[str]) -> None:
-    """See `Space.to_yaml`."""
+def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """See `Space.to_yaml`; what is written is what `Space.to_dict` says."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -29,7 +26,6 @@ def write_yaml(space: "Space", path: str | os.PathLike[str]) -> None:
         _Inline,
         lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True),
     )
-    data = write_dict(space, describe_callables=False)
     for entry in data["knobs"]:
         entry.update({key: _Inline(entry[key]) for key in ("values", "others") if key in entry})
     text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
@@ -58,7 +54,7 @@ def _umask() -> int:
     return mask
 
 
-def read_yaml(space: "Space", path: str | os.PathLike[str]) -> "Space":
+def read_yaml(space: Declared, path: str | os.PathLike[str]) -> Declared:
     """See `Space.from_yaml`."""
     import yaml
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import redline
 
 ROOT = Path(redline.__file__).parent

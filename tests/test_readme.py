@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pseudo_terminal import Terminal
-
 import redline
+from pseudo_terminal import Terminal
 
 README = (Path(redline.__file__).parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -8,9 +8,9 @@ from typing import Any
 from ..errors import StudyError, UsageError
 from ..results import Trial, View
 from ..space import Config, Space
+from .history import REFINEMENT
 from .likeness import Likeness, likeness
 from .samplers.encoding import Encoding
-from .history import REFINEMENT
 
 RATES = {"tokens/s", "samples/s"}
 """Units between which only the level differs, of which nothing is taken."""

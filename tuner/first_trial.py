@@ -39,7 +39,7 @@ def first_trial(space: Space, prior: Any = None, headroom: float = 0.0) -> First
             cannot predict, trial 0 is the default configuration.
         headroom: share of memory that is to stay free.
     """
-    from ..runners.estimate import Estimator
+    from ..estimator import Estimator
 
     default = space.default()
     plain = FirstTrial(config=default, fallback=_smallest(space, default))

@@ -14,7 +14,7 @@ from .history import REFINEMENT
 from .search import Refinement
 
 if TYPE_CHECKING:
-    from ..runners.estimate import Estimator, Hardware
+    from ..estimator import Estimator, Hardware
 
 SAMPLE = 256
 """Configurations that are predicted to see whether predicting works."""
@@ -26,7 +26,7 @@ def described(hardware: "str | Path | Hardware | None") -> "Hardware":
     Raises:
         UsageError: none is given, or it is unknown.
     """
-    from ..runners.estimate.hardware import find_hardware
+    from ..estimator.hardware import find_hardware
 
     if hardware is None:
         raise UsageError(
@@ -60,8 +60,8 @@ def estimator_of(
     Raises:
         UsageError: the hardware is unknown.
     """
-    from ..runners.estimate import Estimator, TrainingSetup
-    from ..runners.estimate.question import machine_of, without_knobs
+    from ..estimator import Estimator, TrainingSetup
+    from ..estimator.question import machine_of, without_knobs
 
     machine, _ = machine_of(hardware, devices, settle)
     setup = TrainingSetup(
@@ -116,7 +116,7 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
     Raises:
         UsageError: so it is.
     """
-    from ..runners.estimate.layerwise import followed
+    from ..estimator.layerwise import followed
 
     if workload is None:
         raise UsageError("layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable")
@@ -136,9 +136,9 @@ def refiner(
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
-        from ..runners.estimate.columns import columns
-        from ..runners.estimate.layerwise import MARGIN, refine, relatives
-        from ..runners.estimate.planning import Ranked
+        from ..estimator.columns import columns
+        from ..estimator.layerwise import MARGIN, refine, relatives
+        from ..estimator.planning import Ranked
 
         winner = summary.best(trials)
         if winner is None or winner.sampler == REFINEMENT:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..device import available_memory_mib, usable_cores
 from ..errors import UsageError, unknown
 from ..models import Workload
-from ..models.device import available_memory_mib, usable_cores
+from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
-from ..models.huggingface import Architecture
+from ..models.flops import flops_of
 from ..results import Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
@@ -18,7 +19,7 @@ from ..space import Space
 from .predicting import simulator
 
 if TYPE_CHECKING:
-    from ..runners.estimate import Estimator
+    from ..estimator import Estimator
     from .task import Task
 
 RUNNERS = ("ray", "local", "simulate")
@@ -171,7 +172,7 @@ def make_runner(
     try:
         if task.workload is not None:
             # Once here, while the workers start, rather than in every trial.
-            task.workload.flops  # noqa: B018
+            flops_of(task.workload)
         made.wait_ready()
     except BaseException:
         made.close()

@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError
 from ..models import Workload
-from ..models.device import Device, detect, usable_cores
 from ..models.global_batch import free_accumulation, shared
-from ..models.spaces import checked_allowance, lossy_of_space, nothing_allowed
+from ..models.spaces import checked_allowance, lossy_of_space, make_space, nothing_allowed
 from ..models.spaces import fix as fix_knob
 from ..space import Config, Space
 
 if TYPE_CHECKING:
-    from ..runners.estimate import Hardware
+    from ..estimator import Hardware
 
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
@@ -69,7 +69,7 @@ def resolve_task(
             raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
     allow = checked_allowance(allow, own_space=space is not None)
     if simulated is not None:
-        from ..runners.estimate.planning import device_of
+        from ..estimator.planning import device_of
 
         device = device_of(simulated)
         count = devices or device.count
@@ -89,7 +89,7 @@ def resolve_task(
         made = (
             space.copy()
             if space is not None
-            else workload.make_space(device, devices=count, grad_accum=accumulation, allow=allow)
+            else make_space(workload, device, devices=count, grad_accum=accumulation, allow=allow)
         )
         notes += nothing_allowed(made, allow)
         name, function = workload.name, None

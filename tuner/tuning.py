@@ -14,7 +14,7 @@ from ..results import RunFolder
 from ..runners import TimingPlan
 from ..runners.function import Calls
 from ..runners.host import PLAIN_IMPORTS, HostAgent
-from ..runners.scratch import Scratch
+from ..scratch import Scratch
 from ..space import Config, Space
 from .budget import Budget, Stopwatch, parse_duration, parse_memory
 from .earlier import read_runs, take
@@ -22,12 +22,19 @@ from .feasibility import tight_winner
 from .first_trial import first_trial
 from .listener import SearchListener
 from .loggers import check_trackers, logging_to
-from .predicting import check_refinable, described, estimate_to_begin_with
-from .predicting import peak_rate, refiner, usable
+from .predicting import check_refinable, described, estimate_to_begin_with, peak_rate, refiner, usable
 from .record import asked_of, command_of, plan_of
 from .result import Result, make_result
-from .running import DEFAULT_MEASURE_TIME, DEFAULT_TIMEOUT, IN_PROCESS
-from .running import check_honoured, imports_early, make_runner, memory_of_rank, runner_of
+from .running import (
+    DEFAULT_MEASURE_TIME,
+    DEFAULT_TIMEOUT,
+    IN_PROCESS,
+    check_honoured,
+    imports_early,
+    make_runner,
+    memory_of_rank,
+    runner_of,
+)
 from .samplers import make_sampler
 from .samplers.bayes import BayesSampler
 from .search import Search

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import ScheduleError
 from .standard import StandardSchedule
-from .tensor_parallel import Regions, Cuts, columns, rows
+from .tensor_parallel import Cuts, Regions, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule

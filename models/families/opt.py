@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Regions, Cuts, columns, rows
+from .tensor_parallel import Cuts, Regions, columns, rows
 
 if TYPE_CHECKING:
     from ...schedule import Schedule

@@ -158,7 +158,7 @@ class _Trials:
     """
 
     def __init__(self, schedule: StandardSchedule, sch: "Schedule") -> None:
-        from ...schedule.partition import meta_copy
+        from ...schedule.parallel.partition import meta_copy
 
         self._schedule = schedule
         self._whole = meta_copy(sch.tree.module)
@@ -167,7 +167,7 @@ class _Trials:
     @cached_property
     def _short(self) -> "tuple[nn.Module, list[str]]":
         """A copy with a few blocks of each kind, and their paths."""
-        from ...schedule.partition import meta_copy
+        from ...schedule.parallel.partition import meta_copy
 
         model = meta_copy(self._whole)
         return model, shorten(model, self._paths)
@@ -186,8 +186,8 @@ class _Trials:
 
     def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> str:
         from ...schedule import create_schedule
-        from ...schedule.partition import meta_copy, units_of
-        from ...schedule.planned import PlannedMesh
+        from ...schedule.parallel.partition import meta_copy, units_of
+        from ...schedule.parallel.planned import PlannedMesh
         from ...schedule.primitives.sync import check_synced
 
         tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
@@ -198,7 +198,7 @@ class _Trials:
 
     def staged(self, stages: int) -> str:
         """Why the model cannot be divided into so many pipeline stages; empty where it can."""
-        from ...schedule.partition import units_of
+        from ...schedule.parallel.partition import units_of
 
         try:
             units_of(self._divided(stages).tree)
@@ -208,7 +208,7 @@ class _Trials:
 
     def _divided(self, stages: int) -> "Schedule":
         from ...schedule import create_schedule
-        from ...schedule.planned import PlannedMesh
+        from ...schedule.parallel.planned import PlannedMesh
 
         tried = create_schedule(self._whole, PlannedMesh(pp=stages))  # a cut is a note, the model stays whole
         self._schedule(tried, {"pp": stages})
@@ -216,7 +216,7 @@ class _Trials:
 
     def tied_stages(self) -> str:
         """Why ZeRO 2 and 3 cannot be in a pipeline; empty where they can."""
-        from ...schedule.partition import tied_within, units_of
+        from ...schedule.parallel.partition import tied_within, units_of
         from ...schedule.primitives.shard_data import no_tied_stages
 
         tried = self._divided(2)
@@ -226,7 +226,7 @@ class _Trials:
     def kernels(self) -> str:
         """Why the logits cannot be left unformed; empty where they can."""
         from ...schedule import create_schedule
-        from ...schedule.partition import meta_copy
+        from ...schedule.parallel.partition import meta_copy
 
         tried = create_schedule(meta_copy(self._whole))
         try:
@@ -238,8 +238,8 @@ class _Trials:
     def float8(self, ranks: int) -> str:
         """Why nothing can be computed in 8 bits where the model is cut over so many ranks, which it can be."""
         from ...schedule import create_schedule
-        from ...schedule.partition import meta_copy
-        from ...schedule.planned import PlannedMesh
+        from ...schedule.parallel.partition import meta_copy
+        from ...schedule.parallel.planned import PlannedMesh
 
         tried = create_schedule(meta_copy(self._whole), PlannedMesh(tp=ranks))
         if ranks > 1:
@@ -262,7 +262,7 @@ def unconvertible(blocks: "Sequence[Schedule]", ranks: int = 1) -> str:
 
 def _padding(sch: "Schedule") -> str:
     """Each size that is filled up, with the first tensor of that size."""
-    from ...schedule.sharding import shards_of, walk
+    from ...schedule.parallel.sharding import shards_of, walk
 
     found: dict[int, str] = {}
     for path, module in walk(sch.tree.module):
@@ -277,7 +277,7 @@ def _padding(sch: "Schedule") -> str:
 
 def _check_heads(sch: "Schedule") -> None:
     """Refuses heads that would be cut apart, in the words of a model's configuration where it has one."""
-    from ...schedule.collectives import axis_of
+    from ...schedule.parallel.collectives import axis_of
 
     config = getattr(sch.module, "config", None)
     if not hasattr(config, "get_text_config"):

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from ...errors import UsageError
-from ..files import plain
+from ...writing import plain
 from .setup import Setup, words
 from .target import Target, hashed, sourced
 

@@ -3,7 +3,7 @@
 import pprint
 
 from ...errors import UsageError
-from ..files import plain
+from ...writing import plain
 from .common import ADAMW
 from .setup import Setup
 from .target import Target, hashed
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import redline as rl
-from redline.models import Training
+from redline.training import Training
 from redline.schedule import full_state_dict
 
 MODEL = <model>

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ...errors import StudyError
 from ...reading import path_of
-from ..files import write_atomic
+from ...writing import write_atomic
 from .document import document
 from .page import page
 from .source import Source

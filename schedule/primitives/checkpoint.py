@@ -12,9 +12,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ...errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
+from ..graph.subgraph import checkpoint_subgraph
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..subgraph import checkpoint_subgraph
 
 Policy = Callable[..., Any]
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from ...errors import ScheduleError
-from ..collectives import axis_of
-from ..partition import check_divided
+from ..parallel.collectives import axis_of
+from ..parallel.partition import check_divided
 from ..registry import register_primitive
 from ..schedule import Schedule, find_module, places
 

@@ -8,11 +8,11 @@ from torch import fx, nn
 
 from ...errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
-from ..pattern import operation
+from ..graph.pattern import operation
+from ..graph.trace import Traced
+from ..parallel.sharding import shards_of
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..sharding import shards_of
-from ..trace import Traced
 from .kinds import WithoutBias
 from .sync import syncs_of
 

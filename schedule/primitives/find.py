@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from ..graph.subgraph import Subgraph, find_subgraphs
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..subgraph import Subgraph, find_subgraphs
 
 
 @register_primitive(query=True)

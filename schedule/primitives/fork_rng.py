@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import Axis
 from ..forward import Layer, add_layer
+from ..parallel.collectives import Axis
 from ..registry import register_primitive
 from ..schedule import Schedule
 from .shard import tensor_parallel

@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from ...errors import ScheduleError, unknown
-from ..compiled import compiled
 from ..forward import Layer, add_layer, layers_of
+from ..graph.compiled import compiled
+from ..graph.subgraph import fuse_subgraph
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..subgraph import fuse_subgraph
 
 COMPILERS = ("inductor", "none")
 

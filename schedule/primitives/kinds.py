@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives import Axis, through
 from ..forward import Layer, layers_of
-from ..sharding import Shard, shards_of
+from ..parallel.collectives import Axis, through
+from ..parallel.sharding import Shard, shards_of
 
 Follow = tuple[nn.Module, str, int]
 """A module, the name of one of its counts, and what the count is divided by."""

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
+from ..parallel.sharding import shards_of
+from ..parallel.vocabulary import SplitLogits
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..sharding import shards_of
 from ..unformed import UnformedLogits
-from ..vocabulary import SplitLogits
 from .kinds import output_of
 from .shard import tensor_parallel
 

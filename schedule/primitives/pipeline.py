@@ -22,7 +22,7 @@ def pipeline(sch: Schedule, schedule: str = "1f1b", micro_batches: int | None = 
     Raises:
         ScheduleError: not the root; unknown schedule; a number below 1; called before.
 
-    What a schedule cannot run, `build` refuses: see `schedule/order_check.py`.
+    What a schedule cannot run, `build` refuses: see `schedule/parallel/order_check.py`.
 
     Source: https://pytorch.org/docs/stable/distributed.pipelining.html; Narayanan et al., arXiv:2104.04473;
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.

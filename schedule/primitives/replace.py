@@ -10,10 +10,10 @@ from torch import nn
 from ...errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
+from ..graph.subgraph import replace_subgraph
 from ..recording import recording_of
 from ..registry import register_primitive
 from ..schedule import Schedule, places
-from ..subgraph import replace_subgraph
 from ..transfer import transfer
 
 

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import Axis, axis_of
 from ..forward import Layer, add_layer, layers_of
+from ..graph.trace import Traced
+from ..parallel.collectives import Axis, axis_of
+from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..sharding import Shard, cut_tensor, holders, put, shards_of
-from ..trace import Traced
 from .annotate import tensor_of
 from .kinds import Follow, kind_of
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
-from ..collectives import axis_of, divided
+from ..parallel.collectives import axis_of, divided
+from ..parallel.replicas import Replicas
 from ..registry import register_primitive
-from ..replicas import Replicas
 from ..schedule import Schedule
-
 
 _STAGES = ("optimizer", "gradients", "weights")
 """What each stage of ZeRO cuts, beside what the one before does."""

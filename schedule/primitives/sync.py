@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError, unknown
-from .. import collectives
-from ..collectives import Axis, through
-from ..exchange import InputSync, OutputSync, ParameterSync
+from ..parallel import collectives
+from ..parallel.collectives import Axis, through
+from ..parallel.exchange import InputSync, OutputSync, ParameterSync
+from ..parallel.sharding import shards_of
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..sharding import shards_of
 from .kinds import input_of, output_of
 from .shard import tensor_parallel
 

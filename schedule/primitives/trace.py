@@ -6,10 +6,10 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import add_layer, layers_of
+from ..graph.trace import Traced
+from ..graph.trace import trace as trace_module
 from ..registry import register_primitive
 from ..schedule import Schedule
-from ..trace import Traced
-from ..trace import trace as trace_module
 
 
 @register_primitive

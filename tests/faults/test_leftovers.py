@@ -8,8 +8,8 @@ import time
 
 import psutil
 import pytest
-from redline.runners import scratch
-from redline.runners.scratch import OWNER, YOUNG_S, Scratch, sweep
+from redline import scratch
+from redline.scratch import OWNER, YOUNG_S, Scratch, sweep
 
 STARTS = """
 import sys, time

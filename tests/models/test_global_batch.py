@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redline.device import Device
 from redline.models import Workload, list_presets, workload
-from redline.models.device import Device
 from redline.models.global_batch import shareable, shared
 from redline.models.spaces import default_space
 

@@ -11,9 +11,10 @@ import numeric
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.models import Training, Workload, reduction, workload
+from redline.models import Workload, flops_of, make_space, reduction, workload
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.space import Space
+from redline.training import Training
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -123,7 +124,7 @@ def first_loss(made, **knobs):
 
 def test_model_batch_and_loss_are_enough(cpu, seed):
     made = workload(own())
-    space = made.make_space(cpu)
+    space = make_space(made, cpu)
     assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {
         k.name for k in space.knobs
     }
@@ -166,7 +167,7 @@ def test_a_builder_may_read_knobs_of_the_workload_s_own_space(cpu):
     space.choice("width", [8, 16])
     space.choice("micro_batch", [8])
     made = workload(own(model=lambda config: Net() if config["width"] == 8 else Block(), space=space))
-    assert made.flops.per_sample
+    assert flops_of(made).per_sample
     assert len(list(Training(made, space.config(width=16), CPU).model.parameters())) == 2
 
 
@@ -201,10 +202,10 @@ def test_a_model_that_cannot_be_made_without_its_weights_is_made_in_place():
 
 def test_an_optimizer_of_one_s_own_is_used_and_offers_fusion_only_where_it_has_it(cpu):
     plain = own(optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
-    assert "fused_optimizer" not in {k.name for k in plain.make_space(cpu).knobs}
+    assert "fused_optimizer" not in {k.name for k in make_space(plain, cpu).knobs}
     assert isinstance(Training(plain, {}, CPU).optimizer, torch.optim.SGD)
     fused = own(optimizer=lambda params, fused: torch.optim.Adam(params, fused=fused))
-    assert "fused_optimizer" in {k.name for k in fused.make_space(cpu).knobs}
+    assert "fused_optimizer" in {k.name for k in make_space(fused, cpu).knobs}
     assert Training(fused, {"fused_optimizer": True}, CPU).optimizer.defaults["fused"] is True
 
 
@@ -216,16 +217,16 @@ def test_a_schedule_of_one_s_own_has_only_the_knobs_that_it_reads(cpu):
         if config["checkpoint_ratio"] > 0:
             sch["blocks.0"].checkpoint()
 
-    offered = {k.name for k in own(schedule=deaf).make_space(cpu).knobs}
+    offered = {k.name for k in make_space(own(schedule=deaf), cpu).knobs}
     assert not {"checkpoint_ratio", "fusion"} & offered
-    offered = {k.name for k in own(schedule=listening).make_space(cpu).knobs}
+    offered = {k.name for k in make_space(own(schedule=listening), cpu).knobs}
     assert "checkpoint_ratio" in offered and "fusion" not in offered
 
 
 def test_a_space_of_one_s_own_is_used_as_it_is_or_as_it_is_made(cpu):
     space = Space()
     space.choice("micro_batch", [2, 4])
-    assert [each["micro_batch"] for each in own(space=space).make_space(cpu)] == [2, 4]
+    assert [each["micro_batch"] for each in make_space(own(space=space), cpu)] == [2, 4]
 
     def make(device, devices):
         made = Space()
@@ -233,9 +234,9 @@ def test_a_space_of_one_s_own_is_used_as_it_is_or_as_it_is_made(cpu):
         made.choice("where", [device.type])
         return made
 
-    assert own(space=make).make_space(cpu, devices=4).default() == {"micro_batch": 4, "where": "cpu"}
+    assert make_space(own(space=make), cpu, devices=4).default() == {"micro_batch": 4, "where": "cpu"}
     with pytest.raises(WorkloadError, match=r"space must return a redline\.Space, but returned int"):
-        own(space=lambda: 3).make_space(cpu)
+        make_space(own(space=lambda: 3), cpu)
 
 
 def test_a_global_batch_is_what_the_configuration_says_where_it_says_all():
@@ -244,7 +245,7 @@ def test_a_global_batch_is_what_the_configuration_says_where_it_says_all():
 
 
 def test_much_data_stays_in_host_memory_and_is_cut_all_the_same(monkeypatch):
-    from redline.models import training
+    from redline.training import training
 
     expected = first_loss(own(), micro_batch=2)
     monkeypatch.setattr(training, "MAX_BYTES_OF_DATA", 64)
@@ -318,9 +319,9 @@ def test_a_schedule_or_a_space_that_fails_is_told_with_its_line(cpu):
     with pytest.raises(
         WorkloadError, match=r"schedule\(sch, config\) failed: .*py:\d+: KeyError: 'no_such_knob'"
     ):
-        own(schedule=absent).make_space(cpu)
+        make_space(own(schedule=absent), cpu)
     with pytest.raises(WorkloadError, match=r"space\(device\) failed: .*py:\d+: ZeroDivisionError"):
-        own(space=lambda device: 1 // 0).make_space(cpu)
+        make_space(own(space=lambda device: 1 // 0), cpu)
 
 
 def test_a_model_without_a_loss_is_refused():
@@ -368,7 +369,7 @@ class Probable(Net):
     ],
 )
 def test_a_loss_that_is_a_sum_is_refused_before_anything_is_tuned(model, loss):
-    assert workload(own(model=model, loss=loss("mean"))).flops.per_sample
+    assert flops_of(workload(own(model=model, loss=loss("mean")))).per_sample
     with pytest.raises(WorkloadError, match=r"the loss at micro-batch 8 is eight times the one at 1: is it a sum\?"):
         workload(own(model=model, loss=loss("sum")))
 
@@ -387,14 +388,14 @@ def test_whether_a_loss_is_a_sum_is_found_out_without_running_the_model_and_at_l
         workload(sums)
     assert ran == [True]
     monkeypatch.setattr(reduction, "AFFORDABLE_BYTES", 3 * 8 * 4 - 1)
-    assert workload(replace(sums)).flops.per_sample  # its outputs are too large to be made up
+    assert flops_of(workload(replace(sums))).per_sample  # its outputs are too large to be made up
 
 
 def test_a_loss_over_pairs_of_samples_is_no_sum():
     def contrastive(output, batch):
         return F.cross_entropy(output @ batch[1].T, torch.arange(len(output)))
 
-    assert workload(own(loss=contrastive)).flops.per_sample
+    assert flops_of(workload(own(loss=contrastive))).per_sample
 
 
 def test_an_optimizer_that_is_no_optimizer_is_refused():
@@ -430,9 +431,9 @@ def test_an_id_follows_what_the_functions_say():
 def test_a_file_s_workload_is_found_by_its_name(file, name, cpu):
     made = workload(f"{file()}:{name}")
     assert (made.name, made.spec) == (name, f"{file()}:{name}")
-    assert made.make_space(cpu)["checkpoint_ratio"].values == (0.0, 0.25, 0.75, 1.0)
-    assert made.flops.per_sample == 3 * 2 * (3 * 64 + 16) - 2 * 64  # no gradient with regard to the data
-    training = Training(made, made.make_space(cpu).default(), CPU)
+    assert make_space(made, cpu)["checkpoint_ratio"].values == (0.0, 0.25, 0.75, 1.0)
+    assert flops_of(made).per_sample == 3 * 2 * (3 * 64 + 16) - 2 * 64  # no gradient with regard to the data
+    training = Training(made, make_space(made, cpu).default(), CPU)
     assert training.samples_per_step == 32 and float(training.step()) > 0
 
 
@@ -440,11 +441,11 @@ def test_a_file_s_workload_reaches_another_process_without_the_file(file, tmp_pa
     path = file()
     made = workload(f"{path}:net", global_batch=16)
     expected = first_loss(made, micro_batch=16)
-    assert made.flops.per_sample
+    assert flops_of(made).per_sample
     (tmp_path / "pickled").write_bytes(cloudpickle.dumps(made))
     path.unlink()
     program = (
-        "import pickle, sys, torch; from redline.models import Training; "
+        "import pickle, sys, torch; from redline.training import Training; "
         "made = pickle.load(open(sys.argv[1], 'rb')); assert 'flops' in vars(made); "
         "training = Training(made, {'micro_batch': 16}, torch.device('cpu')); "
         "print(made.name, made.id, made.global_batch, repr(float(training.step())))"

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from torch import nn
-
 import redline as rl
 from redline.models.presets import PRESETS
 from redline.models.shape import shape_of
+from torch import nn
 
 LANGUAGE = [name for name, preset in PRESETS.items() if preset.task in ("causal", "masked")]
 

@@ -7,7 +7,6 @@ import subprocess
 
 import pytest
 import yaml
-
 from redline.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.export import chosen_trial, export_targets, form_of, render

@@ -17,11 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import yaml
-
 import redline
+import yaml
 from redline.models import workload
-from redline.models.numerics import FAMILIES, tiny
 from redline.models.presets import PRESETS
 from redline.models.shape import shape_of
 from redline.results import Measurement, Status, Trial
@@ -29,6 +27,7 @@ from redline.results.export import export_targets, render
 from redline.results.export.common import ADAMW
 from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.results.export.trainer import AVERAGING
+from redline.training.numerics import FAMILIES, tiny
 
 pytestmark = pytest.mark.slow
 

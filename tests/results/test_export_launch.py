@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from redline.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.export import export_targets, render

@@ -76,9 +76,8 @@ def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None):
     """
     import torch
     import torch.distributed as dist
+    from redline.training import Training
     from torch.distributed.tensor import DTensor
-
-    from redline.models import Training
 
     training = Training(workload(model), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
     losses, gradient = [], None
@@ -101,7 +100,6 @@ def train(model, config=CONFIG, scale=1.0, shift=0, drawn=None):
 def tolerances(model, config=CONFIG):
     """By the rule: of each step's loss, relative; of the first gradient's norm, relative."""
     import torch
-
     from redline.schedule.rounding import allowance, loss_allowance
 
     rows = GLOBAL_BATCH * SEQ_LEN
@@ -207,11 +205,11 @@ def test_another_training_is_told_from_it(model, dry_run, two):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny"])
 def test_a_dry_run_tells_the_loss_that_exports_are_held_to(model, dry_run):
-    from redline.models.device import detect
-    from redline.runners.dispatch import TrialTerms
+    from redline.device import detect
     from redline.runners.local import LocalRunner
     from redline.runners.runner import TrialRequest
     from redline.runners.timing import TimingPlan
+    from redline.runners.work import TrialTerms
     from redline.space import Config
 
     terms = TrialTerms(device=detect(), devices=2, threads=1, plan=TimingPlan(seconds=0.1))

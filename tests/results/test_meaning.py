@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 import yaml
 from redline.errors import UsageError, WorkloadError
-from redline.models import Training, numerics
-from redline.models.huggingface import Architecture, hugging_face_workload
+from redline.estimator import Estimator, TrainingSetup
+from redline.estimator.hardware import find_hardware
+from redline.estimator.stages import cut
+from redline.models.architecture import Architecture
+from redline.models.huggingface import hugging_face_workload
 from redline.models.shape import shape_of
 from redline.models.skeleton import skeleton
 from redline.orders import ORDERS
@@ -25,12 +28,10 @@ from redline.results.meaning import (
     recomputed,
     stage_sizes,
 )
-from redline.runners.estimate import Estimator, TrainingSetup
-from redline.runners.estimate.hardware import find_hardware
-from redline.runners.estimate.stages import cut
 from redline.schedule import create_schedule
-from redline.schedule.planned import PlannedMesh
-from redline.schedule.replicas import BUCKET_BYTES
+from redline.schedule.parallel.planned import PlannedMesh
+from redline.schedule.parallel.replicas import BUCKET_BYTES
+from redline.training import Training, numerics
 
 CONFIG = {"dp": 2, "micro_batch": 4, "grad_accum": 1, "precision": "bf16"}
 SHAPE = {"layers": 4, "hidden": 512, "heads": 8, "vocabulary": 1000}

@@ -8,14 +8,13 @@ import re
 
 import pytest
 import yaml
-
 from redline.errors import StudyError
+from redline.reading import Outside, open_inside, read_inside, tail_inside
 from redline.results import Measurement, Status, Trial
 from redline.results.report import Source, document, page, write_report
 from redline.results.report.analysis import cost, frontier, lanes, predictions
 from redline.results.report.effects import effects
 from redline.results.report.failures import failures
-from redline.reading import Outside, open_inside, read_inside, tail_inside
 
 
 def trial(number, status=Status.OK, throughput=None, config=None, sampler="gp", predicted=(None, None), **more):

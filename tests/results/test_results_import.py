@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-
 import redline
 from redline.errors import UsageError
 from redline.results import Measurement, Status, environment

@@ -5,7 +5,6 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
-
 from redline.runners.host import HostAgent
 from redline.runners.job import Job, Outcome, Rendezvous
 

@@ -6,8 +6,8 @@ import time
 import cloudpickle
 import pytest
 from probes import part
+from redline.device import Device
 from redline.models import Workload
-from redline.models.device import Device
 from redline.results import Status
 from redline.runners import TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner

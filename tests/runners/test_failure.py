@@ -5,7 +5,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-
 from redline import OutOfMemory
 from redline.results import Status
 from redline.runners import failure

@@ -10,7 +10,6 @@ import time
 import cloudpickle
 import psutil
 import pytest
-
 from redline.results import Status
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

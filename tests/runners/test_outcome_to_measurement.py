@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from probes import part
+from redline.device import Device
+from redline.estimator.hardware import recognise
 from redline.models import Workload
-from redline.models.device import Device
 from redline.results import Status
 from redline.runners import Reference, TrialRequest, TrialTerms
 from redline.runners.dispatch import DryRunner
 from redline.runners.dry_run import DryRunReport
-from redline.runners.estimate.hardware import recognise
 from redline.runners.job import Outcome, RankOutcome
 from redline.space import Config
 

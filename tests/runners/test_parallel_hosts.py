@@ -17,7 +17,8 @@ import cloudpickle, psutil, torch
 from torch import nn
 from ray.cluster_utils import Cluster
 import redline as rl
-from redline.models import Training, detect
+from redline.device import detect
+from redline.training import Training
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.results import Status
 from redline.runners import RayRunner, TrialRequest, TrialTerms

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline import workload
-from redline.models import Training, numerics
-from redline.models.device import Device
-from redline.models.first_step import first_step
-from redline.models.probe import take
+from redline.device import Device
+from redline.models import make_space
 from redline.runners import Reference
 from redline.runners.truth import check, together
+from redline.training import Training, numerics
+from redline.training.first_step import first_step
+from redline.training.probe import take
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(faults)
@@ -38,7 +39,7 @@ EVERYWHERE = (
 )
 """On one process."""
 # Llama has no dropout, BERT no causal mask; of the four Llama and BERT have buffers, and none a boolean one, which
-# tests/models/test_probe.py empties in a model of its own.
+# tests/training/test_probe.py empties in a model of its own.
 OWN = {
     "gpt2-tiny": (faults.causal_mask_is_dropped, faults.dropout_is_off, faults.dropout_is_twice_as_strong),
     "llama-tiny": (faults.causal_mask_is_dropped, faults.a_dropout_is_added, faults.a_buffer_is_zeroed),
@@ -237,7 +238,7 @@ def sampled(name, devices, count):
     """Configurations of a preset's default space, all formats of a CPU among them, none compiled."""
     made = workload(name)
     device = Device(type="cpu", name="a CPU", count=4, memory_mib=8192, features=frozenset({"bf16"}))
-    space = made.make_space(device, devices)
+    space = make_space(made, device, devices)
     configs = [dict(each) for each in space.sample(4 * count, seed=devices) if not each.get("fusion")]
     formats = ("fp32", "bf16", "bf16_pure")
     return made, [{**each, "precision": formats[at % 3]} for at, each in enumerate(configs[:count])]

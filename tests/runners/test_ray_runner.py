@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import nn
 import redline as rl
-from redline.models import detect
+from redline.device import detect
 from redline.runners import RayRunner, TrialRequest, TrialTerms
 
 space = rl.Space()

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-
+from redline.estimator import Shape
+from redline.estimator.question import ask
 from redline.results import Status
 from redline.runners import TrialRequest
-from redline.runners.estimate import Shape
-from redline.runners.estimate.question import ask
 from redline.runners.simulate import COMPILE_S, SimulateRunner, SimulationTerms
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import redline
 from redline.errors import UsageError
+from redline.models import make_space
 from redline.results import Measurement, Status
 from redline.runners.replay import read_folder
 from redline.space import Space
@@ -122,11 +123,11 @@ def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():
 
 
 def test_dry_runs_that_were_kept_are_compared_again_without_trying_any(tmp_path, capsys, monkeypatch):
-    from redline.models import detect
+    from redline.device import detect
     from redline.results import Trial
 
     dry_runs = bench("dry_runs")
-    space = redline.workload("gpt2-tiny").make_space(detect())
+    space = make_space(redline.workload("gpt2-tiny"), detect())
     trials = [
         Trial(
             number=number,

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from redline.runners import timing as timing_module
 from redline.runners.timing import HostClock, TimingPlan, measure, median_interval
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from probes import BF16, FP32, part, probe
-from redline.models.first_step import StepPart
-from redline.models.gradients import ComputedPart
 from redline.results.probe import Computed, Probe
 from redline.runners import Reference
 from redline.runners.truth import check, together, why_not
+from redline.training.first_step import StepPart
+from redline.training.gradients import ComputedPart
 
 PROBE = probe()
 QUIET, STEP = PROBE.quiet, PROBE.step

@@ -10,7 +10,7 @@ import cloudpickle
 import psutil
 import pytest
 import redline
-from redline.models.device import Device, detect
+from redline.device import Device, detect
 from redline.results import Measurement, Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 from redline.runners.job import Job, Rendezvous

@@ -6,9 +6,9 @@ import numeric
 import pytest
 import torch
 import torch.distributed as dist
-from redline.models import numerics
 from redline.schedule import build, create_schedule
 from redline.schedule.rounding import allowance, unit_roundoff
+from redline.training import numerics
 from torch import nn
 
 
@@ -67,7 +67,7 @@ class Exchanges:
 
 def check_buckets(zero):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("redline.schedule.replicas.BUCKET_BYTES", 2 * (8 * 8 + 8) * 4)
+        patch.setattr("redline.schedule.parallel.replicas.BUCKET_BYTES", 2 * (8 * 8 + 8) * 4)
         model, optimizer = replicated(tower(), zero)
         made = Exchanges(patch, "all_reduce", "reduce", "broadcast")
         model.replicas.passes = 3

@@ -195,8 +195,8 @@ def test_heads_are_not_cut_apart(four, make_transformer):
 
 
 def check_loss(seed):
-    from redline.schedule.collectives import axis_of
-    from redline.schedule.vocabulary import SplitLogits
+    from redline.schedule.parallel.collectives import axis_of
+    from redline.schedule.parallel.vocabulary import SplitLogits
 
     axis = axis_of(mesh(tp=2), "tp")
     logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 30

@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
-from redline.models import numerics
 from redline.models.families import schedule_of
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import allowance
+from redline.training import numerics
 from torch import nn
 
 

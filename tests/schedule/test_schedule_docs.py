@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 from redline.schedule import list_primitives
-from redline.schedule.registry import PRIMITIVES
-from redline.schedule.schedule import Schedule
+from redline.schedule.schedule import PRIMITIVES, Schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
 

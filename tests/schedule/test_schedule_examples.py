@@ -12,7 +12,6 @@ import torch
 from redline.schedule import create_schedule, verify
 from torch import nn
 
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
-from redline.models import numerics
 from redline.models.families import schedule_of
 from redline.schedule import (
     build,
@@ -17,8 +16,9 @@ from redline.schedule import (
     load_full_state_dict,
     verify,
 )
+from redline.schedule.parallel.sharding import shards_of, whole
 from redline.schedule.rounding import allowance
-from redline.schedule.sharding import shards_of, whole
+from redline.training import numerics
 from torch import nn
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
-from redline.models import numerics
 from redline.models.families import schedule_of
 from redline.orders import ORDERS, Placement
 from redline.schedule import build, create_schedule, full_state_dict, split, verify
 from redline.schedule.rounding import allowance, loss_allowance
+from redline.training import numerics
 from torch import nn
 
 FAMILIES = ["gpt2", "bert", "llama"]
@@ -249,7 +249,7 @@ def check_asides(kind, seed, leave=split.leave):
     sch.pipeline(kind, 4)
     model, _ = build(sch, loss=lambda out, target: (out - target).pow(2).mean())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("redline.schedule.pipeline.leave", leave)
+        patch.setattr("redline.schedule.parallel.pipeline.leave", leave)
         for _ in range(2):
             model.pipeline.step(x, target=target)
             (plain(x) - target).pow(2).mean().backward()

@@ -10,7 +10,7 @@ import yaml
 from redline.errors import ScheduleError, TraceError
 from redline.schedule import apply_recipe, build, call_module, create_schedule, verify
 from redline.schedule.forward import layers_of
-from redline.schedule.trace import Traced
+from redline.schedule.graph.trace import Traced
 from torch import nn
 from torch.nn import functional as F
 

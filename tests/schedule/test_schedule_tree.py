@@ -6,8 +6,7 @@ import pytest
 import torch
 from redline.errors import ScheduleError
 from redline.schedule import create_schedule, list_primitives, register_primitive
-from redline.schedule.registry import PRIMITIVES
-from redline.schedule.schedule import Schedule
+from redline.schedule.schedule import PRIMITIVES, Schedule
 from torch import nn
 
 

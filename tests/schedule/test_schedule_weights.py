@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from redline.errors import ScheduleError
-from redline.models.training import seeded
 from redline.schedule import build, create_schedule, deferred, replay, verify
 from redline.schedule.deferred import stray
 from redline.schedule.materialise import materialise
-from redline.schedule.planned import PlannedMesh
+from redline.schedule.parallel.planned import PlannedMesh
 from redline.schedule.recording import Unrecordable
+from redline.training.training import seeded
 from torch import nn
 from torch.nn.utils import parametrizations
 

@@ -14,9 +14,9 @@ sys.path.append(os.path.join(sys.prefix, "beside"))  # see the Makefile
 import numpy as np
 import torch
 import triton.language as tl
-from redline.models import numerics
 from redline.schedule import create_schedule, rounding
 from redline.schedule.liger import replace_modules
+from redline.training import numerics
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 

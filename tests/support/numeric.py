@@ -10,10 +10,10 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from redline.models import numerics
 from redline.schedule import rounding
-from redline.schedule.replicas import whole_gradient
-from redline.schedule.sharding import owner, whole
+from redline.schedule.parallel.replicas import whole_gradient
+from redline.schedule.parallel.sharding import owner, whole
+from redline.training import numerics
 
 MARGIN = 3.0
 """A planted fault departs by more than this times the tolerance; the rest must stay below it by as much

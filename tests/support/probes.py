@@ -1,8 +1,8 @@
 """What candidates are supposed to have computed, for tests of what is made of it."""
 
-from redline.models.gradients import ComputedPart
-from redline.models.probe import ProbePart
 from redline.results.probe import Computed, Probe
+from redline.training.gradients import ComputedPart
+from redline.training.probe import ProbePart
 
 FP32, BF16 = 2.0**-24, 2.0**-8
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import redline as rl
 import yaml
+from redline.estimator import Shape
+from redline.estimator.answer import answer
+from redline.estimator.hardware import find_hardware
+from redline.estimator.question import ask
 from redline.results import Measurement, Status, Trial
-from redline.runners.estimate import Shape
-from redline.runners.estimate.answer import answer
-from redline.runners.estimate.hardware import find_hardware
-from redline.runners.estimate.question import ask
 from redline.space import Config
 from redline.tuner.cli import main
 from redline.tuner.cli.outcome import print_result
@@ -84,7 +84,7 @@ def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypa
     assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
     described = resolve_task("llama-tiny", simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
-    monkeypatch.setattr("redline.models.device.not_installed", lacking)
+    monkeypatch.setattr("redline.device.not_installed", lacking)
     present = replace(described, features=frozenset())
     left_out = "left out: precision=bf16_pure, precision=fp8, precision=fp8_rowwise"
     alone = "kernels are the loss alone, not modules: no liger_kernel, kernels"

@@ -1,7 +1,6 @@
 """Durations and amounts of memory are read as people write them; nonsense is refused with what was given."""
 
 import pytest
-
 from redline import UsageError
 from redline.tuner.budget import Budget, parse_duration, parse_memory
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from redline.runners.estimate import Shape
-from redline.runners.estimate.hardware import find_hardware
-from redline.runners.estimate.question import ask
+from redline.estimator import Shape
+from redline.estimator.hardware import find_hardware
+from redline.estimator.question import ask
 from redline.tuner.cli import main
 from redline.tuner.task import resolve_task
 

@@ -147,7 +147,6 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
     import shlex
 
     import yaml
-
     from redline.tuner.cli.main import redline as group
 
     asked = {"override": {"micro_batch": [4, 48], "precision": ["fp32"]}, "fix": {"attention": "eager"}}
@@ -164,7 +163,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
 
 
 def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):
-    from redline.models.device import Device
+    from redline.device import Device
 
     monkeypatch.chdir(tmp_path)
     there = Device(type="cuda", name="NVIDIA H100", count=2, memory_mib=81_079, capability=(9, 0))

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 import redline as rl
-from redline.runners.estimate import measuring
+from redline.estimator import measuring
 from redline.runners.host import HostAgent
 from redline.tuner import running, tuning
 from torch import nn

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from redline.errors import UsageError
-from redline.runners.estimate import Shape
-from redline.runners.estimate.answer import answer
-from redline.runners.estimate.question import ask
+from redline.estimator import Shape
+from redline.estimator.answer import answer
+from redline.estimator.question import ask
 from redline.tuner.cli import main
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_traced_names_the_operator_and_what_is_known(caps
 
 
 def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypatch):
-    from redline.runners.estimate import measuring
+    from redline.estimator import measuring
 
     monkeypatch.setattr(measuring, "SIZES", {"cpu": (64,), "cuda": (256,)})
     monkeypatch.setattr(measuring, "SECONDS", 0.01)

@@ -7,10 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import redline as rl
 import torch
 import yaml
-
-import redline as rl
 from redline.results import Measurement, RunFolder, Status, Trial
 from redline.results.export import export_targets, render
 from redline.results.report.exports import exports

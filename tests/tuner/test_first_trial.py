@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import redline as rl
 import yaml
+from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.results import Measurement, Status, Trial
-from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
 from redline.tuner.cli import main

@@ -5,22 +5,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import yaml
-
 import redline as rl
+import yaml
 from redline.errors import SpaceError, UsageError
+from redline.estimator import Estimator, Shape, TrainingSetup
 from redline.models.families.standard import indices_of
 from redline.models.huggingface import hugging_face
 from redline.results import Measurement, Status, Trial, View, summary
 from redline.results.again import judged
 from redline.runners import Runner
-from redline.runners.estimate import Estimator, Shape, TrainingSetup
 from redline.space import Config, Space
 from redline.tuner.budget import Budget
+from redline.tuner.earlier import read_runs
 from redline.tuner.listener import SearchListener
 from redline.tuner.predicting import refiner
 from redline.tuner.search import REFINEMENT, Refinement, Search
-from redline.tuner.earlier import read_runs
 
 
 class Memory:

@@ -4,15 +4,13 @@ import csv
 import json
 
 import pytest
+import redline as rl
 import torch
 import yaml
-from torch import nn
-
-import redline as rl
-from redline.runners.estimate import Hardware
+from redline.estimator import Hardware
 from redline.tuner import predicting
 from redline.tuner.cli import main
-
+from torch import nn
 
 NARROW = {
     "global_batch": 1024,
@@ -173,7 +171,7 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
     def fails(*_):
         raise rl.RunnerError("measuring this machine failed: no driver")
 
-    monkeypatch.setattr("redline.runners.estimate.question.machine_of", fails)
+    monkeypatch.setattr("redline.estimator.question.machine_of", fails)
     said = []
     made = predicting.estimate_to_begin_with(
         rl.workload("gpt2-tiny"), rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None

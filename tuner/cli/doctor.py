@@ -95,7 +95,7 @@ def _fresh(path: Path) -> Path:
 def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ...runners.estimate.measuring import measure
+    from ...estimator.measuring import measure
 
     if kind == "cuda" and ranks is not None and ranks > count:
         raise UsageError(f"--ranks {ranks}: there are {count} GPUs, and a rank needs one of its own")
@@ -143,7 +143,7 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
 def examine() -> dict[str, Any]:
     """What is there and what is not, as a mapping."""
     from ... import __version__
-    from ...models.device import available_memory_mib, detect
+    from ...device import available_memory_mib, detect
 
     device = detect()
     versions = {"redline": __version__, "python": platform.python_version()}

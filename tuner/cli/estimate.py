@@ -87,7 +87,7 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
     from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
-    from ...runners.estimate.question import ask
+    from ...estimator.question import ask
     from ...space import Space
     from ..budget import parse_memory
     from . import estimate_text
@@ -133,7 +133,7 @@ def _target(
     missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
     if missing:
         raise UsageError(f"shape numbers need --{', --'.join(missing)} as well")
-    from ...runners.estimate import Shape
+    from ...estimator import Shape
 
     name = f"{given['layers']} x {given['hidden']}"
     return Shape(name=name, gated=gated, tied=tied, **given)
@@ -160,8 +160,8 @@ def config_of(text: str) -> dict[str, Any]:
 
 
 def answer_of(question: Any, **how: Any) -> Any:
-    """The answer to a question; see `redline.runners.estimate.answer.answer`."""
-    from ...runners.estimate.answer import answer
+    """The answer to a question; see `redline.estimator.answer.answer`."""
+    from ...estimator.answer import answer
 
     trials_from = how.pop("trials_from")
     trials = None

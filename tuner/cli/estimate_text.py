@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from ...results.lossy import exactness
 
 if TYPE_CHECKING:
-    from ...runners.estimate.answer import Answer
-    from ...runners.estimate.planning import Ranked
+    from ...estimator.answer import Answer
+    from ...estimator.planning import Ranked
 
 
 def render(answer: "Answer", *, explain: bool = False) -> str:

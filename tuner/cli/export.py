@@ -58,7 +58,7 @@ def export(
     from ...results import View
     from ...results.columns import fold
     from ...results.export import chosen_trial, form_of, render
-    from ...results.files import write_atomic
+    from ...writing import write_atomic
 
     if force and trial is None:
         raise UsageError("--force is for a single trial: give --trial N too")

@@ -34,7 +34,7 @@ def space(
     allow: tuple[str, ...],
 ) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
-    from ...models.device import DESCRIBED, liger_obstacle
+    from ...device import DESCRIBED, liger_obstacle
     from ...models.kernels import kernels_obstacle
     from ...models.parallel import no_hsdp
     from ...models.spaces import lossy_beyond, without_float8

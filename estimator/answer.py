@@ -1,0 +1,154 @@
+"""The answer of `redline estimate`: configurations with their predictions, as data."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..models.spaces import lossy_of_space
+from ..results.lossy import lossy_in, lossy_values
+from .columns import columns
+from .facts import TracedFacts
+from .facts_ahead import trace_ahead, variants_of
+from .layerwise import Layerwise, refine, relatives
+from .model_facts import ModelFacts
+from .planning import Plan, Ranked, checked_config, plan
+from .question import Question
+from .uncollected import uncollected
+
+if TYPE_CHECKING:
+    from ..results import Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was asked, and what is predicted."""
+
+    question: Question
+    """What was asked."""
+    ranked: tuple[Ranked, ...]
+    """The configurations to show, the fastest first; empty where none fits."""
+    plan: Plan | None
+    """All of the space; None where one configuration was asked for."""
+    facts: ModelFacts
+    """The model's facts, in the variant of the first configuration."""
+    learned_from: int = 0
+    """Trials that corrected the predictions."""
+    layerwise: Layerwise | None = None
+    """The winner refined block by block, where asked for."""
+    reference: Ranked | None = None
+    """Where nothing fits, the configuration that needs the least memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; NaN and infinity as None."""
+        out: dict[str, Any] = {
+            "model": self.question.name,
+            "parameters": self.facts.parameters,
+            "hardware": self.question.hardware.name,
+            "devices": self.question.devices,
+            "seq_len": self.question.estimator.training.seq_len,
+            "global_batch": self.question.estimator.training.global_batch,
+            "memory_limit_mib": _plain(self.question.estimator.memory_limit_mib),
+            "learned_from": self.learned_from,
+            "best": [entry(each) for each in self.ranked],
+            "notes": [*self.question.notes, *self.facts.notes],
+        }
+        if self.plan is not None:
+            out |= {
+                "valid": self.plan.valid,
+                "predicted": self.plan.predicted,
+                "fitting": self.plan.fitting,
+                "ruled_out": dict(self.plan.out),
+            }
+        if self.plan is not None and self.plan.best_exact is not None:
+            out["best_exact"] = entry(self.plan.best_exact)
+        if self.reference is not None:
+            out["least_memory"] = entry(self.reference)
+        if self.layerwise is not None:
+            out["layerwise"] = self.layerwise.to_dict()
+        return out
+
+
+def entry(ranked: Ranked) -> dict[str, Any]:
+    """A configuration with its estimate, as plain data."""
+    estimate = ranked.estimate
+    return {
+        "config": ranked.config.to_dict(),
+        "lossy": lossy_values(ranked.config, ranked.lossy),
+        "throughput": _plain(estimate.throughput),
+        "unit": estimate.unit,
+        "step_ms": _plain(estimate.step_ms),
+        "step_ms_low": _plain(estimate.step_ms_low),
+        "step_ms_high": _plain(estimate.step_ms_high),
+        "peak_memory_mib": _plain(estimate.peak_memory_mib),
+        "memory_low": _plain(estimate.memory_low),
+        "memory_high": _plain(estimate.memory_high),
+        "fits": estimate.fits,
+        "probability_fits": _plain(estimate.probability_fits),
+        "mfu": _plain(estimate.mfu),
+        "binds": estimate.binds,
+        "breakdown": {name: _plain(value) for name, value in estimate.breakdown.items()},
+    }
+
+
+def _plain(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+@uncollected()
+def answer(
+    question: Question,
+    *,
+    config: Mapping[str, Any] | None = None,
+    top: int = 5,
+    trials: "Sequence[Trial] | None" = None,
+    layerwise: bool = False,
+) -> Answer:
+    """Answers a question.
+
+    Args:
+        question: what is asked.
+        config: one configuration, of which knobs may be left out; None for the best of the space.
+        top: how many of the best.
+        trials: of a run, which correct the predictions.
+        layerwise: whether to refine the first one block by block.
+
+    Raises:
+        SpaceError: the configuration is not in the space.
+        WorkloadError: the model cannot be traced.
+        UsageError: the trials have configurations that are impossible here.
+    """
+    estimator, learned = question.estimator, 0
+    if trials is not None:
+        estimator = estimator.calibrate(trials)
+        learned = estimator.calibrated
+    whole, reference = None, None
+    if config is not None:
+        chosen = checked_config(question.space, config)
+        lossy = lossy_in(chosen, lossy_of_space(question.space))
+        ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
+    else:
+        if isinstance(estimator.source, TracedFacts):
+            trace_ahead(estimator.source, variants_of(question.space, estimator.training))
+        whole = plan(estimator, question.space, top=top)
+        ranked = whole.best
+        reference = whole.smallest if not ranked else None
+    first = ranked[0] if ranked else reference
+    if first is None:
+        raise UsageError("the space holds no configuration that can be predicted")
+    facts = estimator.facts_of(columns([first.config], estimator.training), 0)
+    refined = (
+        refine(estimator, first, facts, relatives(question.space, first.config))
+        if layerwise and ranked
+        else None
+    )
+    return Answer(
+        question=question,
+        ranked=ranked,
+        plan=whole,
+        facts=facts,
+        learned_from=learned,
+        layerwise=refined,
+        reference=reference,
+    )

@@ -1,0 +1,265 @@
+"""Configurations as arrays, one entry each."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import UsageError, unknown
+from ..models.families.standard import BLOCK_KNOBS
+from ..models.parallel import CHUNKED, PIPELINES
+from ..orders import ORDERS
+from ..results.meaning import REDUCED, hsdp_obstacle
+from .setup import OFFLOADS, PRECISIONS, TrainingSetup
+
+_NUMBERS = {
+    "tp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
+    "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
+}  # fmt: skip
+_WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
+_KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES, "reduce_dtype": REDUCED}
+
+
+class Split(NamedTuple):
+    """How a model is shared out among the ranks of a pipeline, and which of its blocks are named."""
+
+    pp: int
+    chunks: int
+    """Stages of a rank."""
+    v_shaped: bool
+    """Whether the second of them are in the opposite order of ranks."""
+    checkpointed: str | None
+    """`checkpoint_blocks`."""
+    gathered: str | None
+    """`gathered_blocks`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """The knobs of n configurations: arrays of length n."""
+
+    tp: np.ndarray
+    pp: np.ndarray
+    dp: np.ndarray
+    zero: np.ndarray
+    hsdp: np.ndarray
+    """Groups of replicas, each with all pieces of what ZeRO cuts."""
+    micro_batch: np.ndarray
+    grad_accum: np.ndarray
+    """Micro-batches of a replica in one optimizer step."""
+    checkpoint_ratio: np.ndarray
+    sequence_parallel: np.ndarray
+    fused_optimizer: np.ndarray
+    precision: np.ndarray
+    attention: np.ndarray
+    fusion: np.ndarray
+    kernels: np.ndarray
+    offload: np.ndarray
+    pipeline_schedule: np.ndarray
+    reduce_dtype: np.ndarray
+    virtual_stages: np.ndarray
+    """Model chunks of a pipeline rank; 1 where the order of the micro-batches has no more."""
+    checkpoint_blocks: np.ndarray
+    """Text, or None where `checkpoint_ratio` holds."""
+    gathered_blocks: np.ndarray
+    """Text, or None."""
+    gathered_ratio: np.ndarray
+    """Share of a stage's blocks that `gathered_blocks` names, 0 to 1; see `of_stage`."""
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Replicas that share what ZeRO cuts."""
+        return self.dp // self.hsdp
+
+    def order_that(self, fact: str) -> np.ndarray:
+        """Where a `fact` of `redline.orders.Order` is true of the order of micro-batches: booleans."""
+        found = np.zeros(len(self), bool)
+        for name, order in ORDERS.items():
+            if getattr(order, fact):
+                found |= self.pipeline_schedule == name
+        return found
+
+    def take(self, index: np.ndarray) -> "Columns":
+        """Those at `index`."""
+        return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+    def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
+        """Each way of sharing out the model that occurs, and where."""
+        plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
+        v_shaped = self.order_that("v_shaped")
+        ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
+        for way in np.unique(ways[plain], axis=0):
+            pp, chunks, turned = way.tolist()
+            at = np.flatnonzero(plain & (ways == way).all(axis=1))
+            yield Split(pp, chunks, bool(turned), None, None), at
+        named: dict[Split, list[int]] = {}
+        for at in np.flatnonzero(~plain).tolist():
+            pp, chunks, turned = ways[at].tolist()
+            key = Split(pp, chunks, bool(turned), self.checkpoint_blocks[at], self.gathered_blocks[at])
+            named.setdefault(key, []).append(at)
+        for key, found in named.items():
+            yield key, np.array(found)
+
+    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "Columns":
+        """As they are on one stage, of whose blocks such shares are recomputed and stay gathered; None leaves
+        `checkpoint_ratio`."""
+        changed = replace(self, gathered_ratio=np.full(len(self), gathered))
+        if checkpointed is None:
+            return changed
+        return replace(changed, checkpoint_ratio=np.broadcast_to(checkpointed, len(self)).astype(float))
+
+    def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
+        """Each (precision, attention, fusion, kernels) that occurs, and where."""
+        keys = list(
+            zip(
+                self.precision.tolist(), self.attention.tolist(), self.fusion.tolist(), self.kernels.tolist(),
+                strict=True,
+            )
+        )  # fmt: skip
+        seen: dict[Any, int] = {}
+        codes = np.fromiter((seen.setdefault(key, len(seen)) for key in keys), int, len(keys))
+        for key, code in seen.items():
+            yield key, np.flatnonzero(codes == code)
+
+
+def columns(
+    configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]", setup: TrainingSetup
+) -> Columns:
+    """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
+
+    `dp` follows from the setup's devices and `grad_accum` from its global batch where they are not knobs.
+
+    Args:
+        configs: mappings, one a configuration, or one mapping (a DataFrame too) of columns.
+
+    Raises:
+        UsageError: a value is not one that the knob can have, or does not fit the devices or the global
+            batch; names the first such configuration.
+    """
+    table = _Table(configs)
+    size = table.size
+    values: dict[str, np.ndarray] = {}
+    for name, kind in _NUMBERS.items():
+        values[name] = table.numbers(name, kind, getattr(setup, name))
+    for name in _WORDS:
+        default = {"pipeline_schedule": setup.pipeline, "reduce_dtype": setup.reduce_dtype or "fp32"}.get(name)
+        default = getattr(setup, name) if default is None else default
+        values[name] = table.words(name, default)
+        if name in _KNOWN:
+            for value in set(values[name].tolist()) - set(_KNOWN[name]):
+                at = values[name].tolist().index(value)
+                raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
+    tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
+    for name, low, high in (
+        ("tp", 1, None), ("pp", 1, None), ("hsdp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
+        ("checkpoint_ratio", 0, 1), ("virtual_stages", 1, None),
+    ):  # fmt: skip
+        bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
+        if bad.any():
+            at = int(np.argmax(bad))
+            rule = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise UsageError(f"configuration {table.show(at)}: {name} must be {rule}")
+    if table.has("dp"):
+        dp = table.numbers("dp", int, 1)
+    else:
+        dp = setup.devices // (tp * pp)
+        bad = dp * tp * pp != setup.devices
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise UsageError(
+                f"configuration {table.show(at)}: tp * pp must divide the devices, {setup.devices}, "
+                f"but is {int(tp[at] * pp[at])}"
+            )
+    if table.has("grad_accum"):
+        accum = table.numbers("grad_accum", int, 1)
+    elif setup.global_batch is not None:
+        accum = setup.global_batch // np.maximum(micro * dp, 1)
+        bad = accum * micro * dp != setup.global_batch
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise UsageError(
+                f"configuration {table.show(at)}: micro_batch * dp must divide the global batch, "
+                f"{setup.global_batch}, but is {int(micro[at] * dp[at])}"
+            )
+    else:
+        accum = np.ones(size, int)
+    for name, array in (("dp", dp), ("grad_accum", accum)):
+        if (array < 1).any():
+            raise UsageError(
+                f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
+            )
+    for at in np.flatnonzero(values["hsdp"] > 1):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
+            raise UsageError(f"configuration {table.show(at)}: {why}")
+    several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
+    values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
+    named = {name: table.texts(name) for name in BLOCK_KNOBS}
+    return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(size), **named, **values)
+
+
+class _Table:
+    """Rows or columns, read alike."""
+
+    def __init__(self, configs: Any) -> None:
+        if hasattr(configs, "columns") and hasattr(configs, "to_dict"):
+            configs = {name: configs[name].to_numpy() for name in configs.columns}
+        if isinstance(configs, Mapping):
+            self._columns = {name: np.asarray(value) for name, value in configs.items()}
+            self.size = len(next(iter(self._columns.values()))) if self._columns else 0
+            self._rows: list[Any] = []
+            self._names = set(self._columns)
+            return
+        self._columns = {}
+        self._rows = [
+            each if type(each) is dict else each.to_dict() if hasattr(each, "to_dict") else dict(each)
+            for each in configs
+        ]
+        self.size = len(self._rows)
+        self._names = set().union(*self._rows[:1]) if self._rows else set()
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
+        if self._columns:
+            return self._columns.get(name, np.full(self.size, default))
+        return [row.get(name, default) for row in self._rows]
+
+    def numbers(self, name: str, kind: type, default: Any) -> np.ndarray:
+        try:
+            got = np.asarray(self._get(name, default), dtype=float)
+        except (TypeError, ValueError):
+            raise UsageError(f"knob '{name}' must be a number in every configuration") from None
+        if kind is float:
+            return got
+        out = got.astype(int) if not np.isnan(got).any() else None
+        if out is None or (out != got).any():
+            raise UsageError(f"knob '{name}' must be an integer in every configuration")
+        return out.astype(bool) if kind is bool else out
+
+    def words(self, name: str, default: Any) -> np.ndarray:
+        got = self._get(name, default)
+        if isinstance(default, bool):
+            return np.asarray(got, dtype=bool)
+        # A table has something for a conditional knob where it does not apply, too: None or NaN.
+        return np.asarray([default if each is None or each != each else each for each in got], dtype=object)
+
+    def texts(self, name: str) -> np.ndarray:
+        if self._columns and name not in self._columns:
+            return np.full(self.size, None, dtype=object)
+        got = np.empty(self.size, dtype=object)
+        got[:] = [None if each is None or each != each else str(each) for each in self._get(name, None)]
+        return got
+
+    def show(self, at: int) -> str:
+        if self._columns:
+            return str({name: _plain(value[at]) for name, value in self._columns.items()})
+        return str(dict(self._rows[at]))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,383 @@
+"""The estimator: model, hardware and training setup in, predictions for configurations out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UsageError
+from .calibration import Correction, fit
+from .columns import Columns, columns
+from .constants import CPU, PROFILES, Constants
+from .estimate import Estimate, EstimateTable
+from .groups import (
+    MEMORY_GROUPS,
+    corrected_memory,
+    corrected_time,
+    leaves_node,
+    memory_groups,
+    time_groups,
+    time_names,
+)
+from .hardware import Hardware, find_hardware
+from .memory import MEMORY_TERMS, peak_memory
+from .model_facts import FactsSource, ModelFacts, Shape
+from .setup import TrainingSetup
+from .time import BINDS, TIME_TERMS, stall_chance, step_time
+
+if TYPE_CHECKING:
+    from ..models.workload import Workload
+    from ..results import Trial
+
+
+class Estimator:
+    """Predicts step time and peak memory of configurations, without a device.
+
+    Calling it with a configuration gives an `Estimate`; `table` does many at once; `calibrate` learns from
+    trials.
+
+    Args:
+        model: a Workload, the name of a preset (or whatever `redline.workload` takes), `ModelFacts`, a
+            `Shape`, or shape numbers by name.
+        hardware: a name in `DEVICES`, a YAML file, or `Hardware`.
+        training: what all configurations share; by default one device.
+        constants: other efficiencies than those of the setup's framework.
+
+    Raises:
+        UsageError: one of these is unknown or impossible.
+    """
+
+    def __init__(
+        self,
+        model: "Workload | str | Path | ModelFacts | Shape | Mapping[str, Any] | FactsSource",
+        hardware: str | Path | Hardware,
+        training: TrainingSetup | Mapping[str, Any] | None = None,
+        *,
+        constants: Constants | None = None,
+    ) -> None:
+        setup = training if isinstance(training, TrainingSetup) else _setup(training or {})
+        self.hardware = _hardware(hardware)
+        self.source, setup, self.unit = _source(model, setup, self.hardware)
+        self.training = setup
+        own_cpu = self.hardware.kind == "cpu" and setup.framework == "redline"
+        self.constants = constants or (CPU if own_cpu else PROFILES[setup.framework])
+        if setup.seq_len is None:
+            self.unit = "samples/s"
+        self._facts: dict[tuple[str, str, bool, bool], ModelFacts] = {}
+        self._time = Correction.none(self._time_prior())
+        self._memory = Correction.none(self._memory_prior())
+
+    def __call__(self, config: Mapping[str, Any]) -> Estimate:
+        """The estimate of one configuration: a mapping of knobs, those it lacks as the setup says.
+
+        Raises:
+            UsageError: a value is impossible, or there are more pipeline stages than blocks.
+        """
+        table = self.table([config])
+        if not np.isfinite(table.step_ms[0]):
+            cols = columns([config], self.training)
+            chunks = int(cols.virtual_stages[0])
+            name = "pp" if chunks == 1 else "pp * virtual_stages"
+            raise UsageError(
+                f"configuration {dict(config)}: {name} = {int(cols.pp[0]) * chunks} must be at most the "
+                f"number of blocks of the model, {self.facts_of(cols, 0).blocks}"
+            )
+        return table.row(0)
+
+    def table(self, configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> EstimateTable:
+        """Estimates of many configurations: mappings, or one mapping (or DataFrame) of columns.
+
+        Those with more pipeline stages than blocks get infinite time and memory.
+
+        Raises:
+            UsageError: a value is impossible; names the first such configuration.
+        """
+        cols = columns(configs, self.training)
+        time, memory, fullest, flops = self._raw(cols)
+        noise = self.constants.memory_noise
+        peak, memory_std = self._memory.apply(memory_groups(memory), noise)
+        full, full_std = self._memory.apply(memory_groups(fullest), noise)
+        pressed = self._add_retries(time, fullest, full, full_std)
+        far = leaves_node(cols, self.hardware.devices_per_node)
+        groups = time_groups(time, far)
+        step, time_std = self._time.apply(groups, self._time_noise(cols))
+        corrected = corrected_time(time, far, step, self._time) | corrected_memory(memory, self._memory)
+        stalls = stall_chance(cols, self.hardware, self.constants)
+        time_std = np.hypot(time_std, _stall_spread(stalls, corrected["time.stalls"], step))
+        time_std = np.hypot(time_std, pressed)
+        samples = cols.micro_batch * cols.grad_accum * cols.dp
+        units = samples * (self.training.seq_len or 1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            throughput = np.where(np.isfinite(step), units / (step * 1e-3), 0.0)
+            devices = cols.tp * cols.pp * cols.dp
+            rate_of = {each: self.hardware.rate(each) for each in set(cols.precision.tolist())}
+            rates = np.array([rate_of[each] for each in cols.precision.tolist()])
+            mfu = throughput * flops / (devices * rates)
+        limit = self.memory_limit_mib
+        chance = _normal((np.log(limit) - np.log(np.where(np.isfinite(full), full, 1.0))) / full_std)
+        chance = np.where(np.isfinite(full), chance, 0.0)
+        kinds = sorted(set(BINDS.values()))
+        sums = np.stack(
+            [sum(corrected[f"time.{name}"] for name in TIME_TERMS if BINDS[name] == kind) for kind in kinds]
+        )
+        binds = np.array(kinds, object)[np.argmax(np.nan_to_num(sums, posinf=0.0), axis=0)]
+        return EstimateTable(
+            step_ms=step,
+            throughput=throughput,
+            peak_memory_mib=peak,
+            fullest_memory_mib=full,
+            log_throughput_std=time_std,
+            log_throughput_effects=-self._time.effects(groups),
+            log_memory_std=memory_std,
+            probability_fits=chance,
+            probability_runs=chance * (1 - self.constants.stall_fatal * stalls),
+            fits=full <= limit,
+            mfu=mfu,
+            breakdown=corrected,
+            binds=binds,
+            unit=self.unit,
+            memory_limit_mib=limit,
+        )
+
+    def calibrate(self, trials: "Iterable[Trial]") -> "Estimator":
+        """An estimator that also knows what these trials measured; this one stays as it is.
+
+        Successes correct time and memory, out-of-memory failures say that the peak was above the limit (or
+        what was asked for, where known), all others say nothing. Give all trials of a run each time:
+        calibrations do not add up.
+        """
+        found = [trial for trial in trials if trial.measurement is not None]
+        made = object.__new__(Estimator)
+        made.__dict__.update(self.__dict__)
+        if not found:
+            return made
+        ok = [trial for trial in found if str(trial.measurement.status) == "ok"]
+        timed = [
+            (trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0
+        ]
+        sized = [
+            (trial.config, trial.measurement.peak_memory_mib, False)
+            for trial in ok
+            if trial.measurement.peak_memory_mib
+        ]
+        for trial in found:
+            if str(trial.measurement.status) == "oom":
+                least = max(
+                    self.memory_limit_mib if trial.measurement.memory_limit_mib is None
+                    else trial.measurement.memory_limit_mib,
+                    0.0,
+                )  # fmt: skip
+                sized.append((trial.config, least, True))
+        prior, noise = self._memory_prior(), self.constants.memory_noise
+        made._memory = Correction.none(prior)
+        if sized:
+            cols = columns([config for config, _, _ in sized], self.training)
+            _, memory, fullest, _ = self._raw(cols)
+            bound = np.array([each for _, _, each in sized])
+            groups = np.where(bound[:, None], memory_groups(fullest), memory_groups(memory))
+            made._memory = fit(groups, np.array([value for _, value, _ in sized], float), prior, noise, bound)
+        prior = self._time_prior()
+        made._time = Correction.none(prior)
+        if timed:
+            cols = columns([config for config, _ in timed], self.training)
+            time, _, fullest, _ = self._raw(cols)
+            full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise)
+            made._add_retries(time, fullest, *full)
+            groups = time_groups(time, leaves_node(cols, self.hardware.devices_per_node))
+            made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
+        return made
+
+    def drawn(self, random: np.random.Generator) -> "Estimator":
+        """An estimator of a world that this one holds possible: its factors are drawn from their uncertainty.
+
+        Draws beyond 1.5 standard deviations are brought back to them.
+        """
+        made = object.__new__(Estimator)
+        made.__dict__.update(self.__dict__)
+        for name in ("_time", "_memory"):
+            known: Correction = getattr(self, name)
+            scale = np.sqrt(np.diag(known.covariance))
+            shift = random.multivariate_normal(np.zeros(len(scale)), known.covariance)
+            shift = np.clip(shift, -1.5 * scale, 1.5 * scale)
+            setattr(made, name, replace(known, theta=known.theta + shift))
+        return made
+
+    @property
+    def memory_limit_mib(self) -> float:
+        """What the allocator of a rank can use, MiB: the setup's limit, or the device less its context."""
+        if self.training.memory_limit_mib is not None:
+            return float(self.training.memory_limit_mib)
+        return self.hardware.memory_mib - self.constants.context_mib
+
+    @property
+    def calibrated(self) -> int:
+        """Trials whose step times it has learnt from."""
+        return self._time.trials
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """What calibration multiplies each group of terms by, for time and memory."""
+        return {
+            **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
+            **{
+                f"memory.{name}": float(np.exp(value))
+                for name, value in zip(MEMORY_GROUPS, self._memory.theta)
+            },
+        }
+
+    def facts(self, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
+        """The model's facts in one variant."""
+        key = (precision, attention, bool(fusion), bool(kernels))
+        if key not in self._facts:
+            self._facts[key] = self.source.facts(
+                precision=precision, attention=attention, fusion=bool(fusion), kernels=bool(kernels)
+            )
+        return self._facts[key]
+
+    def facts_of(self, cols: Columns, index: int) -> ModelFacts:
+        """The facts that a configuration of `cols` uses."""
+        return self.facts(
+            cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index]
+        )
+
+    def _raw(
+        self, cols: Columns
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
+        """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
+        unit."""
+        size = len(cols)
+        time = {name: np.zeros(size) for name in TIME_TERMS}
+        memory = {name: np.zeros(size) for name in MEMORY_TERMS}
+        fullest = {name: np.zeros(size) for name in MEMORY_TERMS}
+        flops = np.zeros(size)
+        for variant, at in cols.variants():
+            facts = self.facts(*variant)
+            part = cols.take(at)
+            for name, value in step_time(facts, part, self.training, self.hardware, self.constants).items():
+                time[name][at] = value
+            full = peak_memory(facts, part, self.training, self.constants)
+            for name, value in full.items():
+                fullest[name][at] = value
+            if self.training.reported_rank != "fullest":
+                full = peak_memory(facts, part, self.training, self.constants, self.training.reported_rank)
+            for name, value in full.items():
+                memory[name][at] = value
+            flops[at] = facts.model_flops(self.training.seq_len or 1)
+        return time, memory, fullest, flops
+
+    def _add_retries(
+        self,
+        time: dict[str, np.ndarray],
+        fullest: Mapping[str, np.ndarray],
+        full: np.ndarray,
+        std: np.ndarray,
+    ) -> np.ndarray:
+        """Puts into `time` what a full device costs, by the expected logarithm; returns the spread of that.
+
+        A run that lives had room for its tensors; it had to free and ask again where there was none for
+        slack.
+        """
+        factor = np.log(self.constants.retry_factor)
+        known = np.isfinite(full)
+        total = np.where(known, sum(fullest.values()), 1.0)
+        live = 1 - np.where(known, fullest["slack"], 0.0) / total
+        room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
+        # Far beyond the limit both chances vanish; their ratio is taken from logarithms.
+        chance = np.where(
+            known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0
+        )
+        step = sum(time.values())
+        time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
+        return np.sqrt(chance * (1 - chance)) * factor
+
+    def _time_prior(self) -> np.ndarray:
+        c = self.constants
+        return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std, c.network_std])
+
+    def _time_noise(self, cols: Columns) -> np.ndarray:
+        """Standard deviation of the logarithm of a single step time; runs over several nodes scatter more."""
+        several = cols.tp * cols.pp * cols.dp > self.hardware.devices_per_node
+        return np.where(several, self.constants.network_noise, self.constants.time_noise)
+
+    def _memory_prior(self) -> np.ndarray:
+        c = self.constants
+        return np.array([c.static_std, c.activation_std, c.overhead_std])
+
+    def _step_of(self, trial: "Trial") -> float | None:
+        measured = trial.measurement
+        assert measured is not None
+        if measured.step_ms:
+            return float(measured.step_ms)
+        rate = measured.tokens_per_second if self.unit == "tokens/s" else measured.samples_per_second
+        rate = rate or measured.throughput
+        if not rate:
+            return None
+        cols = columns([trial.config], self.training)
+        samples = float(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
+        return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
+
+
+def _stall_spread(chance: np.ndarray, stalls: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Standard deviation of log time from not knowing whether a run stalls: that of a coin of two sides."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        between = np.where(chance > 0, -np.log1p(-stalls / step) / chance, 0.0)
+    return np.sqrt(chance * (1 - chance)) * np.nan_to_num(between, posinf=0.0)
+
+
+def _normal(z: np.ndarray) -> np.ndarray:
+    from scipy.special import ndtr
+
+    return ndtr(z)
+
+
+def _log_normal(z: np.ndarray) -> np.ndarray:
+    from scipy.special import log_ndtr
+
+    return log_ndtr(z)
+
+
+def _hardware(spec: Any) -> Hardware:
+    if not isinstance(spec, (str, Path, Hardware)):
+        raise UsageError(f"hardware must be a name, a file or a Hardware, but got {spec!r}")
+    return find_hardware(spec)
+
+
+def _setup(values: Mapping[str, Any]) -> TrainingSetup:
+    from dataclasses import fields
+
+    from ..errors import unknown
+
+    known = {each.name for each in fields(TrainingSetup)}
+    for name in values:
+        if name not in known:
+            raise UsageError(f"training: {unknown('field', name, known)}")
+    return TrainingSetup(**values)
+
+
+def _source(model: Any, setup: TrainingSetup, hardware: Hardware) -> tuple[FactsSource, TrainingSetup, str]:
+    """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
+    if isinstance(model, (ModelFacts, Shape)):
+        return model, setup, "tokens/s"
+    if isinstance(model, Mapping):
+        return ModelFacts.from_shape(**model), setup, "tokens/s"
+    if isinstance(model, (str, Path)):
+        from ..models import workload
+
+        model = workload(model, seq_len=setup.seq_len, global_batch=setup.global_batch)
+    if hasattr(model, "build_model"):
+        from .facts import TracedFacts
+
+        setup = replace(
+            setup,
+            seq_len=setup.seq_len or model.seq_len,
+            global_batch=setup.global_batch or model.global_batch,
+        )
+        return TracedFacts(model, "cpu" if hardware.kind == "cpu" else "cuda"), setup, model.unit
+    if hasattr(model, "facts"):
+        return model, setup, "tokens/s"
+    raise UsageError(
+        "model must be a workload, a preset's name, ModelFacts or shape numbers, but got "
+        f"{type(model).__name__}"
+    )

@@ -1,0 +1,428 @@
+"""The facts of any workload, by tracing one step of it on fake tensors."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import WorkloadError
+from ..models import Workload
+from ..models.architecture import Architecture
+from . import facts_cache
+from .layout import Layout
+from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
+from .trace_record import AttentionCall, Region, Tally, Trace
+from .tracing import trace
+from .uncollected import uncollected
+from .unformed_facts import unformed
+
+
+class TracingError(WorkloadError):
+    """A model cannot be traced. `known` holds the facts that do not need it: parts with their parameters."""
+
+    known: ModelFacts
+
+    def __init__(self, message: str, known: ModelFacts) -> None:
+        super().__init__(message)
+        self.known = known
+
+
+@dataclass
+class TracedFacts:
+    """The facts of a workload in every variant; each is traced when first asked for, and cached on disk."""
+
+    workload: Workload
+    """Whose facts."""
+    device_type: str = "cuda"
+    """Where it would run: `cuda` or `cpu`, which keep different things for backward."""
+    folder: Path | None = None
+    """Where facts are cached; None for the user's cache folder."""
+    _known: dict[tuple[Any, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False)
+    _failed: dict[tuple[Any, ...], WorkloadError] = field(default_factory=dict, init=False, repr=False)
+    _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
+        """The facts of one variant.
+
+        Raises:
+            TracingError: the model cannot be traced; says at which operator.
+            WorkloadError: it cannot be built, or its batch or loss is not what it must be.
+        """
+        if kernels:
+            return unformed(self.facts(precision=precision, attention=attention, fusion=fusion))
+        variant = (precision, attention, fusion)
+        if variant in self._failed:
+            raise self._failed[variant]
+        if variant not in self._known:
+            try:
+                self._known[variant] = trace_facts(
+                    self.workload, precision=precision, attention=attention, fusion=fusion,
+                    device_type=self.device_type, folder=self.folder, steps=self._steps,
+                )  # fmt: skip
+            except WorkloadError as error:
+                self._failed[variant] = error
+                raise
+        return self._known[variant]
+
+    def is_known(self, variant: tuple[Any, ...]) -> bool:
+        """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
+        disk: what `kernels` changes follows from what is known without."""
+        precision, attention, fusion, _ = variant
+        variant = (precision, attention, fusion)
+        if variant in self._known:
+            return True
+        named = {"precision": precision, "attention": attention, "fusion": fusion}
+        found = facts_cache.load(
+            facts_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder
+        )
+        if found is not None:
+            self._known[variant] = found
+        return found is not None
+
+    def add(self, found: Mapping[tuple[Any, ...], ModelFacts]) -> None:
+        """Takes over variants that another process traced."""
+        self._known.update({variant[:3]: facts for variant, facts in found.items()})
+
+
+def trace_facts(
+    workload: Workload,
+    *,
+    precision: str = "fp32",
+    attention: str | None = None,
+    fusion: bool = False,
+    kernels: bool = False,
+    device_type: str = "cuda",
+    folder: Path | None = None,
+    cached: bool = True,
+    steps: "dict[tuple[str, str], tuple[Layout, Trace]] | None" = None,
+) -> ModelFacts:
+    """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
+
+    Takes a second or a few and no memory to speak of, on any machine, then milliseconds, from the disk.
+
+    Args:
+        workload: any, one's own modules too.
+        precision, attention, fusion, kernels: values of the knobs. An attention that the workload does not
+            have is left out.
+        device_type: where it would run.
+        folder: of the cache; None for the user's.
+        cached: whether to read and write it.
+        steps: steps that were traced, by precision and attention; a variant with fusion starts from that
+            without.
+
+    Raises:
+        TracingError: the model cannot be traced; says at which operator, and carries what is known without
+            it.
+        WorkloadError: it cannot be built, or its batch or loss is not what it must be.
+    """
+    if not isinstance(workload.model, Architecture):
+        attention = "sdpa" if attention is None else attention
+    elif attention is None or workload.model.default_attention == "eager":
+        attention = workload.model.default_attention
+    if kernels:
+        named = {"precision": precision, "attention": attention, "fusion": fusion, "device_type": device_type}
+        return unformed(trace_facts(workload, **named, folder=folder, cached=cached, steps=steps))
+    variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
+    key = facts_cache.key_of(workload.id, variant)
+    found = facts_cache.load(key, folder) if cached else None
+    if found is not None:
+        return found
+    made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps)
+    if cached:
+        facts_cache.store(key, made, folder)
+    return made
+
+
+@uncollected()
+def _trace(
+    workload: Workload,
+    precision: str,
+    attention: str,
+    fusion: bool,
+    device_type: str,
+    steps: "dict[tuple[str, str], tuple[Layout, Trace]]",
+) -> ModelFacts:
+    if (precision, attention) not in steps:
+        layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
+        steps[precision, attention] = (
+            layout,
+            trace(
+                workload,
+                layout.blocks,
+                layout.split,
+                precision=precision,
+                attention=attention,
+                device_type=device_type,
+            ),
+        )
+    layout, seen = steps[precision, attention]
+    facts = ModelFacts(
+        name=workload.name,
+        parts=tuple(_parts(workload, seen, layout)),
+        precision=precision,
+        attention=attention,
+        fusion=fusion,
+        **_head(seen, layout),
+        notes=tuple(layout.notes),
+    )
+    if seen.error and "in backward" not in seen.operator:
+        raise TracingError(_sorry(workload, seen, facts, layout), facts)
+    if seen.error:
+        from dataclasses import replace
+
+        facts = replace(
+            facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})")
+        )
+    if fusion:
+        from .fused_facts import fused
+
+        facts = fused(facts, workload, seen, layout, precision)
+    return facts
+
+
+def _sorry(workload: Workload, seen: Trace, known: ModelFacts, layout: "Layout") -> str:
+    count = f" in {len(layout.blocks)} repeated blocks and what is around them" if layout.blocks else ""
+    return (
+        f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
+        f"({seen.error}). Known without it: {known.parameters:,} parameters{count}, so what weights, "
+        "gradients and optimizer states take; not its activations and time. Dry runs work all the same; for "
+        "an estimate give a workload that takes the other way for tensors without values, or shape numbers "
+        "(--layers, --hidden, ...)"
+    )
+
+
+def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
+    """The regions of a trace, gathered into parts in the order of the forward pass."""
+    owned = _owned(seen, layout)
+    maker = _Maker(workload, seen, layout, owned)
+    before, between, tail = [], [], []
+    kinds: dict[Any, list[Region]] = {}
+    reached = {region.path for region in seen.regions if region.block}
+    # Blocks that were not come to still have their parameters.
+    missed = [Region(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
+    for region in (*seen.regions, *missed):
+        if region.block:
+            kinds.setdefault(maker.signature(region), []).append(region)
+        elif not layout.blocks:
+            (tail if region.path == "" else between).append(region)
+        elif region.after == 0:
+            before.append(region)
+        elif region.after < len(layout.blocks):
+            between.append(region)
+        else:
+            tail.append(region)
+    parts = []
+    if before:
+        parts.append(maker.part("embedding", "embedding", before))
+    for number, alike in enumerate(kinds.values()):
+        parts.append(maker.block("block" if not number else f"block {number + 1}", alike))
+    if between:
+        parts.append(maker.part("other", "other", between))
+    norm, head, loss = _tail(tail, has_blocks=bool(layout.blocks))
+    if norm:
+        parts.append(maker.part("norm", "norm", norm))
+    if head:
+        parts.append(maker.part("head", "head", head))
+    if loss:
+        parts.append(maker.part("loss", "loss", loss, spike=seen.tail_transient))
+    left = owned.get("", set())
+    if left:
+        parts.append(maker.unused(left))
+    return parts
+
+
+def _tail(tail: list[Region], *, has_blocks: bool) -> tuple[list[Region], list[Region], list[Region]]:
+    """What comes behind the last block, sorted into norm, head and loss."""
+    if not has_blocks:
+        return [], [], tail
+    products = [index for index, each in enumerate(tail) if each.products]
+    first = products[0] if products else len(tail)
+    norm, head, loss = [], [], []
+    for index, region in enumerate(tail):
+        if region.path == "" and not region.products:
+            loss.append(region)
+        elif region.products or (products and first < index and region.parameters):
+            head.append(region)
+        elif index < first:
+            norm.append(region)
+        else:
+            (head if index < (products[-1] if products else 0) else loss).append(region)
+    return norm, head, loss
+
+
+def _owned(seen: Trace, layout: Layout) -> dict[str, set[str]]:
+    """The parameters of each region, by its key; those that nothing reads under the empty key."""
+    owned: dict[str, set[str]] = {}
+    left = set(seen.parameters)
+    for path in layout.blocks:
+        mine = {name for name in left if name.startswith(path + ".")}
+        owned[_key(path, True, 0)] = mine
+        left -= mine
+    for region in seen.regions:
+        if not region.block:
+            mine = region.parameters & left
+            owned[_key(region.path, False, region.after)] = mine
+            left -= mine
+    owned[""] = left
+    return owned
+
+
+def _key(path: str, block: bool, after: int) -> str:
+    return f"block {path}" if block else f"{path}@{after}"
+
+
+def _head(seen: Trace, layout: Layout) -> dict[str, Any]:
+    """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded
+    vocabulary."""
+    last = [each for region in seen.regions if region.after == len(layout.blocks) for each in region.products]
+    tokens = [each for each in last if each.weight]
+    if not tokens or not layout.blocks:
+        return {"vocabulary": 0, "tied": False}
+    widest = max(tokens, key=lambda each: each.n)
+    before = {name for region in seen.regions if region.after == 0 for name in region.parameters}
+    return {"vocabulary": widest.n, "tied": widest.weight in before}
+
+
+class _Maker:
+    """Makes parts of regions: bytes of a batch become bytes a token."""
+
+    def __init__(
+        self, workload: Workload, seen: Trace, layout: Layout, owned: Mapping[str, set[str]]
+    ) -> None:
+        self._seen, self._layout, self._owned = seen, layout, owned
+        self._length = workload.seq_len or 1
+        self._tokens = seen.samples * self._length
+        self._is_causal = getattr(workload.model, "task", "") == "causal"
+
+    def signature(self, region: Region) -> Any:
+        """Equal for blocks that are alike."""
+        products = tuple((each.k, each.n, each.rows, each.count) for each in region.products)
+        calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in region.attention)
+        return products, calls, self._count(self._names(region))
+
+    def block(self, name: str, alike: list[Region]) -> Part:
+        """The part of blocks that are alike. The first may hold what is made once for all, the last may see
+        other temporaries, so it is their median that counts."""
+        one = sorted(alike, key=lambda each: each.saved.total)[len(alike) // 2]
+        # The last block's backward begins while the loss's gradient is still there.
+        transient = statistics.median_low(each.transient for each in alike)
+        return self._make(name, "block", [one], count=len(alike), transient=transient)
+
+    def part(self, name: str, role: str, regions: list[Region], spike: float = 0.0) -> Part:
+        """The part of several regions together."""
+        return self._make(name, role, regions, count=1, transient=spike)
+
+    def unused(self, names: set[str]) -> Part:
+        """The parameters that no operator reads."""
+        return Part(
+            name="unused", role="other", parameters=self._count(names), sharded=self._sharded(names, None),
+            frozen=self._count(names),
+        )  # fmt: skip
+
+    def _make(self, name: str, role: str, regions: list[Region], *, count: int, transient: float) -> Part:
+        names = {each for region in regions for each in self._names(region)}
+        attention = self._attention([call for region in regions for call in region.attention])
+        heads = attention.heads if attention else 0
+        saved = self._per_token([each.saved for each in regions], heads)
+        saved = PerToken(
+            whole=saved.whole + sum(each.saved_rows for each in regions) / self._tokens,
+            sequence=saved.sequence,
+            sharded=saved.sharded,
+            scores=saved.scores,
+        )
+        traffic = self._per_token([each.traffic for each in regions], heads)
+        backward = sum(each.backward.total for each in regions)
+        forward = sum(each.traffic.total for each in regions)
+        boundary = sum(each.boundary for each in regions) / self._tokens if role == "block" else 0.0
+        return Part(
+            name=name,
+            role=role,
+            count=count,
+            parameters=self._count(names),
+            sharded=self._sharded(names, regions),
+            frozen=self._count(names & self._seen.frozen),
+            matmuls=self._matmuls(regions),
+            attention=attention,
+            saved=saved,
+            saved_fixed=sum(each.saved_fixed for each in regions),
+            boundary=boundary,
+            transient=self._split_transient(transient / self._tokens, boundary, saved),
+            traffic=traffic,
+            traffic_backward=_scaled(traffic, backward / forward) if forward and backward else None,
+            traffic_fixed=sum(each.traffic_fixed for each in regions),
+            kernels=float(sum(each.kernels for each in regions)),
+        )
+
+    def _names(self, region: Region) -> set[str]:
+        return self._owned.get(_key(region.path, region.block, region.after), set())
+
+    def _count(self, names: set[str]) -> int:
+        return sum(_numel(self._seen.parameters[name]) for name in names)
+
+    def _sharded(self, names: set[str], regions: list[Region] | None) -> int:
+        if self._layout.cuts is not None:
+            return self._count({name for name in names if name in self._layout.cuts})
+        if regions is None:
+            return 0
+        splits = {product.weight: product.split for region in regions for product in region.products}
+        cut = {name for name, split in splits.items() if split != "none" and name in names}
+        biases = {name.removesuffix("weight") + "bias" for name, split in splits.items() if split == "column"}
+        return self._count(cut | (biases & names))
+
+    def _matmuls(self, regions: list[Region]) -> tuple[Matmul, ...]:
+        counted: dict[tuple[Any, ...], int] = {}
+        for region in regions:
+            for product in region.products:
+                what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable)
+                counted[what] = counted.get(what, 0) + product.count
+        return tuple(
+            Matmul(k=k, n=n, split=split, rows=rows, trainable=trainable, count=count)
+            for (k, n, split, rows, trainable), count in counted.items()
+        )
+
+    def _attention(self, calls: list[AttentionCall]) -> Attention | None:
+        if not calls:
+            return None
+        return Attention(
+            heads=sum(each.heads for each in calls),
+            kv_heads=sum(each.kv_heads for each in calls),
+            head_dim=calls[0].head_dim,
+            causal=self._is_causal or all(each.causal for each in calls),
+        )
+
+    def _per_token(self, tallies: list[Tally], heads: int) -> PerToken:
+        scores = sum(each.scores for each in tallies)
+        pairs = self._seen.samples * self._length**2 * heads
+        return PerToken(
+            sequence=sum(each.outside for each in tallies) / self._tokens,
+            sharded=sum(each.inside for each in tallies) / self._tokens
+            + (0.0 if pairs else scores / self._tokens),
+            scores=scores / pairs if pairs else 0.0,
+        )
+
+    def _split_transient(self, total: float, boundary: float, saved: PerToken) -> PerToken:
+        """Which of the temporaries tensor parallelism divides: all but the gradients of the residual stream,
+        where anything inside is."""
+        if not saved.sharded and not saved.scores:
+            return PerToken(sequence=total)
+        outside = min(total, 2 * boundary)
+        return PerToken(sequence=outside, sharded=total - outside)
+
+
+def _scaled(value: PerToken, factor: float) -> PerToken:
+    return PerToken(
+        whole=value.whole * factor,
+        sequence=value.sequence * factor,
+        sharded=value.sharded * factor,
+        scores=value.scores * factor,
+    )
+
+
+def _numel(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,69 @@
+"""The facts of several variants traced at the same time, a process each, before they are asked for one by
+one."""
+
+import multiprocessing
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+from ..device import usable_cores
+from ..errors import WorkloadError
+from ..space import Space
+from .facts import TracedFacts
+from .model_facts import ModelFacts
+from .setup import TrainingSetup
+
+_VARIANT = ("precision", "attention", "fusion", "kernels")
+
+
+def variants_of(space: Space, setup: TrainingSetup) -> list[tuple[Any, ...]]:
+    """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
+    has."""
+    known = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    return list(product(*(known.get(name, (getattr(setup, name),)) for name in _VARIANT)))
+
+
+def trace_ahead(source: TracedFacts, variants: Iterable[tuple[Any, ...]]) -> None:
+    """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
+
+    Processes are forked, so that they have torch and transformers: only where no other thread runs that may
+    hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    # What kernels change follows from the facts without.
+    for variant in dict.fromkeys((*each[:3], False) for each in variants):
+        if not source.is_known(variant):
+            # Those that differ in fusion alone share a trace.
+            groups.setdefault(variant[:2], []).append(variant)
+    workers = min(usable_cores(), len(groups))
+    if workers < 2 or sys.platform != "linux" or threading.active_count() > 1:
+        return
+    context = multiprocessing.get_context("fork")
+    with context.Pool(workers, initializer=_begin, initargs=(source,)) as pool:
+        for found in pool.imap_unordered(_trace, groups.values()):
+            source.add(found)
+
+
+_source: TracedFacts | None = None
+"""In a forked process: whose variants it traces."""
+
+
+def _begin(source: TracedFacts) -> None:
+    import torch
+
+    global _source
+    _source = source
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+
+
+def _trace(variants: list[tuple[Any, ...]]) -> Mapping[tuple[Any, ...], ModelFacts]:
+    assert _source is not None
+    found = {}
+    for variant in variants:
+        try:
+            found[variant] = _source.facts(**dict(zip(_VARIANT, variant, strict=True)))
+        except WorkloadError:
+            return found  # raised again where it is asked for
+    return found

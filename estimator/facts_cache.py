@@ -1,0 +1,103 @@
+"""Facts on disk: traced once per workload and variant, then read."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..models.fingerprint import digest
+from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
+
+VERSION = 3
+"""Raised whenever tracing comes to see other things, so that older files are not read."""
+
+
+def cache_folder() -> Path:
+    """`redline` in the user's cache folder: XDG_CACHE_HOME, or `~/.cache`
+    (https://specifications.freedesktop.org/basedir-spec/latest/)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "redline"
+
+
+def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
+    """Names a file: digest of the workload's id, the variant, and the versions of what was traced with
+    what."""
+    return digest(
+        {"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()}
+    )
+
+
+@cache
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
+
+
+def load(key: str, folder: Path | None = None) -> ModelFacts | None:
+    """The facts kept under a key; None where there are none that can be read."""
+    data = load_json(Path("facts", f"{key}.json"), folder)
+    try:
+        return None if data is None else facts_from(data)
+    except (KeyError, TypeError, ValueError):  # written by another version, or cut short by a full disk
+        return None
+
+
+def store(key: str, facts: ModelFacts, folder: Path | None = None) -> None:
+    """Keeps facts. A reader sees the whole file or none, whoever else writes it."""
+    store_json(Path("facts", f"{key}.json"), asdict(facts), folder)
+
+
+def load_json(name: Path, folder: Path | None = None) -> Any:
+    """A file of the cache; None where it is missing or no JSON."""
+    try:
+        return json.loads(((folder or cache_folder()) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def store_json(name: Path, data: Any, folder: Path | None = None) -> None:
+    """Writes a file of the cache. Where it cannot, nothing is kept, and the next process works it out
+    again."""
+    path = (folder or cache_folder()) / name
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+def facts_from(data: Mapping[str, Any]) -> ModelFacts:
+    """The facts that `dataclasses.asdict` made this of.
+
+    Raises:
+        KeyError, TypeError, ValueError: it did not.
+    """
+    parts = tuple(_part(each) for each in data["parts"])
+    return ModelFacts(
+        **{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])}
+    )
+
+
+def _part(data: Mapping[str, Any]) -> Part:
+    made: dict[str, Any] = _own(Part, data)
+    for field in fields(Part):
+        if made.get(field.name) is not None and "PerToken" in str(field.type):
+            made[field.name] = PerToken(**made[field.name])
+    made["matmuls"] = tuple(Matmul(**each) for each in data["matmuls"])
+    made["attention"] = Attention(**data["attention"]) if data["attention"] else None
+    return Part(**made)
+
+
+def _own(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: data[field.name] for field in fields(kind)}

@@ -1,0 +1,404 @@
+"""What compiling the repeated blocks changes: fewer kept activations, fewer passes over memory, fewer
+kernels.
+
+Each kind of block is compiled with fake tensors up to the point where code would be generated: torch.compile
+splits forward from backward by a minimum cut over what is kept, and the two graphs it makes are counted
+(https://docs.pytorch.org/functorch/stable/generated/functorch.compile.min_cut_rematerialization_partition.html).
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..models import Workload
+from ..models._transformers import quiet
+from ..models.architecture import Architecture
+from .model_facts import ModelFacts, Part, PerToken
+from .trace_record import Product, Spec, Trace
+from .tracing import HALVES, cast, fake_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from .layout import Layout
+
+
+def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", precision: str) -> ModelFacts:
+    """The facts with the repeated blocks compiled, from those without.
+
+    Where a block cannot be compiled, or there is none, the facts stay and a note says so.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not layout.blocks:
+        return replace(facts, notes=(*facts.notes, "fusion: no repeated block to look at; as without it"))
+    config = {**workload.probe, "precision": precision, **_attention(workload, facts)}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = fake_model(workload, config, fake).train()
+    regions = {region.path: region for region in seen.regions if region.block}
+    parts, notes = [], list(facts.notes)
+    left = list(layout.blocks)
+    for part in facts.parts:
+        if part.role != "block":
+            parts.append(part)
+            continue
+        path = _one_of(part, left, regions)
+        left = [each for each in left if each != path]
+        block = model.get_submodule(path)
+        with fake:
+            graphs = _compile(block, regions[path].inputs, precision)
+        if isinstance(graphs, str):
+            parts.append(part)
+            notes.append(f"fusion: {path} cannot be compiled without values ({graphs}); as without it")
+            continue
+        parts.append(_counted(part, graphs, regions[path].products, seen.samples, workload.seq_len or 1))
+    return replace(facts, parts=tuple(parts), notes=tuple(notes))
+
+
+def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
+    if not isinstance(workload.model, Architecture):
+        return {}
+    return {"attention": facts.attention if facts.attention in ("eager", "sdpa") else "sdpa"}
+
+
+def _one_of(part: Part, paths: list[str], regions: Mapping[str, Any]) -> str:
+    """The middle one of the blocks that have the part's products, since the first may differ from the
+    rest."""
+    wanted = {(each.k, each.n) for each in part.matmuls}
+    alike = [
+        path
+        for path in paths
+        if path in regions and {(each.k, each.n) for each in regions[path].products} == wanted
+    ]
+    return (alike or paths)[len(alike or paths) // 2]
+
+
+@dataclass(slots=True)
+class _Graphs:
+    forward: Any = None
+    backward: Any = None
+    outputs: int = 1
+    kept: list[Any] = field(default_factory=list)
+
+
+def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs | str":
+    """The graphs of forward and backward, or why there are none."""
+    import contextlib
+
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.utils._pytree import tree_map
+
+    graphs = _Graphs()
+
+    def keep(name: str) -> Any:
+        def take(module: Any, example: Any) -> Any:
+            setattr(graphs, name, module)
+            return make_boxed_func(module.forward)
+
+        return take
+
+    if precision == "bf16_pure":
+        cast(block, torch.bfloat16)
+    args, kwargs = tree_map(_empty, inputs, is_leaf=lambda each: isinstance(each, Spec))
+    half = HALVES.get(precision)
+    autocast = torch.autocast("cpu", getattr(torch, half)) if half else contextlib.nullcontext()
+    backend = aot_autograd(
+        fw_compiler=keep("forward"),
+        bw_compiler=keep("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    with _opaque_attention(), autocast, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is left out of a graph; whether that matters is told below
+        try:
+            torch._dynamo.reset()
+            out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
+            total = sum(each.float().sum() for each in _differentiable(out))
+            total.backward()
+        except (
+            torch._dynamo.exc.TorchDynamoException,
+            RuntimeError,
+            AssertionError,
+            TypeError,
+            LookupError,
+        ) as error:
+            return " ".join(str(error).split())[:160] or type(error).__name__
+        finally:
+            torch._dynamo.reset()
+    if graphs.forward is None or graphs.backward is None:
+        return "it is more than one graph"
+    return graphs
+
+
+def _empty(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, Spec):
+        return value
+    made = torch.empty(value.shape, dtype=value.dtype)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _differentiable(out: Any) -> "list[torch.Tensor]":
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+class _opaque_attention:
+    """Scaled dot-product attention as one operator, which no partition looks into."""
+
+    def __enter__(self) -> None:
+        from torch.nn import functional
+
+        self._before = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = _attend
+        _attention_op()
+
+    def __exit__(self, *exc: object) -> None:
+        from torch.nn import functional
+
+        functional.scaled_dot_product_attention = self._before
+
+
+def _attend(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    import torch
+
+    return torch.ops.redline.attention(query, key, value)[0]
+
+
+@cache
+def _attention_op() -> Any:
+    import torch
+
+    @torch.library.custom_op("redline::attention", mutates_args=())
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("stands for attention in traces only")
+
+    @attention.register_fake
+    def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return (
+            query.new_empty((*query.shape[:-1], value.shape[-1])),
+            query.new_empty(query.shape[:-1], dtype=torch.float32),
+        )
+
+    @torch.library.custom_op("redline::attention_backward", mutates_args=())
+    def backward(
+        grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
+        logsumexp: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        raise NotImplementedError("stands for attention in traces only")
+
+    @backward.register_fake
+    def _(grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any) -> Any:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    def differentiate(ctx: Any, grad: Any, _: Any) -> Any:
+        return torch.ops.redline.attention_backward(grad, *ctx.saved_tensors)
+
+    attention.register_autograd(differentiate, setup_context=setup)
+    return attention
+
+
+def _counted(part: Part, graphs: _Graphs, products: list[Product], samples: int, length: int) -> Part:
+    tokens = samples * length
+    forward = _Counter(graphs.forward, products, samples, length)
+    backward = _Counter(graphs.backward, [], samples, length)
+    heads = part.attention.heads if part.attention else 0
+    traffic = forward.traffic(tokens, heads)
+    ratio = backward.total() / forward.total() if forward.total() else 2.0
+    return replace(
+        part,
+        saved=forward.saved(tokens, heads, _kept_by(graphs.backward)),
+        saved_fixed=forward.saved_fixed,
+        traffic=traffic,
+        traffic_backward=PerToken(
+            sequence=traffic.sequence * ratio, sharded=traffic.sharded * ratio, scores=traffic.scores * ratio
+        ),
+        traffic_fixed=forward.traffic_fixed,
+        kernels=float(forward.kernels),
+    )
+
+
+def _kept_by(backward: Any) -> int:
+    """How many of backward's inputs are not gradients."""
+    names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+    return sum(not name.startswith("tangents") for name in names)
+
+
+class _Counter:
+    """Counts one graph as inductor would run it: products and attention are kernels of their own, everything
+    between is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
+
+    def __init__(self, module: Any, products: list[Product], samples: int, length: int) -> None:
+        self._samples, self._length = samples, length
+        self._nodes = list(module.graph.nodes)
+        self._output = next(node for node in self._nodes if node.op == "output")
+        self._inside: dict[Any, bool] = {}
+        self._read: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
+        self._weight: dict[Any, bool] = {}
+        self.traffic_fixed = self.saved_fixed = 0.0
+        self.kernels = 0
+        self._follow(list(products))
+
+    def _follow(self, products: list[Product]) -> None:
+        for node in self._nodes:
+            if node.op == "placeholder":
+                self._weight[node] = not self._is_activation(node)
+                self._inside[node] = False
+                continue
+            if node.op != "call_function":
+                continue
+            sources = list(node.all_input_nodes)
+            self._weight[node] = bool(sources) and all(self._weight.get(each, False) for each in sources)
+            self._inside[node] = any(self._inside.get(each, False) for each in sources)
+            if _is_product(node) and any(self._weight.get(each) for each in sources):
+                split = self._split_of(node, products)
+                if split is not None:
+                    self._inside[node] = split == "column"
+            self._account(node, sources)
+
+    def _split_of(self, node: Any, products: list[Product]) -> str | None:
+        value = _value(node)
+        for index, product in enumerate(products):
+            if value is not None and value.shape[-1] == product.n:
+                return products.pop(index).split
+        return None
+
+    def _account(self, node: Any, sources: list[Any]) -> None:
+        value = _value(node)
+        if _is_view(node) or value is None:
+            return
+        if _is_extern(node):
+            self.kernels += 1
+            return
+        if self._weight[node]:
+            if any(_is_extern(user) or _is_view(user) for user in node.users):
+                self.traffic_fixed += _bytes(value) + sum(_bytes(_value(each)) for each in sources)
+            return
+        leaves = any(_is_extern(user) or user is self._output for user in _users(node))
+        if leaves:
+            self.kernels += 1
+            self._move(node, value)
+        for each in {_root(source) for source in sources}:
+            if (each.op == "placeholder" or _is_extern(each)) and not self._weight.get(each, False):
+                first = next(user for user in each.users)
+                if first is node or _root(first) is each:
+                    self._move(each, _value(each))
+
+    def _move(self, node: Any, value: Any) -> None:
+        if value is not None:
+            self._read[self._kind(node, value)] += _bytes(value)
+
+    def _kind(self, node: Any, value: Any) -> str:
+        shape = value.shape
+        is_square = len(shape) >= 3 and shape[-1] == shape[-2] == self._length
+        if is_square and (len(shape) > 3 or shape[0] > self._samples):
+            return "scores"
+        return "inside" if self._inside.get(node, False) else "outside"
+
+    def _is_activation(self, node: Any) -> bool:
+        value = _value(node)
+        if value is None or value.dim() == 0:
+            return False
+        # Tables of rotary angles are made once, not by a block; gradients that come in are activations.
+        return value.shape[0] in (self._samples, self._samples * self._length) and value.dim() > 1
+
+    def total(self) -> float:
+        """Bytes read and written between products."""
+        return sum(self._read.values())
+
+    def traffic(self, tokens: int, heads: int) -> PerToken:
+        """The same by kind, a token."""
+        return self._per_token(self._read, tokens, heads)
+
+    def saved(self, tokens: int, heads: int, kept: int) -> PerToken:
+        """What forward keeps: the last `kept` of its outputs that are not weights."""
+        tally: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
+        outputs = [each for each in self._output.args[0] if each is not None]
+        for node in dict.fromkeys(outputs[len(outputs) - kept :]):
+            value = _value(node)
+            if value is None:
+                continue
+            root = _root(node)
+            if self._weight.get(node, False) or self._weight.get(root, False):
+                if root.op != "placeholder":
+                    self.saved_fixed += _bytes(value)
+                continue
+            tally[self._kind(node, value)] += _bytes(value)
+        return self._per_token(tally, tokens, heads)
+
+    def _per_token(self, tally: Mapping[str, float], tokens: int, heads: int) -> PerToken:
+        pairs = tokens * self._length * heads
+        return PerToken(
+            sequence=tally["outside"] / tokens,
+            sharded=tally["inside"] / tokens + (0.0 if pairs else tally["scores"] / tokens),
+            scores=tally["scores"] / pairs if pairs else 0.0,
+        )
+
+
+_VIEWS = (
+    "view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "alias",
+    "detach",
+    "select", "split", "split_with_sizes", "_unsafe_view", "as_strided",
+)  # fmt: skip
+
+
+def _name(node: Any) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def _is_view(node: Any) -> bool:
+    return node.op == "call_function" and _name(node) in (*_VIEWS, "getitem")
+
+
+def _is_product(node: Any) -> bool:
+    return node.op == "call_function" and _name(node) in ("mm", "addmm", "bmm", "baddbmm")
+
+
+def _is_extern(node: Any) -> bool:
+    return node.op == "call_function" and (
+        _is_product(node) or _name(node) in ("convolution", "attention", "attention_backward")
+    )
+
+
+def _root(node: Any) -> Any:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _users(node: Any) -> list[Any]:
+    """Who reads a tensor, through views."""
+    out = []
+    for user in node.users:
+        out += _users(user) if _is_view(user) else [user]
+    return out
+
+
+def _value(node: Any) -> Any:
+    import torch
+
+    value = node.meta.get("val") if hasattr(node, "meta") else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _bytes(value: Any) -> float:
+    return float(value.numel() * value.element_size()) if value is not None else 0.0

@@ -1,0 +1,374 @@
+"""Devices and the links between them, in the numbers that the estimator needs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError, unknown
+from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from ..results.meaning import FLOAT8
+from .hardware_names import DeviceName, device_name
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """How devices talk to each other."""
+
+    name: str
+    """What it is called."""
+    gb_per_s: float
+    """Bandwidth of one device in one direction, 1e9 bytes/s."""
+    latency_us: float
+    """Time of an empty message between two devices, us."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A kind of device, and the cluster it usually sits in."""
+
+    name: str
+    """A name in `DEVICES`, or that of a file."""
+    memory_gib: float
+    """Memory of a device, GiB, all of it; what a training may use is less by
+    `Constants.context_mib`."""
+    tflops: Mapping[str, float]
+    """Peak dense rate of matrix products by dtype, 1e12 FLOP/s: fp32, and those of tf32, bf16, fp16, fp8 it
+    has."""
+    memory_gb_per_s: float
+    """Memory bandwidth, 1e9 bytes/s."""
+    intra_node: Link
+    """Between the devices of a node."""
+    inter_node: Link
+    """Between nodes, a device's share of what its node has."""
+    devices_per_node: int
+    """Devices of a node."""
+    host_gb_per_s: float = 25.0
+    """Between a device and host memory, 1e9 bytes/s in one direction."""
+    achievable: float = 0.8
+    """Share of the peak rate of half precision that the best large matrix product reaches."""
+    kind: str = "cuda"
+    """`cuda`, `rocm` or `cpu`."""
+    cores: float | None = None
+    """Cores of a node, where its devices are ranks on a CPU; None for devices that compute by themselves."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each number is from, by the field's name."""
+    note: str = ""
+    """What its user should know of the numbers."""
+
+    def __post_init__(self) -> None:
+        where = f"hardware {self.name}"
+        numbers = {
+            "memory_gib": (self.memory_gib, 0.1, 10_000),
+            "memory_gb_per_s": (self.memory_gb_per_s, 0.1, 1e6),
+            "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
+            "devices_per_node": (self.devices_per_node, 1, 1024),
+            "achievable": (self.achievable, 0.01, 1.0),
+        }
+        if not isinstance(self.tflops, Mapping):
+            raise UsageError(f"{where}: tflops must map dtypes to numbers, but got {self.tflops!r}")
+        for dtype, rate in self.tflops.items():
+            if dtype not in DTYPES:
+                raise UsageError(f"{where}: tflops: {unknown('dtype', dtype, DTYPES)}")
+            numbers[f"tflops.{dtype}"] = (rate, 1e-4, 1e6)
+        if "fp32" not in self.tflops:
+            raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
+        if self.cores is not None:
+            numbers["cores"] = (self.cores, 0.01, 10_000)
+        for name in ("intra_node", "inter_node"):
+            link = getattr(self, name)
+            numbers[f"{name}.gb_per_s"] = (link.gb_per_s, 1e-3, 1e5)
+            numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
+        for name, (value, low, high) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise UsageError(
+                    f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}"
+                )
+        if self.devices_per_node != int(self.devices_per_node):
+            raise UsageError(
+                f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}"
+            )
+
+    def rate(self, precision: str) -> float:
+        """Peak FLOP/s of matrix products at a value of the knob `precision`.
+
+        fp32 runs on the general cores, as torch does by default; a device without the asked-for dtype uses
+        the next larger one that it has.
+        """
+        order = {
+            "fp32": ("fp32",),
+            "bf16": ("bf16", "fp32"),
+            "bf16_pure": ("bf16", "fp32"),
+            "fp16": ("fp16", "bf16", "fp32"),
+            **dict.fromkeys(FLOAT8, ("fp8", "bf16", "fp16", "fp32")),
+        }.get(precision, ("fp32",))
+        return next(self.tflops[dtype] for dtype in order if dtype in self.tflops) * 1e12
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether there are more devices than cores: one computes while another waits."""
+        return self.cores is not None and self.devices_per_node > self.cores
+
+    @property
+    def memory_mib(self) -> float:
+        """Memory of a device, MiB."""
+        return self.memory_gib * 1024
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Writes a file that `from_yaml` reads."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Hardware":
+        """Reads a file with the fields of this class; `base: NAME` takes what it leaves out from a known
+        device.
+
+        Raises:
+            UsageError: there is no such file, or a field is missing, unknown or impossible.
+        """
+        where = Path(path)
+        try:
+            data = parse_yaml(read_named(path_of(where), at_most=LARGEST_DOCUMENT))
+        except OSError as error:
+            raise UsageError(f"hardware file {where} cannot be read: {error.strerror or error}") from error
+        except Refused as error:
+            raise UsageError(f"hardware file {where} is no YAML: {error}") from error
+        if not isinstance(data, dict):
+            raise UsageError(f"hardware file {where} must hold a mapping, but holds {type(data).__name__}")
+        return cls.from_mapping(data, name=where.stem, where=f"hardware file {where}")
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], *, name: str, where: str) -> "Hardware":
+        """What `from_yaml` does, from a mapping."""
+        values = dict(data)
+        base = values.pop("base", None)
+        known = {each.name for each in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UsageError(f"{where}: {unknown('field', key, known | {'base'})}")
+        if base is not None:
+            try:
+                start = find_hardware(str(base))
+            except UsageError as error:
+                raise UsageError(f"{where}: base: {error}") from None
+            values = {
+                **{each: getattr(start, each) for each in known},
+                "sources": {"base": start.name},
+                "name": name,
+                **values,
+            }
+        values.setdefault("name", name)
+        needed = ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "devices_per_node")
+        missing = [each for each in needed if each not in values]
+        if missing:
+            raise UsageError(
+                f"{where} lacks {', '.join(missing)}; give {'them' if len(missing) > 1 else 'it'}, or "
+                "`base:` with the name of a known device"
+            )
+        for each in ("intra_node", "inter_node"):
+            if not isinstance(values[each], Link):
+                values[each] = _link(values[each], f"{where}: {each}")
+        try:
+            return cls(**values)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+
+    def but(self, **changes: Any) -> "Hardware":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def _link(data: Any, where: str) -> Link:
+    names = [each.name for each in fields(Link)]
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be a mapping with {', '.join(names)}, but is {data!r}")
+    for key in data:
+        if key not in names:
+            raise UsageError(f"{where}: {unknown('field', key, names)}")
+    missing = [each for each in ("gb_per_s", "latency_us") if each not in data]
+    if missing:
+        raise UsageError(f"{where} lacks {', '.join(missing)}")
+    for each in ("gb_per_s", "latency_us"):
+        value = data[each]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UsageError(f"{where}: {each} must be a number, but got {value!r}")
+    return Link(**{"name": "link", **data})
+
+
+def find_hardware(spec: "str | Path | Hardware") -> Hardware:
+    """The hardware of a name, of a YAML file, or itself.
+
+    A name may be written as people do (`h100`, `rtx4090`) or as drivers print it (`NVIDIA H100 80GB HBM3`).
+    Where several devices have it, it is the most common one, and where the board is another than the
+    table's, that of the table: `note` says so.
+
+    Raises:
+        UsageError: nothing of that name; the nearest is named.
+    """
+    if isinstance(spec, Hardware):
+        return spec
+    text = str(spec)
+    if text in DEVICES:
+        return DEVICES[text]
+    if text.endswith((".yaml", ".yml")):
+        return Hardware.from_yaml(text)
+    asked = device_name(text)
+    found = [each for each in DEVICES.values() if asked.could_be(device_name(each.name), each.memory_gib)]
+    if found:
+        return _taken(text, asked, found)
+    if Path(text).is_file():
+        return Hardware.from_yaml(text)
+    chips = {name: device_name(name).chip for name in DEVICES}
+    near = next((name for name, chip in chips.items() if chip == asked.chip), asked.text)
+    names = {*DEVICES, *(chip for name, chip in chips.items() if chip != name.replace("-", ""))}
+    raise UsageError(f"{unknown('hardware', text, names, like=near)} A YAML file works too.")
+
+
+def _taken(text: str, asked: DeviceName, found: Sequence[Hardware]) -> Hardware:
+    """The most common of these, with what is not certain about it as its note."""
+    taken = next((each for each in found if each.name in MOST_COMMON), found[0])
+    notes = []
+    if len(found) > 1:
+        others = ", ".join(each.name for each in found if each is not taken)
+        notes.append(f"'{text}' is taken for {taken.name}, the most common; there is {others} too")
+    if asked.board and taken.intra_node.name.startswith("NVLink"):
+        notes.append(
+            f"'{text}' is taken for {taken.name}, whose numbers are the SXM module's: a card is slower, and "
+            f"so are its links; a YAML file with `base: {taken.name}` corrects them"
+        )
+    return taken.but(note="; ".join(notes)) if notes else taken
+
+
+def recognise(name: str, memory_mib: float) -> Hardware | None:
+    """The hardware that a device's driver calls so; None where it is not in `DEVICES`.
+
+    Args:
+        name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-40GB`.
+        memory_mib: its memory, by which variants of one chip, and parts of one (MIG), are told apart.
+    """
+    seen = device_name(name)
+    if seen.chip == "h100" and seen.board:
+        return None  # other clocks than the SXM module's
+    found = [
+        each
+        for each in DEVICES.values()
+        if device_name(each.name).chip == seen.chip and abs(each.memory_mib - memory_mib) < 0.1 * memory_mib
+    ]
+    return min(found, key=lambda each: abs(each.memory_mib - memory_mib), default=None)
+
+
+# Latencies are what nccl-tests report for the smallest messages on such machines.
+_NVLINK2 = Link(name="NVLink 2, 6 links", gb_per_s=150.0, latency_us=6.0)
+_NVLINK3 = Link(name="NVLink 3, 12 links", gb_per_s=300.0, latency_us=6.0)
+_NVLINK4 = Link(name="NVLink 4, 18 links", gb_per_s=450.0, latency_us=6.0)
+_NVLINK5 = Link(name="NVLink 5, 18 links", gb_per_s=900.0, latency_us=6.0)
+_FABRIC = Link(name="Infinity Fabric, 7 links", gb_per_s=448.0, latency_us=10.0)
+_PCIE3 = Link(name="PCIe 3 x16", gb_per_s=16.0, latency_us=15.0)
+_PCIE4 = Link(name="PCIe 4 x16", gb_per_s=32.0, latency_us=15.0)
+
+
+def _network(name: str, gbit_per_s: float, latency_us: float = 25.0) -> Link:
+    return Link(name=name, gb_per_s=gbit_per_s / 8, latency_us=latency_us)
+
+
+_V100 = "NVIDIA V100 Tensor Core GPU datasheet (SXM2)"
+_A100 = "NVIDIA A100 Tensor Core GPU datasheet (SXM)"
+_H100 = "NVIDIA H100 Tensor Core GPU datasheet (SXM); rates without sparsity"
+_H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM); rates without sparsity"
+_B200 = "NVIDIA DGX B200 datasheet, an eighth; rates without sparsity"
+_4090 = "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090; fp32 accumulation, without sparsity"
+_L4 = "NVIDIA L4 Tensor Core GPU datasheet; rates without sparsity"
+_A10G = "NVIDIA A10G datasheet (AWS G5); rates without sparsity"
+_T4 = "NVIDIA T4 datasheet; AWS G4dn"
+_MI300X = "AMD Instinct MI300X datasheet; rates without sparsity"
+_NETWORKS = {
+    "v100": "NVIDIA DGX-1 datasheet: 4x 100 Gbit/s InfiniBand EDR for 8 devices",
+    "a100": "NVIDIA DGX A100 datasheet: 8x 200 Gbit/s HDR for 8 devices",
+    "h100": "NVIDIA DGX H100 datasheet: 8x 400 Gbit/s NDR for 8 devices",
+    "b200": "NVIDIA DGX B200 datasheet: 8x 400 Gbit/s NDR for 8 devices",
+    "rtx": "assumed: 100 Gbit/s Ethernet for 8 devices",
+    "l4": "Google Cloud G2 machine types: 100 Gbit/s for 8 devices",
+    "a10g": "AWS g5.48xlarge: 100 Gbit/s for 8 devices",
+    "t4": "AWS g4dn.metal: 100 Gbit/s for 8 devices",
+    "mi300x": "AMD Instinct MI300X platform: 8x 400 Gbit/s for 8 devices",
+}
+
+
+def _device(
+    name: str,
+    memory: float,
+    tflops: dict[str, float],
+    bandwidth: float,
+    intra: Link,
+    inter: Link,
+    host: float,
+    sheet: str,
+    network: str,
+    kind: str = "cuda",
+) -> Hardware:
+    return Hardware(
+        name=name,
+        memory_gib=memory,
+        tflops=tflops,
+        memory_gb_per_s=bandwidth,
+        intra_node=intra,
+        inter_node=inter,
+        devices_per_node=8,
+        host_gb_per_s=host,
+        achievable=_ACHIEVABLE.get(network, 0.8),
+        kind=kind,
+        sources={
+            "memory_gib": f"{sheet}; GiB that the driver reports",
+            "tflops": sheet,
+            "memory_gb_per_s": sheet,
+            "intra_node": sheet,
+            "inter_node": _NETWORKS[network],
+            "achievable": _MAMF if network in _ACHIEVABLE else "assumed",
+            "host_gb_per_s": "four fifths of the PCIe generation's rate, as bandwidthTest reports",
+        },
+    )
+
+
+# Maximum achievable matmul FLOPS, bf16.
+_MAMF = "Bekman, Machine Learning Engineering (2024), accelerators, MAMF table"
+_ACHIEVABLE = {"a100": 0.87, "h100": 0.80, "b200": 0.78, "mi300x": 0.60}
+
+_V100_RATES = {"fp32": 15.7, "fp16": 125.0}
+_MI300X_RATES = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
+_A100_RATES = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
+_H100_RATES = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
+_HDR = _network("8x HDR InfiniBand", 200)
+_NDR = _network("8x NDR InfiniBand", 400)
+_SHARED = _network("100 Gbit/s for 8", 12.5, 40.0)
+
+DEVICES: Mapping[str, Hardware] = {
+    each.name: each
+    for each in (
+        _device("v100-16gb", 15.8, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("v100-32gb", 31.7, _V100_RATES, 900, _NVLINK2, _network("4x EDR", 50), 12, _V100, "v100"),
+        _device("a100-40gb", 39.4, _A100_RATES, 1555, _NVLINK3, _HDR, 25, _A100, "a100"),
+        _device("a100-80gb", 79.2, _A100_RATES, 2039, _NVLINK3, _HDR, 25, _A100, "a100"),
+        _device("h100-80gb", 79.1, _H100_RATES, 3350, _NVLINK4, _NDR, 50, _H100, "h100"),
+        _device("h200-141gb", 139.8, _H100_RATES, 4800, _NVLINK4, _NDR, 50, _H200, "h100"),
+        _device("b200", 178.4, {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0},
+                8000, _NVLINK5, _NDR, 50, _B200, "b200"),
+        _device("rtx-4090", 23.6, {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
+                1008, _PCIE4, _SHARED, 25, _4090, "rtx"),
+        _device("l4", 22.0, {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
+                300, _PCIE4, _SHARED, 25, _L4, "l4"),
+        _device("a10g", 22.0, {"fp32": 31.2, "tf32": 35.0, "bf16": 70.0, "fp16": 70.0},
+                600, _PCIE4, _SHARED, 25, _A10G, "a10g"),
+        _device("t4", 14.6, {"fp32": 8.1, "fp16": 65.0}, 320, _PCIE3, _SHARED, 12, _T4, "t4"),
+        _device("mi300x", 191.7, _MI300X_RATES, 5300, _FABRIC, _network("8x 400 Gbit/s", 400), 50,
+                _MI300X, "mi300x", kind="rocm"),
+    )
+}  # fmt: skip
+"""Every known device by its name."""
+
+MOST_COMMON = ("v100-32gb", "a100-80gb")
+"""Of the devices that share a chip, what its bare name means."""

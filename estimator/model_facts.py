@@ -1,0 +1,422 @@
+"""What the estimator needs to know of a model: parameters, products, saved activations, part by part."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import UsageError, unknown
+
+ROLES = ("embedding", "block", "norm", "head", "loss", "other")
+SPLITS = ("none", "column", "row")
+
+FLASH = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Attention implementations that keep no scores."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """One matrix product of the forward pass: (tokens * `rows`, k) times (k, n).
+
+    Backward does two more of the same size.
+    """
+
+    k: int
+    """Inner dimension of the whole, unsharded product."""
+    n: int
+    """Outer dimension of it."""
+    split: str = "none"
+    """What tensor parallelism divides: `column` n, `row` k, `none` neither."""
+    count: int = 1
+    """Products of this shape in one instance of the part."""
+    rows: float = 1.0
+    """Rows a token: below 1 where fewer rows than tokens take part (a pooler), above where more (experts)."""
+    trainable: bool = True
+    """Whether the weight gets a gradient; a frozen one costs one product in backward rather than two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """The scaled dot-product attention of one block."""
+
+    heads: int
+    """Query heads of the whole layer."""
+    kv_heads: int
+    """Key and value heads of it."""
+    head_dim: int
+    """Elements of a head."""
+    causal: bool = True
+    """Whether a fused kernel may skip the half above the diagonal."""
+    window: int | None = None
+    """Keys that a query sees at most; None: the whole sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerToken:
+    """Bytes a token, sorted by what divides them. `b = whole + sequence / s + sharded / tp`.
+
+    `s` is tp with sequence parallelism, else 1. To it come `scores` bytes for each head, query and key,
+    divided by tp like the heads, where attention is eager.
+    """
+
+    whole: float = 0.0
+    """Kept by every tensor-parallel rank in full, with or without sequence parallelism."""
+    sequence: float = 0.0
+    """Between the tensor-parallel regions (norms, dropout, residual): divided by sequence parallelism
+    only."""
+    sharded: float = 0.0
+    """Inside them: divided by tp."""
+    scores: float = 0.0
+    """For each head, query and key; 0 for fused attention kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A module that occurs once, or `count` times alike (the repeated block)."""
+
+    name: str
+    """Its name, for the breakdown."""
+    role: str
+    """`embedding` (first pipeline stage), `block` (shared out among the stages, checkpointed), `norm`,
+    `head`, `loss` (last stage), or `other` (last stage)."""
+    count: int = 1
+    """How many of it there are."""
+    parameters: int = 0
+    """Parameters of one instance, whole; a tied head has none of its own."""
+    sharded: int = 0
+    """Those of them that tensor parallelism divides; the rest every rank holds."""
+    frozen: int = 0
+    """Those without gradient and optimizer state."""
+    matmuls: tuple[Matmul, ...] = ()
+    """Products with weights, forward, of one instance."""
+    attention: Attention | None = None
+    """Its attention, not among `matmuls`."""
+    saved: PerToken = PerToken()
+    """What forward keeps for backward, one instance, at the facts' precision, attention and fusion."""
+    boundary: float = 0.0
+    """The instance's input, bytes a token (divided by sequence parallelism): all a checkpointed one keeps."""
+    transient: PerToken = PerToken()
+    """Live beside `saved` at the instance's own peak: recomputed or backward temporaries, fp32 logits."""
+    traffic: PerToken = PerToken()
+    """Bytes that memory-bound operators (norms, activations, residuals, casts) read and write, forward."""
+    traffic_backward: PerToken | None = None
+    """The same in backward; None: twice the forward."""
+    saved_fixed: float = 0.0
+    """Bytes kept whatever the batch, one instance: autocast's copies of weights. Divided like `sharded`
+    parameters; a checkpointed instance keeps none."""
+    traffic_fixed: float = 0.0
+    """Bytes moved in each forward whatever the batch: autocast's casting of weights."""
+    kernels: float = 0.0
+    """Kernels launched in forward, products and attention included; backward counts twice."""
+    chunk: int = 0
+    """Tokens that are done at a time, 0 for all at once: `transient` is of so many at most, half of a
+    micro-batch where that is less, and `kernels` are launched for every chunk."""
+    transient_fixed: float = 0.0
+    """Bytes live beside `transient` whatever the batch, divided like it: the gradient of a weight that is
+    formed in forward, before it is added to what earlier micro-batches left."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise UsageError(
+                f"Part {self.name}: role must be one of {', '.join(ROLES)}, but got {self.role!r}"
+            )
+        if not 0 <= self.sharded <= self.parameters:
+            raise UsageError(
+                f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, "
+                f"but got {self.sharded}"
+            )
+        for each in self.matmuls:
+            if each.split not in SPLITS:
+                raise UsageError(
+                    f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {each.split!r}"
+                )
+
+
+class FactsSource(Protocol):
+    """Whatever can tell the facts of a model for a precision, an attention implementation and fusion."""
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
+        """The facts of that variant; called once a variant, so it may take seconds."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """A model in numbers, for one precision, attention implementation and fusion."""
+
+    name: str
+    """What the model is called."""
+    parts: tuple[Part, ...]
+    """In the order of the forward pass."""
+    precision: str = "bf16"
+    attention: str = "sdpa"
+    fusion: bool = False
+    kernels: bool = False
+    tied: bool = False
+    """Whether the head is the embedding's matrix: with pp > 1 first and last stage both hold it."""
+    vocabulary: int = 0
+    """Columns of the logits; 0 where there are none."""
+    shape: "Shape | None" = None
+    """The shape numbers these come from, where they do: other variants follow from them."""
+    notes: tuple[str, ...] = ()
+    """What could not be found out and was assumed, in words."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once."""
+        return sum(part.count * part.parameters for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Repeated blocks."""
+        return sum(part.count for part in self.parts if part.role == "block")
+
+    def model_flops(self, seq_len: int) -> float:
+        """FLOPs of one token, forward and backward, without recomputation; attention over the whole square.
+
+        The convention of PaLM (arXiv:2204.02311, appendix B): 6 a matrix element, 12 * heads * head_dim *
+        seq_len for attention.
+        """
+        total = 0.0
+        for part in self.parts:
+            each = sum(6.0 * item.k * item.n * item.count * item.rows for item in part.matmuls)
+            if part.attention is not None:
+                each += 12.0 * part.attention.heads * part.attention.head_dim * seq_len
+            total += part.count * each
+        return total
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> "ModelFacts":
+        """This model at another precision, attention and fusion.
+
+        Raises:
+            UsageError: the facts are of one variant only (traced, not from shape numbers) and not that one.
+        """
+        asked = (precision, attention, fusion, kernels)
+        if asked == (self.precision, self.attention, self.fusion, self.kernels):
+            return self
+        if self.shape is None:
+            raise UsageError(
+                f"the facts of {self.name} hold for precision {self.precision}, attention {self.attention}, "
+                f"fusion {self.fusion}, kernels {self.kernels} only, but {asked} was asked for; "
+                "give the workload instead"
+            )
+        return self.shape.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+
+    @classmethod
+    def from_shape(
+        cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
+        **shape: object,
+    ) -> "ModelFacts":  # fmt: skip
+        """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
+
+        >>> ModelFacts.from_shape(layers=32, hidden=4096, heads=32, intermediate=11008,
+        vocabulary=32000).parameters 6738415616
+        """
+        known = set(Shape.__slots__)
+        for name in shape:
+            if name not in known:
+                raise UsageError(unknown("shape number", name, known))
+        return Shape(**shape).facts(  # type: ignore[arg-type]
+            precision=precision, attention=attention, fusion=fusion, kernels=kernels
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A decoder or encoder transformer in a dozen numbers. Llama's conventions where nothing else is said."""
+
+    layers: int
+    """Repeated blocks."""
+    hidden: int
+    """Elements of the residual stream."""
+    heads: int
+    """Query heads."""
+    vocabulary: int
+    """Rows of the embedding."""
+    kv_heads: int | None = None
+    """Key and value heads; None: `heads`."""
+    head_dim: int | None = None
+    """Elements of a head; None: hidden / heads."""
+    intermediate: int | None = None
+    """Inner size of the feed-forward network; None: 4 * hidden."""
+    gated: bool = True
+    """Whether the feed-forward network has a gate (SwiGLU), i.e. three matrices instead of two."""
+    tied: bool = False
+    """Whether the head is the embedding's matrix."""
+    causal: bool = True
+    """Whether tokens attend to earlier ones only."""
+    positions: int = 0
+    """Learned position embeddings; 0: rotary."""
+    biases: bool = False
+    """Whether products and norms have biases (GPT-2)."""
+    dropout: bool = False
+    """Whether there is dropout: it keeps a mask of a byte an element."""
+    name: str = "shape"
+    """What the model is called."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "head_dim", "intermediate"):
+            value = getattr(self, name)
+            if value is None and name in ("kv_heads", "head_dim", "intermediate"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"Shape: {name} must be an integer of at least 1, but got {value!r}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UsageError(
+                f"Shape: heads must divide hidden where head_dim is not given, but got hidden={self.hidden}, "
+                f"heads={self.heads}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise UsageError(
+                f"Shape: kv_heads must divide heads, but got heads={self.heads}, kv_heads={self.kv_heads}"
+            )
+
+    def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
+        """The facts of this shape in one variant."""
+        return facts_of(self, precision=precision, attention=attention, fusion=fusion, kernels=kernels)
+
+
+def total(parts: Iterable[Part], field: str) -> float:
+    """The sum of a field over parts and their counts."""
+    return sum(part.count * getattr(part, field) for part in parts)
+
+
+def bytes_of(precision: str) -> int:
+    """Bytes of an activation that a product reads, at a value of the knob `precision`."""
+    return 4 if precision == "fp32" else 2
+
+
+def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kernels: bool) -> ModelFacts:
+    """Counts parameters, products, saved activations and memory traffic of `shape`.
+
+    Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key
+    and value heads, gated feed-forward networks and rotary positions. Without `fusion` or `kernels` norms and
+    activation functions are the chains of plain operators that transformers runs, which keep more and read
+    memory more often; with either they are one kernel each.
+    """
+    if attention not in ("eager", *FLASH):
+        raise UsageError(unknown("attention", attention, ("eager", *FLASH)))
+    lean = fusion or kernels
+    b = bytes_of(precision)
+    # Under autocast the residual stream and the norms stay fp32, products and attention are half.
+    r = 2 if precision == "bf16_pure" else 4
+    h, v = shape.hidden, shape.vocabulary
+    block = _block(shape, b, r, attention, lean)
+    norm_parameters = h * (2 if shape.biases else 1)
+    parts = [
+        Part(
+            name="embedding",
+            role="embedding",
+            parameters=v * h + shape.positions * h,
+            sharded=v * h,
+            saved=PerToken(whole=8.0, sequence=h if shape.dropout else 0.0),
+            traffic=PerToken(sequence=2.0 * r * h),
+            kernels=4.0 if shape.positions else 2.0,
+        ),
+        block,
+        Part(
+            name="norm",
+            role="norm",
+            parameters=norm_parameters,
+            saved=PerToken(sequence=_norm_saved(h, b, r, shape.biases, lean)),
+            traffic=PerToken(sequence=_norm_traffic(h, b, r, lean)),
+            kernels=1.0 if lean or shape.biases else 6.0,
+        ),
+        Part(
+            name="head",
+            role="head",
+            parameters=0 if shape.tied else v * h,
+            sharded=0 if shape.tied else v * h,
+            matmuls=(Matmul(k=h, n=v, split="column"),),
+            saved=PerToken(),
+            kernels=1.0,
+        ),
+        Part(
+            name="loss",
+            role="loss",
+            # The products' output, its fp32 copy and the log-probabilities that backward needs.
+            saved=PerToken(sharded=float(v * (4 if b == 4 else 2 + 4 + (0 if lean else 4)))),
+            # Their gradient in fp32, and in the precision of the head.
+            transient=PerToken(sharded=float(v * (4 + (0 if lean else b)))),
+            traffic=PerToken(sharded=float(v * (b + (8 if lean else 16)))),
+            kernels=3.0 if lean else 8.0,
+        ),
+    ]
+    return ModelFacts(
+        name=shape.name,
+        parts=tuple(parts),
+        precision=precision,
+        attention=attention,
+        fusion=fusion,
+        kernels=kernels,
+        tied=shape.tied,
+        vocabulary=v,
+        shape=shape,
+    )
+
+
+def _norm_saved(h: int, b: int, r: int, layer_norm: bool, lean: bool) -> float:
+    """Input and output of a norm, and what the plain operators of an RMSNorm keep between them."""
+    if lean or layer_norm:
+        return float((r + b) * h)
+    # fp32 copy of a half-precision input, normalised values before the weight.
+    return float((4 + r + b) * h)
+
+
+def _norm_traffic(h: int, b: int, r: int, lean: bool) -> float:
+    return float((r + b) * h if lean else (2 * r + 20 + b) * h)
+
+
+def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
+    h, heads = shape.hidden, shape.heads
+    kv_heads = shape.kv_heads or heads
+    dim = shape.head_dim or h // heads
+    inner = shape.intermediate or 4 * h
+    q, kv = heads * dim, kv_heads * dim
+    gates = 2 if shape.gated else 1
+    matmuls = (
+        Matmul(k=h, n=q + 2 * kv, split="column"),
+        Matmul(k=q, n=h, split="row"),
+        Matmul(k=h, n=inner, split="column", count=1)
+        if gates == 1
+        else Matmul(k=h, n=2 * inner, split="column"),
+        Matmul(k=inner, n=h, split="row"),
+    )
+    weights = sum(item.k * item.n for item in matmuls)
+    sharded_biases = (q + 2 * kv + inner * gates) if shape.biases else 0
+    whole = (2 * h if shape.biases else 0) + 2 * h * (2 if shape.biases else 1)
+    fused_attention = attention in FLASH
+    mask = 1 if shape.dropout else 0
+
+    sequence = 2 * _norm_saved(h, b, r, shape.biases, lean) + 2 * mask * h
+    sharded = b * (q + 2 * kv) + b * q  # rotated queries and keys, values; the output
+    if fused_attention:
+        sharded += 4 * heads  # log-sum-exp of a query's scores
+    if not lean and kv_heads < heads and not fused_attention:
+        sharded += b * 2 * (q - kv)  # keys and values repeated for every query head
+    # SwiGLU keeps gate, up, act(gate) and the product; fused it recomputes act(gate). GELU keeps both its
+    # ends.
+    sharded += b * inner * ((3 if lean else 4) if shape.gated else 2)
+    # fp32 softmax, its copy in the precision of the product, dropout's mask and output.
+    scores = 0.0 if fused_attention else float((b if lean else 4 + (b if b == 2 else 0)) + mask * (1 + b))
+
+    rotary = 0 if shape.positions else (2 * b * (q + kv) if lean else 6 * b * (q + kv))
+    activation = b * inner * ((3 if lean else 5) if shape.gated else 2)
+    score_traffic = 0.0 if fused_attention else float((4 if lean else 10) * b)
+    return Part(
+        name="block",
+        role="block",
+        count=shape.layers,
+        parameters=weights + sharded_biases + whole,
+        sharded=weights + sharded_biases,
+        matmuls=matmuls,
+        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=dim, causal=shape.causal),
+        saved=PerToken(sequence=float(sequence), sharded=float(sharded), scores=scores),
+        boundary=float(r * h),
+        transient=PerToken(sequence=float(2 * r * h), sharded=float(b * inner * gates)),
+        traffic=PerToken(
+            sequence=2 * _norm_traffic(h, b, r, lean) + 2.0 * 3 * r * h,
+            sharded=float(rotary + activation),
+            scores=score_traffic,
+        ),
+        kernels=(20.0 if lean else 40.0) + (0.0 if fused_attention else 6.0),
+    )

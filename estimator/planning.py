@@ -1,0 +1,273 @@
+"""From hardware that one need not have to a space of configurations, and to the best of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..device import DESCRIBED, Device
+from ..errors import SpaceError, UsageError
+from ..models.families.standard import BLOCK_KNOBS
+from ..models.spaces import lossy_of_space
+from ..results.lossy import Lossy, lossy_in
+from ..space import Config, Space
+from .estimate import Estimate, EstimateTable
+from .estimator import Estimator
+from .hardware import Hardware
+from .model_facts import Shape
+
+MAX_CONFIGS = 1_000_000
+"""Configurations that are predicted at once; of a larger space as many are drawn."""
+
+
+def device_of(hardware: Hardware) -> Device:
+    """The hardware as a kind of device, as `Device` describes those at hand; `count` is that of a node.
+
+    The compute capability is the least that has the dtypes the hardware lists.
+    """
+    rates = hardware.tflops
+    capability = (8, 9) if "fp8" in rates else (8, 0) if "bf16" in rates else (7, 0)
+    is_cpu = hardware.kind == "cpu"
+    return Device(
+        type="cpu" if is_cpu else "cuda",
+        name=hardware.name,
+        count=int(hardware.devices_per_node),
+        memory_mib=int(hardware.memory_gib * 1024),
+        capability=None if is_cpu else capability,
+        features=frozenset({DESCRIBED, *(name for name in ("bf16", "fp16") if is_cpu and name in rates)}),
+    )
+
+
+def shape_space(
+    shape: Shape,
+    hardware: Hardware,
+    devices: int,
+    global_batch: int,
+    seq_len: int,
+    allow: Sequence[str] = (),
+) -> Space:
+    """The standard knobs for a model of which only the shape numbers are known.
+
+    Raises:
+        SpaceError: no number of replicas divides the global batch.
+    """
+    from types import SimpleNamespace
+
+    from ..device import float8_obstacle
+    from ..models import parallel
+    from ..models.families.standard import Support
+    from ..models.spaces import micro_batches, precisions, ratios
+
+    device = device_of(hardware)
+    space = Space()
+    kv_heads = shape.kv_heads or shape.heads
+    refused = {
+        "tp": lambda ranks: "" if kv_heads % ranks == 0 and shape.heads % ranks == 0 else (
+            f"{ranks} ranks must divide the {kv_heads} key and value heads"
+        ),
+        "pp": lambda stages: "" if stages <= shape.layers else (
+            f"{stages} stages need as many of {shape.layers} layers"
+        ),
+    }  # fmt: skip
+    support = Support(tp=refused["tp"], pp=refused["pp"], sequence_parallel="", zero="", offload="")
+    batch = SimpleNamespace(global_batch=global_batch, seq_len=seq_len)
+    spread = parallel.declare(space, batch, device, devices, support, any_batch=False)
+    sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
+    micro = space.choice(
+        "micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1
+    )
+    space.choice(
+        "checkpoint_ratio",
+        ratios(shape.layers),
+        help="share of the blocks that are recomputed",
+        monotone_memory=-1,
+    )
+    tried = precisions(device, lossy="lossy" in allow, float8=not float8_obstacle(device))[0]
+    space.choice("precision", tried, help="number format of the arithmetic")
+    space.flag("fusion", help="compile each repeated block")
+    together = micro * space["dp"] if devices > 1 else micro
+    accumulate = space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
+    space.require(together * accumulate == global_batch, f"global batch {global_batch}")
+    parallel.compose(space, batch, device, support)
+    return space
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A configuration with its estimate."""
+
+    config: Config
+    estimate: Estimate
+    lossy: tuple[str, ...] = ()
+    """The knobs whose values trade accuracy for speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The configurations of a space, predicted."""
+
+    best: tuple[Ranked, ...]
+    """Those that fit, the fastest first."""
+    valid: int
+    """Valid configurations of the space."""
+    predicted: int
+    """Those of them that were predicted."""
+    fitting: int
+    """Those of these that are predicted to fit."""
+    smallest: Ranked | None
+    """The one that needs the least memory."""
+    best_exact: Ranked | None
+    """The fastest that fits and has no lossy value; None where the space has no lossy ones, or none fits."""
+    out: Mapping[str, int]
+    """Why the others were ruled out: a reason, and how many."""
+
+
+def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> Plan:
+    """Predicts every configuration of a space, and ranks those that fit by throughput.
+
+    Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
+    """
+    if top < 1:
+        raise UsageError(f"top must be at least 1, but got {top}")
+    configs: Any
+    if space.enumerable and len(space) <= MAX_CONFIGS:
+        valid, configs = len(space), None
+        table = estimator.table(columns_of(space, estimator) if _by_columns(space) else list(space))
+    else:
+        configs = space.sample(MAX_CONFIGS, seed=seed)
+        valid = len(space) if space.enumerable else space.combinations
+        table = estimator.table(configs)
+    order = ranking(table)
+    take = configs.__getitem__ if configs is not None else space.at
+    lossy = lossy_of_space(space)
+
+    def ranked(index: int) -> Ranked:
+        config = take(int(index))
+        return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
+
+    best = tuple(ranked(index) for index in order[:top])
+    exact = order[~_lossy(space, lossy, configs)[order]] if lossy else ()
+    return Plan(
+        best=best,
+        valid=valid,
+        predicted=len(table),
+        fitting=len(order),
+        smallest=ranked(int(np.argmin(table.peak_memory_mib))) if len(table) else None,
+        best_exact=ranked(exact[0]) if len(exact) else None,
+        out=_reasons(table, best[0].estimate if best else None),
+    )
+
+
+def columns_of(space: Space, estimator: Estimator) -> dict[str, np.ndarray]:
+    """The values of a space's free knobs as columns, row i those of `space.at(i)`; where a knob is absent,
+    what the estimator takes for it. Derived knobs are left to the estimator."""
+    out = {}
+    for name, codes in space.columns().items():
+        values = np.array(list(space[name].values), dtype=object)
+        taken = values[np.maximum(codes, 0)]
+        if (codes < 0).any():
+            taken = np.where(codes < 0, getattr(estimator.training, name, None), taken)
+        out[name] = taken
+    size = len(space)
+    for knob in space.knobs:
+        if not knob.derived and len(knob.values) == 1:  # fixed
+            out[knob.name] = np.full(size, knob.values[0], dtype=object)
+    return out
+
+
+def _lossy(space: Space, lossy: Lossy, configs: Sequence[Config] | None) -> np.ndarray:
+    """Whether each configuration has a lossy value; None for those of the space in its order."""
+    if configs is not None:
+        return np.array([bool(lossy_in(config, lossy)) for config in configs], dtype=bool)
+    columns, found = space.columns(), np.zeros(len(space), dtype=bool)
+    for name, values in lossy.items():
+        codes = columns.get(name)  # that of a fixed knob is not there
+        found |= True if codes is None else np.isin(codes, [space[name].code(value) for value in values])
+    return found
+
+
+def _by_columns(space: Space) -> bool:
+    """Whether the estimator finds out the derived knobs by itself: `dp` and `grad_accum`."""
+    return {knob.name for knob in space.knobs if knob.derived} <= {"dp", "grad_accum"}
+
+
+def ranking(table: EstimateTable) -> np.ndarray:
+    """Indices of the configurations that fit, the fastest first; of equally fast ones the smaller first."""
+    fits = np.flatnonzero(table.fits & np.isfinite(table.step_ms))
+    return fits[np.lexsort((table.peak_memory_mib[fits], -table.throughput[fits]))]
+
+
+def _reasons(table: EstimateTable, best: Estimate | None) -> dict[str, int]:
+    """Why configurations were ruled out, the most frequent first."""
+    out: dict[str, int] = {}
+    impossible = ~np.isfinite(table.step_ms)
+    if impossible.any():
+        out["more pipeline stages than blocks"] = int(impossible.sum())
+    unfit = np.flatnonzero(~table.fits & ~impossible)
+    if len(unfit):
+        names = [name for name in table.breakdown if name.startswith("memory.")]
+        terms = np.stack([table.breakdown[name][unfit] for name in names])
+        largest = np.argmax(np.nan_to_num(terms), axis=0)
+        for code in np.unique(largest):
+            what = names[code].removeprefix("memory.")
+            out[f"does not fit; most of its memory is {what}"] = int((largest == code).sum())
+    if best is not None:
+        fits = table.fits & ~impossible
+        slow = fits & (table.throughput < 0.5 * best.throughput)
+        for kind in np.unique(table.binds[slow].astype(str)) if slow.any() else ():
+            out[f"fits, but at less than half the best throughput; bound by {kind}"] = int(
+                (table.binds[slow] == kind).sum()
+            )
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def checked_config(space: Space, values: Mapping[str, Any]) -> Config:
+    """A configuration of a space from values of its knobs; what they leave out has its default.
+
+    Besides it takes the knobs that name blocks, as the refinement block by block does: no space has these.
+
+    Raises:
+        SpaceError: a knob is unknown, or the values are not valid together; says which rule they break.
+    """
+    free = {knob.name for knob in space.knobs}
+    named = {name: str(values[name]) for name in BLOCK_KNOBS if name in values and name not in free}
+    stray = [name for name in values if name not in free and name not in named]
+    if stray:
+        from ..errors import unknown
+
+        raise SpaceError(unknown("knob", stray[0], {*free, *BLOCK_KNOBS}))
+    found = _nearest(space, {name: value for name, value in values.items() if name not in named})
+    if "checkpoint_blocks" in named:
+        if "checkpoint_ratio" in values:
+            raise SpaceError("checkpoint_blocks stands in place of checkpoint_ratio: give one of them")
+        found = Config({name: value for name, value in found.items() if name != "checkpoint_ratio"})
+    return Config({**found, **named}) if named else found
+
+
+def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
+    """The valid configuration with these values that is nearest to the defaults.
+
+    `space.config` wants the values of all free knobs to be valid together; with tp = 8 the default
+    micro-batch, say, may not be. So the values are fixed in a copy, whose default is valid.
+    """
+    narrowed = space.copy()
+    derived = {knob.name for knob in space.knobs if knob.derived}
+    for name, value in values.items():
+        if name not in derived:
+            narrowed.fix(name, value)
+    found = narrowed.default()
+    for name in derived & set(values):
+        if found[name] != values[name]:
+            raise SpaceError(
+                f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given"
+            )
+    return found
+
+
+def devices_of(configs: Sequence[Mapping[str, Any]]) -> int:
+    """Devices that configurations need: the most of tp * pp * dp."""
+    return max(
+        (int(each.get("tp", 1)) * int(each.get("pp", 1)) * int(each.get("dp", 1)) for each in configs),
+        default=1,
+    )

@@ -1,0 +1,434 @@
+"""Follows one training step on fake tensors and sorts what happens into regions of the model."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from .trace_record import AttentionCall, Product, Region, Spec, Trace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Split = Callable[[Product, "list[Product]", bool, int], str]
+"""`split(product, earlier products of the region, whether attention came since, width of the residual
+stream)`."""
+
+
+class Recorder:
+    """Follows a step and sorts what happens into regions."""
+
+    def __init__(
+        self, model: "nn.Module", blocks: set[str], split: Split, samples: int, seq_len: int | None
+    ) -> None:
+        self._model, self._blocks, self._split = model, blocks, split
+        self._samples, self._seq_len = samples, seq_len
+        self.regions: list[Region] = []
+        self._open: dict[str, Region] = {}
+        self._paths: list[str] = [""]
+        self._in_block: list[Region] = []
+        self._begun = 0
+        self._inside = False
+        self._attended = self._in_attention = False
+        self._width = 0
+        self._operator = ""
+        self._error = ""
+        self._backward = False
+        self._backward_region: Region | None = None
+        self._start_live = 0.0
+        self._live = self._tail_peak = self._forward_end = 0.0
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._saved: set[int] = set()
+        self._weights: dict[int, str] = {}
+        self._copies: set[int] = set()
+        self._keep: list[Any] = []
+        self._shapes = {tuple(each.shape) for each in model.parameters()}
+        self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
+        for name, parameter in model.named_parameters():
+            storage = parameter.untyped_storage()
+            self._weights.setdefault(id(storage), name)
+            self._keep.append(storage)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_kept)
+        for buffer in model.buffers():
+            storage = buffer.untyped_storage()
+            self._saved.add(id(storage))
+            self._keep.append(storage)
+        self.operators = _operators(self)
+
+    # Where in the model.
+
+    def hooks(self) -> ExitStack:
+        """Follows entering and leaving modules while it is open."""
+        stack = ExitStack()
+        for path, module in self._model.named_modules():
+            before = module.register_forward_pre_hook(self._entering(path), with_kwargs=True)
+            after = module.register_forward_hook(self._leaving(path), always_call=False)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        return stack
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        from torch.utils._pytree import tree_map
+
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            self._paths.append(path)
+            if path in self._blocks and not self._in_block:
+                self._begun += 1
+                region = self._region(path, block=True)
+                self._in_block.append(region)
+                self._inside = self._attended = False
+                self._measure_boundary(region, (*args, *kwargs.values()))
+                region.inputs = tree_map(Spec.of, (args, kwargs))
+
+        return enter
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def leave(module: Any, args: Any, output: Any) -> None:
+            self._paths.pop()
+            if self._in_block and self._in_block[-1].path == path:
+                region = self._in_block.pop()
+                self._inside = False
+                for each in _tensors(output):
+                    if each.requires_grad and each.is_floating_point():
+                        each.register_hook(lambda grad, region=region: self._enter_backward(region))
+
+        return leave
+
+    def _measure_boundary(self, region: Region, values: Any) -> None:
+        for each in _tensors(values):
+            if each.requires_grad:
+                region.boundary += each.numel() * each.element_size()
+                region.boundary_width = max(region.boundary_width, each.shape[-1] if each.dim() else 0)
+        self._width = region.boundary_width
+
+    def _region(self, path: str, block: bool) -> Region:
+        # What runs in a container between two blocks is apart from what runs in it behind the last.
+        key = path if block else f"{path}@{self._begun}"
+        if key not in self._open:
+            self._open[key] = Region(path=path, block=block, after=self._begun)
+            self.regions.append(self._open[key])
+        return self._open[key]
+
+    def _here(self) -> Region:
+        if self._backward:
+            return self._backward_region or self.regions[-1]
+        if self._in_block:
+            return self._in_block[-1]
+        return self._region(self._paths[-1], block=False)
+
+    def _enter_backward(self, region: Region) -> None:
+        self._backward_region = region
+        self._start_live = self._live
+
+    def turn(self) -> None:
+        """Forward has ended."""
+        self._forward_end = self._start_live = self._live
+        # The loss's spike may be in forward: the tail's peak since the last block ended.
+        self._backward = True
+        self._inside = False
+
+    # What autograd keeps.
+
+    def saving(self) -> Any:
+        """Records what is saved for backward while it is open."""
+        import torch
+
+        def pack(tensor: "torch.Tensor") -> "torch.Tensor":
+            self._save(tensor)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def _save(self, tensor: "torch.Tensor") -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._saved or (key in self._weights and key not in self._copies):
+            return
+        self._track(storage)
+        self._saved.add(key)
+        region, size = self._here(), storage.nbytes()
+        if key in self._copies:
+            region.saved_fixed += size
+        elif not (tensor.is_floating_point() or tensor.is_complex()) and not _is_mask(tensor):
+            region.saved_rows += size
+        else:
+            region.saved.add(self._kind(tensor), size)
+
+    def _kind(self, tensor: "torch.Tensor") -> str:
+        if self._is_scores(tensor):
+            return "scores"
+        return "inside" if self._inside else "outside"
+
+    def _is_scores(self, tensor: "torch.Tensor") -> bool:
+        shape, length = tensor.shape, self._seq_len
+        if not length or len(shape) < 3 or not shape[-1] == shape[-2] == length:
+            return False
+        # Hidden states are (batch, sequence, hidden), and hidden may well be the sequence length.
+        return len(shape) > 3 or shape[0] > self._samples
+
+    # What is live.
+
+    @property
+    def live(self) -> float:
+        """Live bytes, parameters and their gradients not counted."""
+        return self._live
+
+    def keep(self, size: float) -> None:
+        """Counts bytes as live that no tensor shows; negative ones are freed."""
+        if size > 0:
+            self._grow(size)
+        else:
+            self._live += size
+
+    def _track(self, storage: Any) -> None:
+        key = id(storage)
+        if key in self._sizes or (key in self._weights and key not in self._copies):
+            return
+        size = storage.nbytes()
+        self._sizes[key] = (weakref.ref(storage, lambda _, key=key: self._freed(key)), size)
+        self._grow(size)
+
+    def _grow(self, size: float) -> None:
+        self._live += size
+        if self._backward:
+            if self._backward_region is not None:
+                region = self._backward_region
+                region.transient = max(region.transient, self._live - self._start_live)
+            else:
+                self._tail_peak = max(self._tail_peak, self._live)
+        elif not self._in_block:
+            # Of what runs outside blocks only the last, the head and the loss, has the peak.
+            self._tail_peak = max(self._tail_peak, self._live)
+
+    def _freed(self, key: int) -> None:
+        _, size = self._sizes.pop(key)
+        self._live -= size
+        self._saved.discard(key)
+        self._copies.discard(key)
+        self._weights.pop(key, None)
+
+    def _gradient_is_kept(self, parameter: "torch.Tensor") -> None:
+        storage = parameter.grad.untyped_storage()
+        found = self._sizes.pop(id(storage), None)
+        if found is not None:
+            self._live -= found[1]
+        self._keep.append(storage)
+
+    # What is computed.
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operator ran."""
+        import torch
+
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        if not outputs:  # asks for a property
+            return
+        stores = {id(each.untyped_storage()) for each in inputs}
+        is_view = bool(outputs) and all(id(each.untyped_storage()) in stores for each in outputs)
+        if is_view and not func._schema.is_mutable:
+            return
+        aten = torch.ops.aten
+        region = self._here()
+        for each in outputs:
+            self._track(each.untyped_storage())
+        if not inputs or func._schema.name in _ALLOCATIONS:
+            return
+        for each in inputs:
+            name = self._weights.get(id(each.untyped_storage()))
+            if name is not None and not self._backward:
+                region.parameters.add(name)
+                if func is aten._to_copy.default:
+                    key = id(outputs[0].untyped_storage())
+                    self._copies.add(key)
+                    self._weights[key] = name
+        if self._backward:
+            region.kernels_backward += 1
+        else:
+            region.kernels += 1
+        if func in _PRODUCTS(aten):
+            if not self._backward:
+                self._product(func, args, outputs, region)
+            return
+        moved = {
+            id(each): (each, float(each.numel() * each.element_size()))
+            for each in (*inputs, *outputs)
+            # Of a table of embeddings only some rows are read; the weights of norms are next to nothing.
+            if id(each.untyped_storage()) not in self._weights
+            and func is not aten.embedding_dense_backward.default
+        }
+        if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
+            if not self._backward:
+                region.traffic_fixed += sum(
+                    each.numel() * each.element_size() for each in (*inputs, *outputs)
+                )
+            return
+        tally = region.backward if self._backward else region.traffic
+        for each, size in moved.values():
+            tally.add(self._kind(each), size)
+
+    def _of_a_weight(self, tensor: "torch.Tensor") -> bool:
+        """Whether it is a weight or, in backward, has the shape of one, as its gradient does."""
+        if not self._backward:
+            return id(tensor.untyped_storage()) in self._weights
+        return tensor.dim() == 2 and tuple(tensor.shape) in self._shapes
+
+    def _product(self, func: Any, args: Any, outputs: Any, region: Region) -> None:
+        import torch
+
+        if func is torch.ops.aten.convolution.default:
+            weight = args[1]
+            inner = weight[0].numel()
+            rows = outputs[0].numel() // max(outputs[0].shape[1], 1)
+            self._weighted(weight, rows, inner, weight.shape[0], True, region)
+            return
+        first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+        k, n = second.shape[-2], second.shape[-1]
+        rows = first.numel() // max(k, 1)
+        for weight, transposed in ((second, second.dim() == 2 and second.stride(0) == 1), (first, False)):
+            if id(weight.untyped_storage()) in self._weights:
+                self._weighted(weight, rows, k, n, transposed, region)
+                return
+        if k == 1:  # an outer product: rotary angles
+            return
+        if first.dim() == 3 and self._seq_len and first.shape[-2] == n == self._seq_len:
+            heads = max(1, first.shape[0] // self._samples)
+            self.attend(AttentionCall(heads, heads, k, first.shape[-2], n, causal=False), region)
+        elif first.dim() == 3 and self._seq_len and first.shape[-2] == k == self._seq_len:
+            pass  # scores times values, the other half of the same attention
+        else:
+            region.products.append(Product("", rows, k, n, False, False))
+
+    def _weighted(self, weight: Any, rows: int, k: int, n: int, transposed: bool, region: Region) -> None:
+        self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, region)
+
+    def _count_product(
+        self, name: str, rows: float, k: int, n: int, transposed: bool, region: Region, count: int = 1,
+        stacked: bool = False,
+    ) -> None:  # fmt: skip
+        region.parameters.add(name)
+        product = Product(name, rows, k, n, name in self._trainable, transposed, count=count, stacked=stacked)
+        product.split = self._split(product, region.products, self._attended, self._width)
+        region.products.append(product)
+        self._inside = product.split == "column"
+        if product.split == "row":
+            self._attended = False
+
+    def attend(self, call: AttentionCall, region: Region) -> None:
+        """An attention ran."""
+        if not self._in_attention:
+            region.attention.append(call)
+        self._attended = True
+
+    def attending(self, query: Any, key: Any, causal: bool, run: Callable[[], Any]) -> Any:
+        """Runs an attention that is one function; what it is made of below counts as that one."""
+        heads = query.shape[-3] if query.dim() > 2 else 1
+        kv_heads = key.shape[-3] if key.dim() > 2 else 1
+        call = AttentionCall(heads, kv_heads, query.shape[-1], query.shape[-2], key.shape[-2], causal)
+        self.attend(call, self._here())
+        self._in_attention = True
+        try:
+            return run()
+        finally:
+            self._in_attention = False
+
+    def grouped(self, rows: Any, weights: Any) -> None:
+        """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on
+        average."""
+        experts, k, n = weights.shape
+        name = self._weights[id(weights.untyped_storage())]
+        region = self._here()
+        region.kernels += 1
+        transposed = weights.stride(1) == 1
+        self._count_product(
+            name, rows.shape[0] / experts, k, n, transposed, region, count=experts, stacked=True
+        )
+
+    # The end.
+
+    def started(self, func: Any) -> None:
+        """An operator is about to run."""
+        self._operator = str(func)
+
+    def failed(self, error: BaseException) -> None:
+        """The step stopped.
+
+        Raises:
+            WorkloadError: it is the workload's own fault.
+        """
+        from ..errors import RedlineError
+
+        if isinstance(error, RedlineError):
+            raise error
+        where = next((path for path in reversed(self._paths) if path), "the model")
+        text = " ".join(str(error).split())[:200]
+        self._error = f"{type(error).__name__}: {text}"
+        name = _operator_in(text) or self._operator or "before the first operator"
+        self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
+
+    def trace(self, regions: list[Region] | None = None) -> Trace:
+        """What was seen, `regions` in place of its own."""
+        named = dict(self._model.named_parameters())
+        return Trace(
+            regions=self.regions if regions is None else regions,
+            parameters={name: tuple(each.shape) for name, each in named.items()},
+            frozen={name for name, each in named.items() if not each.requires_grad},
+            samples=self._samples,
+            tail_transient=max(0.0, self._tail_peak - self._forward_end),
+            operator=self._operator if self._error else "",
+            error=self._error,
+        )
+
+
+def _operator_in(text: str) -> str:
+    import re
+
+    found = re.search(r"(aten|torch|prims|_c10d_functional|\w+)(::|\.)(\w+)(\.\w+)?", text)
+    return found.group() if found and found.group(1) in ("aten", "prims") else ""
+
+
+def _is_mask(tensor: "torch.Tensor") -> bool:
+    import torch
+
+    return tensor.dtype is torch.bool
+
+
+def _tensors(value: Any) -> "list[torch.Tensor]":
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _PRODUCTS(aten: Any) -> Any:
+    return (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+    )
+
+
+_ALLOCATIONS = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "scalar_tensor")
+)
+"""Operators that launch no kernel."""
+
+
+def _operators(recorder: Recorder) -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            recorder.started(func)
+            out = func(*args, **kwargs)
+            recorder.saw(func, args, kwargs, out)
+            return out
+
+    made = Operators()
+    made.recorder = recorder
+    return made

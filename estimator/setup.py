@@ -1,0 +1,152 @@
+"""How a model is trained: what is the same for all configurations of a search."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import UsageError, unknown
+from ..models.parallel import PIPELINES
+from ..results.meaning import BUCKET_MIB, FORMATS
+from .constants import PROFILES
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
+"""States a parameter has in each optimizer, each of the size of the master weights."""
+PRECISIONS = tuple(FORMATS)
+OFFLOADS = ("none", "optimizer")
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSetup:
+    """The conventions of a training run.
+
+    Fields that are also knobs (`precision`, `sequence_parallel`, ...) are what a configuration without that
+    knob has. Frameworks differ in the rest, so each convention is a field; None means what redline's own
+    training does at the precision at hand.
+    """
+
+    devices: int = 1
+    """Devices of the run; a configuration's tp * pp * dp must be this."""
+    seq_len: int | None = None
+    """Tokens of a sequence. None: that of the workload, else a sample counts as one token."""
+    global_batch: int | None = None
+    """Sequences of one optimizer step. None: that of the workload, else micro_batch * dp * grad_accum."""
+    memory_limit_mib: float | None = None
+    """What a rank may use, MiB. None: the device's memory."""
+
+    # What a configuration without the knob has.
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    hsdp: int = 1
+    micro_batch: int = 1
+    checkpoint_ratio: float = 0.0
+    sequence_parallel: bool = False
+    precision: str = "bf16"
+    attention: str = "sdpa"
+    fusion: bool = False
+    kernels: bool = False
+    offload: str = "none"
+    fused_optimizer: bool = True
+
+    # Conventions of the framework.
+    optimizer: str = "adamw"
+    """A name in `OPTIMIZERS`."""
+    parameter_dtype: str | None = None
+    """dtype of the weights the forward computes with as they are stored; None: fp32 under autocast (`bf16`,
+    `fp16`), bf16 for `bf16_pure`."""
+    master_weights: str | None = None
+    """dtype of a further copy of the weights which the optimizer updates; `none`: the weights themselves."""
+    gradient_dtype: str | None = None
+    """dtype in which gradients are kept and accumulated; None: that of the parameters."""
+    gradient_copy: bool = False
+    """Whether backward writes gradients in the parameters' dtype before they are added to those kept in
+    `gradient_dtype`, as nanotron's and Megatron's fp32 accumulators do."""
+    optimizer_dtype: str = "fp32"
+    """dtype of the optimizer's states; `bf16_pure` without master weights has them in the weights' dtype."""
+    reduce_dtype: str | None = None
+    """dtype in which gradients travel; None: that they are kept in."""
+    parallel_loss: bool | None = None
+    """Whether logits stay sharded by vocabulary under tp; None: they do."""
+    pipeline: str = "1f1b"
+    """One of `models.parallel.PIPELINES`."""
+    virtual_stages: int = 1
+    """Model chunks a rank holds, where `pipeline` has several."""
+    scatter_transfers: bool = False
+    """Whether tensor-parallel ranks send a slice each to the next stage, as Megatron-LM's do
+    (arXiv:2104.04473, section 4.1), rather than all of them the same."""
+    balance: str = "layers"
+    """How layers are cut into stages: `layers`, equally many blocks each, or `cost`, the head counted too."""
+    overlap_gradients: bool = True
+    """Whether gradients are reduced while the last backward still runs."""
+    bucket_copy: bool = False
+    """Whether gradient buckets are memory beside the gradients, as torch's DistributedDataParallel has them
+    unless gradients are views into them."""
+    bucket_mib: float = BUCKET_MIB
+    """Size of a gradient bucket, MiB."""
+    recompute_attention: bool = False
+    """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
+    reported_rank: str = "fullest"
+    """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` stage."""
+    framework: str = "redline"
+    """Whose constants hold: a name in `constants.PROFILES`."""
+    reserved_memory: bool = True
+    """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings, kept for the record only."""
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "tp", "pp", "hsdp", "micro_batch", "virtual_stages"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("seq_len", "global_batch"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"TrainingSetup: zero must be 0, 1, 2 or 3, but got {self.zero!r}")
+        if not 0 <= self.checkpoint_ratio <= 1:
+            raise UsageError(
+                f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}"
+            )
+        for name, known in (
+            ("optimizer", OPTIMIZERS),
+            ("precision", PRECISIONS),
+            ("pipeline", PIPELINES),
+            ("offload", OFFLOADS),
+        ):
+            if getattr(self, name) not in known:
+                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), known)}")
+        for name in ("parameter_dtype", "gradient_dtype", "optimizer_dtype", "reduce_dtype"):
+            if getattr(self, name) not in (None, *_DTYPES):
+                raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), _DTYPES)}")
+        if self.master_weights not in (None, "none", *_DTYPES):
+            raise UsageError(
+                f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}"
+            )
+        if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:
+            raise UsageError(
+                f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}"
+            )
+        if self.reported_rank not in ("fullest", "first"):
+            raise UsageError(
+                f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}"
+            )
+        if self.framework not in PROFILES:
+            raise UsageError(f"TrainingSetup: {unknown('framework', self.framework, PROFILES)}")
+        if not self.bucket_mib > 0:
+            raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
+
+    @property
+    def own(self) -> bool:
+        """Whether replicas exchange what redline's own training exchanges, in its formats (`results/meaning.py`).
+        Conventions of another framework are not that."""
+        given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
+        return self.framework == "redline" and given == (None,) * 3 and self.master_weights in (None, "none")
+
+    def but(self, **changes: Any) -> "TrainingSetup":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"TrainingSetup: {name} must be an integer of at least 1, but got {value!r}")

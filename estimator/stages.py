@@ -1,0 +1,155 @@
+"""How the parts of a model are shared out among the ranks of a pipeline."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..errors import ScheduleError, UsageError
+from ..orders import Placement
+from ..results.meaning import recomputed, stage_sizes
+from .columns import Columns, Split
+from .model_facts import ModelFacts, Part
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a rank of a pipeline holds: a stage, or several chunks of the model; or several ranks alike."""
+
+    ranks: tuple[int, ...]
+    """The ranks that hold as much, ascending; all of them where they are not told apart."""
+    blocks: tuple[tuple[Part, float], ...]
+    """Block kinds and how many of each it holds: on average, where a model has several, since each stage is
+    taken to hold its share of every kind."""
+    first: bool
+    """Whether it holds the embedding."""
+    last: bool
+    """Whether it holds head and loss."""
+    ends: tuple[Part, ...]
+    """Parts that are not blocks."""
+    indices: tuple[int, ...]
+    """Of its blocks in the model, those of the first of the ranks."""
+    sizes: tuple[int, ...]
+    """How many of them each of its chunks has."""
+
+    @property
+    def count(self) -> int:
+        """Blocks that it holds."""
+        return len(self.indices)
+
+    def share(self, indices: Collection[int]) -> float:
+        """Share of its blocks that are among those of these indices, 0 to 1."""
+        mine = sum(index in indices for index in self.indices)
+        return mine / self.count if self.count else 0.0
+
+    def recomputed(self, ratio: float) -> float:
+        """Share of its blocks that are recomputed at a checkpoint ratio, 0 to 1."""
+        return sum(len(recomputed(size, ratio)) for size in self.sizes) / self.count if self.count else 0.0
+
+
+@lru_cache(maxsize=4096)
+def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
+    """Blocks of each of `pp` stages.
+
+    `layers` spreads them evenly. `cost` fills a stage until it holds its
+    share of the cost of all blocks and the head, which costs `head` blocks; later stages may stay empty.
+    """
+    if balance == "layers":
+        return tuple(stage_sizes(blocks, pp))
+    total = blocks + head
+    counts = [0] * pp
+    stage, done = 0, 0.0
+    for _ in range(blocks):
+        counts[stage] += 1
+        done += 1
+        if done > total * (stage + 1) / pp and stage < pp - 1:
+            stage += 1
+    return tuple(counts)
+
+
+def stages(
+    facts: ModelFacts,
+    pp: int,
+    balance: str,
+    *,
+    chunks: int = 1,
+    v_shaped: bool = False,
+    distinct: bool = True,
+) -> list[Stage]:
+    """What the ranks of a pipeline of `pp` hold, each `chunks` stages: the distinct ones, or all.
+
+    An empty list where there are fewer blocks than stages.
+    """
+    kinds = [part for part in facts.parts if part.role == "block"]
+    blocks = sum(part.count for part in kinds)
+    if pp * chunks > max(blocks, 1):
+        return []
+    front = tuple(part for part in facts.parts if part.role == "embedding")
+    back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
+    block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
+    head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
+    counts = cut(blocks, pp * chunks, balance, head)
+    placed = Placement(pp * chunks, pp, v_shaped)
+    held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
+    for rank in range(pp):
+        mine = placed.held(rank)
+        indices = tuple(sum(counts[:each]) + index for each in mine for index in range(counts[each]))
+        sizes = tuple(counts[each] for each in mine)
+        key = (-1 if distinct else rank, sizes, 0 in mine, pp * chunks - 1 in mine)
+        held.setdefault(key, []).append((rank, indices))
+    made: list[Stage] = []
+    for (_, sizes, first, last), alike in held.items():
+        count = sum(sizes)
+        share = tuple((part, count * part.count / blocks) for part in kinds) if blocks else ()
+        ends = (*(front if first else ()), *(back if last else ()))
+        ranks = tuple(rank for rank, _ in alike)
+        made.append(
+            Stage(
+                ranks=ranks, blocks=share, first=first, last=last, ends=ends, indices=alike[0][1], sizes=sizes
+            )
+        )  # fmt: skip
+    return made
+
+
+def indices(text: str | None, facts: ModelFacts) -> "list[int] | None":
+    """The blocks that a text such as `0-3,7` names; None for None.
+
+    Raises:
+        UsageError: it is no such text, or the model has fewer blocks.
+    """
+    from ..models.families.standard import indices_of
+
+    if text is None:
+        return None
+    try:
+        return indices_of(text, facts.blocks)
+    except ScheduleError as error:
+        raise UsageError(str(error)) from None
+
+
+def staged(facts: ModelFacts, split: Split, balance: str, cols: Columns) -> list[tuple[Stage, Columns]]:
+    """What the ranks of a pipeline hold, each with the configurations as they are there.
+
+    Where blocks are named all ranks are there, since each may hold others; else the distinct ones.
+
+    Raises:
+        UsageError: a text names no blocks of this model.
+    """
+    named = split.checkpointed is not None or split.gathered is not None
+    found = stages(
+        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named
+    )
+    if not named:
+        ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
+        shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
+        return [(stage, cols.of_stage(share[at], 0.0)) for stage, share in zip(found, shares, strict=True)]
+    again, whole = indices(split.checkpointed, facts), indices(split.gathered, facts) or []
+    return [
+        (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole)))
+        for stage in found
+    ]
+
+
+def _cost(part: Part) -> float:
+    return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)

@@ -1,0 +1,152 @@
+"""One training step of a workload on fake tensors: what each region of the model computes, keeps and moves.
+
+This is the adapter to PyTorch's tracing machinery. It stands on `FakeTensorMode` (no memory, no arithmetic),
+`saved_tensors_hooks` (what autograd keeps) and `TorchDispatchMode` (every operator, forward and backward),
+which work on any machine. `torch.distributed._tools` has a memory tracker and a runtime estimator over the
+same parts; the tracker knows neither what tensor parallelism divides nor what depends on the batch, and the
+runtime estimator aborts without CUDA, so neither is used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ..models import Workload
+from ..models._transformers import quiet
+from ..models.architecture import Architecture
+from ..models.batches import Step, each_tensor, make_batch
+from ..models.skeleton import skeleton
+from ..results.meaning import FORMATS
+from .device_operators import function_mode, unpacked_sequences
+from .recorder import Recorder, Split
+from .trace_record import Trace
+from .twins import Twins
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SAMPLES = 2
+"""Samples of the traced batch: with two, what has a batch dimension can be told from what is broadcast over
+it."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+HALVES = {name: _DTYPES[formats.autocast] for name, formats in FORMATS.items() if formats.autocast}
+"""Precisions that are autocast, to what. fp8 is traced as bf16: its products save scales and casts
+besides."""
+
+
+def trace(
+    workload: Workload,
+    blocks: Sequence[str],
+    split: Split,
+    *,
+    precision: str = "fp32",
+    attention: str | None = None,
+    device_type: str = "cuda",
+    samples: int = SAMPLES,
+    every_block: bool = False,
+) -> Trace:
+    """Traces one step of `samples` samples, forward and backward.
+
+    Args:
+        workload: whose step.
+        blocks: paths of its repeated blocks.
+        split: tells what tensor parallelism divides of a product: `column`, `row` or `none`.
+        precision: a value of the knob.
+        attention: a value of the knob; None for the workload's default. Flash attention is traced as sdpa.
+        device_type: where it would run: `cuda` and `cpu` keep different things of dropout and attention.
+        samples: of the batch.
+        every_block: whether to follow blocks, too, that are like one that was followed; it takes longer, to
+            the same end.
+
+    Raises:
+        WorkloadError: the batch or the loss is not what it must be.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config: Mapping[str, Any] = {**workload.probe, "precision": precision}
+    if isinstance(workload.model, Architecture):
+        name = attention or workload.model.default_attention
+        config = {**config, "attention": name if name in ("eager", "sdpa") else "sdpa"}
+    batch = make_batch(workload, samples, 0)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = fake_model(workload, config, fake).train()
+    with fake:
+        if precision == "bf16_pure":
+            cast(model, torch.bfloat16)
+        recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
+        twins = Twins(model, () if every_block else tuple(blocks), recorder)
+        step = Step(workload, model)
+        inputs = each_tensor(batch, fake.from_tensor)
+        if precision == "bf16_pure":
+            inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
+        half = HALVES.get(precision)
+        autocast = torch.autocast("cpu", getattr(torch, half)) if half else nullcontext()
+        with ExitStack() as stack:
+            stack.enter_context(unpacked_sequences())
+            stack.enter_context(recorder.hooks())
+            stack.enter_context(function_mode(device_type, recorder.attending, recorder.grouped))
+            stack.enter_context(recorder.operators)
+            stack.enter_context(twins.standing_in())
+            try:
+                with autocast, recorder.saving():
+                    loss = step(inputs)
+                recorder.turn()
+                loss.backward()
+            except _FAILURES as error:
+                recorder.failed(error)
+    return recorder.trace(twins.regions(recorder.regions))
+
+
+def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.Module":
+    """The workload's module with fake tensors of the CPU for weights.
+
+    Fake tensors of the CPU rather than meta tensors, which autocast passes over.
+
+    Raises:
+        WorkloadError: the model cannot be built.
+    """
+    import torch
+
+    try:
+        with fake:
+            return workload.build_model(config)
+    except RuntimeError:  # its constructor looks at values, as drawing from a truncated distribution does
+        model = skeleton(workload, config)
+    with fake:
+        _replace(model, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype))
+    return model
+
+
+def cast(model: "nn.Module", dtype: "torch.dtype") -> None:
+    """What `model.to(dtype)` does, for a model of fake tensors, whose parameters cannot be swapped in
+    place."""
+    _replace(model, lambda each: each.to(dtype) if each.is_floating_point() else each)
+
+
+def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]") -> None:
+    """Puts other tensors in place of parameters and buffers; what was one parameter stays one."""
+    import torch
+
+    done: dict[int, Any] = {}
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None:
+                if id(each) not in done:
+                    done[id(each)] = torch.nn.Parameter(
+                        change(each.detach()), requires_grad=each.requires_grad
+                    )
+                module._parameters[name] = done[id(each)]
+        for name, each in module._buffers.items():
+            if each is not None:
+                module._buffers[name] = change(each)
+
+
+_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What operators raise on tensors without values. Input errors of redline are ValueErrors too: see
+`failed`."""

@@ -1,0 +1,62 @@
+"""What the knob `kernels` changes: the loss without the logits of a micro-batch.
+
+Notation: H hidden size, V vocabulary, C tokens of a chunk, r bytes of a number in a hidden state, c bytes
+of one in the products, 4 or 2. See `schedule/unformed.py` for what is computed.
+
+| of the head | in bytes |
+|---|---|
+| kept for backward, a token | r H, the gradient of its hidden state, in place of c H, its input |
+| there with a chunk, a token of it | 4 V, and c V beside it where c is not 4 |
+| there while the loss is formed | 4 V H, the gradient of the weight |
+| moved, a token, on a chunk | 40 V by operators, 12 V by casts where c is not 4 |
+| moved, a token, by adding to the weight's gradient | 8 V H / C, or (2 c + 8) V H / C where c is not 4 |
+"""
+
+from dataclasses import replace
+
+from .model_facts import Matmul, ModelFacts, PerToken
+
+ON_A_CHUNK = 40
+"""Bytes that operators move for each logit: maximum, difference, exponential, sum, quotient, share."""
+OPERATORS = 20.0
+"""Operators of a chunk."""
+
+
+def unformed(facts: ModelFacts) -> ModelFacts:
+    """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
+    from ..schedule.unformed import most_chunk
+
+    head = _head(facts)
+    if head is None:
+        note = "kernels: no head onto a vocabulary; as without it"
+        return replace(facts, kernels=True, notes=(*facts.notes, note))
+    chunk, width = most_chunk(head.k), 4 if facts.precision == "fp32" else 2
+    state = 2 if facts.precision == "bf16_pure" else 4
+    added = (8 if width == 4 else 2 * width + 8) * head.n * head.k / chunk
+    moved = head.n * (ON_A_CHUNK + (0 if width == 4 else 12)) + added
+    parts = []
+    for part in facts.parts:
+        if head in part.matmuls:
+            kept = replace(part.saved, whole=part.saved.whole + head.k * (state - width))
+            part = replace(part, saved=kept, traffic_backward=None)
+        if part.role == "loss":
+            part = replace(
+                part,
+                saved=PerToken(whole=part.saved.whole),
+                chunk=chunk,
+                transient=PerToken(sharded=float(head.n * (4 + (0 if width == 4 else width)))),
+                transient_fixed=4.0 * head.n * head.k,
+                traffic=PerToken(sharded=moved),
+                traffic_backward=PerToken(),
+                kernels=OPERATORS,
+            )
+        parts.append(part)
+    return replace(facts, kernels=True, parts=tuple(parts))
+
+
+def _head(facts: ModelFacts) -> Matmul | None:
+    """The product that makes the logits."""
+    has_loss = any(part.role == "loss" for part in facts.parts)
+    found = [item for part in facts.parts if part.role == "head" for item in part.matmuls]
+    found = [item for item in found if item.n == facts.vocabulary]
+    return found[-1] if found and has_loss else None

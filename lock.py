@@ -1,0 +1,72 @@
+"""One process a run's folder: a lock the kernel releases, however the process ends."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from .errors import StudyError
+from .writing import cannot_write
+
+
+class FolderLock:
+    """Holds a file in the folder by flock(2) until `release`, or until the process is gone.
+
+    A fork would share the lock and keep it after its parent was killed; forks made by Python let go of it.
+
+    Raises:
+        StudyError: another process holds it (which one), or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str = ".lock") -> None:
+        self.path = folder / name
+        self._fd = -1
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _owner(fd)
+            os.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StudyError(
+                    f"'{folder}' is in use by {owner}; wait for it, end it, or give another --out"
+                ) from None
+            raise StudyError(
+                f"the file system of '{folder}' cannot lock files ({error.strerror}); "
+                "give an --out on a local disk"
+            ) from error
+        self._fd = fd
+        try:
+            os.ftruncate(fd, 0)
+            who = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+            os.pwrite(fd, json.dumps(who).encode() + b"\n", 0)
+        except OSError as error:
+            self.release()
+            raise cannot_write(folder, error) from error
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (lock := this()) and lock.release())
+
+    def release(self) -> None:
+        """Lets another process have the folder. May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)  # not LOCK_UN: in a fork that would take the lock from the parent
+
+
+def _owner(fd: int) -> str:
+    try:
+        who = json.loads(os.pread(fd, 4096, 0))
+        return f"process {who['pid']} on {who['host']} since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it is just being written
+        return "another process"

@@ -1,0 +1,210 @@
+"""Architectures of transformers: modules built from a configuration, with their weights undefined."""
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..device import Device
+from ..errors import WorkloadError
+from ._transformers import quiet, refusals
+from .data import Task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What describes a checkpoint rather than an architecture.
+_NOT_ARCHITECTURE = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
+_AUTO = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "image": "AutoModelForImageClassification",
+}
+# What transformers computes for labels that are shifted already is that of masked tokens.
+_LOSS = {
+    "causal": "ForCausalLM",
+    "masked": "ForMaskedLM",
+    "seq2seq": "ForMaskedLM",
+    "image": "ForImageClassification",
+}
+_MAPPING = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+_ENDINGS: dict[Task, tuple[str, ...]] = {
+    "masked": ("ForMaskedLM", "ForPreTraining"),
+    "causal": ("ForCausalLM", "LMHeadModel"),
+    "seq2seq": ("ForConditionalGeneration",),
+    "image": ("ForImageClassification",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A Hugging Face architecture: `architecture(config)` builds the module with its weights undefined."""
+
+    model_type: str
+    """The family, as transformers names it."""
+    arguments: Mapping[str, Any] = field(repr=False)
+    """Keyword arguments of its configuration class."""
+    task: Task
+    """`causal`, `masked`, `seq2seq` or `image`."""
+
+    def configuration(self) -> Any:
+        """A fresh `transformers.PretrainedConfig`.
+
+        Raises:
+            WorkloadError: transformers does not take these values.
+        """
+        with quiet() as transformers:
+            kind = _config_class(transformers, self.model_type)
+            try:
+                # Training needs no key-value cache; transformers.Trainer switches it off too.
+                made = kind.from_dict({**self.arguments, "model_type": self.model_type})
+                made.use_cache = False
+                if self.task == "seq2seq" and getattr(made, "decoder_start_token_id", None) is None:
+                    # Published configurations have it; T5's convention.
+                    made.decoder_start_token_id = made.pad_token_id
+            except refusals() as error:
+                raise WorkloadError(
+                    f"the configuration is no valid {self.model_type}: {one_line(error)}"
+                ) from error
+        return made
+
+    def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
+        """The module in float32, on the current device, with the knob `attention` followed.
+
+        Raises:
+            WorkloadError: transformers cannot build it.
+        """
+        import torch
+
+        attention = config.get("attention") or self.default_attention
+        with quiet() as transformers:
+            auto = getattr(transformers, _AUTO[self.task])
+            try:
+                model = auto.from_config(
+                    self.configuration(),
+                    attn_implementation=attention,
+                    dtype=torch.float32,
+                    trust_remote_code=False,
+                )
+            except refusals() as error:
+                raise WorkloadError(
+                    f"transformers cannot build this {self.model_type} with attention '{attention}': "
+                    f"{one_line(error)}"
+                ) from error
+        if getattr(model, "loss_type", "") is None:
+            # transformers guesses the loss from the name of the class, and warns where it cannot.
+            model.loss_type = _LOSS[self.task]
+        return model
+
+    @cached_property
+    def model_class(self) -> type:
+        """The class transformers has for this family and task."""
+        with quiet() as transformers:
+            mapping = getattr(transformers, _MAPPING[self.task])
+            return mapping[_config_class(transformers, self.model_type)]
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """What building the model imports; most of a second, were it done in every trial."""
+        return ("transformers.models.auto.modeling_auto", self.model_class.__module__, __name__)
+
+    @property
+    def default_attention(self) -> str:
+        """What `transformers.Trainer` would run with."""
+        return "sdpa" if self.model_class._supports_sdpa else "eager"
+
+    def attentions(self, device: Device) -> tuple[str, ...]:
+        """Implementations of attention that the architecture and the device have, the default first."""
+        found = ["sdpa", "eager"] if self.model_class._supports_sdpa else ["eager"]
+        if (
+            self.model_class._supports_flash_attn
+            and device.type == "cuda"
+            and (device.capability or (0, 0)) >= (8, 0)
+            and importlib.util.find_spec("flash_attn") is not None
+        ):
+            found.append("flash_attention_2")
+        return tuple(found)
+
+
+def from_configuration(configuration: Any, name: str) -> Architecture:
+    """The architecture a `transformers.PretrainedConfig` describes.
+
+    Raises:
+        WorkloadError: transformers has no language model and no image classifier for it.
+    """
+    with quiet() as transformers:
+        kinds = [task for task in _MAPPING if type(configuration) in getattr(transformers, _MAPPING[task])]
+    if not kinds:
+        raise WorkloadError(
+            f"{name}: transformers has no language model and no image classifier of type "
+            f"'{configuration.model_type}'; describe it by a redline.Workload of your own (--workload "
+            "FILE:NAME)"
+        )
+    return Architecture(
+        model_type=configuration.model_type,
+        arguments={k: v for k, v in configuration.to_dict().items() if k not in _NOT_ARCHITECTURE},
+        task=_task(configuration, kinds),
+    )
+
+
+def _task(configuration: Any, kinds: list[Task]) -> Task:
+    if len(kinds) == 1:
+        return kinds[0]
+    for each in configuration.architectures or ():
+        for task in kinds:
+            if each.endswith(_ENDINGS[task]):
+                return task
+    if getattr(configuration, "is_encoder_decoder", False) and "seq2seq" in kinds:
+        return "seq2seq"
+    preferred: Task = "causal" if getattr(configuration, "is_decoder", False) else "masked"
+    return preferred if preferred in kinds else kinds[0]
+
+
+def _config_class(transformers: ModuleType, model_type: str) -> type:
+    return transformers.CONFIG_MAPPING[model_type]
+
+
+def described(configuration: Any) -> dict[str, Any]:
+    """The architecture as plain data, without what a checkpoint or a version of transformers adds."""
+    values = configuration.to_diff_dict()
+    return {
+        **{key: value for key, value in values.items() if key not in (*_NOT_ARCHITECTURE, "use_cache")},
+        "model_type": configuration.model_type,
+    }
+
+
+def without_memory(architecture: Architecture) -> "nn.Module":
+    """The model on the meta device.
+
+    Raises:
+        WorkloadError: its sizes contradict each other.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return architecture({})
+    except (RuntimeError, AssertionError) as error:
+        raise WorkloadError(
+            f"no {architecture.model_type} can have these sizes: {one_line(error)}"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

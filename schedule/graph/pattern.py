@@ -1,0 +1,237 @@
+"""Matching patterns in graphs, whatever the order of nodes and of commutative operands."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from ...errors import TraceError
+
+COMMUTATIVE = {
+    "add",
+    "mul",
+    "maximum",
+    "minimum",
+    "eq",
+    "ne",
+    "and_",
+    "or_",
+    "xor",
+    "logical_and",
+    "logical_or",
+}
+_SAME = {"iadd": "add", "imul": "mul", "isub": "sub", "itruediv": "div", "truediv": "div",
+         "true_divide": "div",
+         "multiply": "mul", "subtract": "sub", "divide": "div", "add_": "add", "mul_": "mul", "relu_": "relu",
+         "mm": "matmul", "bmm": "matmul"}  # fmt: skip
+
+_ACTIVATIONS = {
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "SiLUActivation": "silu",
+}
+"""Modules without options, of torch.nn and transformers, by the function that they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A parameter or attribute of a module, as an input of a subgraph."""
+
+    target: str
+    """Path from the traced module."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """What a node does, in one form for modules, functions and methods."""
+
+    name: str
+    args: list[Any] = field(default_factory=list)
+    """Operands: nodes, Attributes and constants."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Constants by name."""
+
+
+def call_module(kind: str | type[nn.Module], *args: Any) -> Any:
+    """In a pattern: the call of a child module, by a regular expression for its path or by its class."""
+    raise RuntimeError("call_module stands for a module in a pattern and is not to be called")
+
+
+class _PatternTracer(fx.Tracer):
+    def create_arg(self, a: Any) -> Any:
+        return a if isinstance(a, type) else super().create_arg(a)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        required = [
+            self.create_proxy("placeholder", name, (), {})
+            for name, parameter in inspect.signature(root_fn).parameters.items()
+            if parameter.default is parameter.empty
+        ]
+        # Parameters with defaults are constants of the pattern.
+        return (lambda *args: root_fn(*args)), required
+
+
+def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
+    """The graph of a pattern function; its parameters without defaults stand for anything.
+
+    Raises:
+        TraceError: it does what a graph cannot express.
+    """
+    # `call_module` must become a node under whatever name the pattern's module imported it.
+    try:
+        return _PatternTracer(autowrap_functions=(call_module,)).trace(pattern)
+    except Exception as error:
+        raise TraceError(f"find: the pattern {pattern!r} is no graph: {error}") from error
+
+
+def match(
+    graph: fx.Graph, module: nn.Module, pattern: fx.Graph
+) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
+    """Every match: what each node of the pattern stands for, and the nodes it yields."""
+    outputs = pattern.output_node().args[0]
+    heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    matcher = _Matcher(module)
+
+    def extend(index: int, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        if index == len(heads):
+            yield binding
+            return
+        for node in nodes:
+            for found in matcher.match(heads[index], node, binding):
+                yield from extend(index + 1, found)
+
+    for binding in extend(0, {}):
+        yield binding, [binding[head] for head in heads]
+
+
+class _Matcher:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def match(self, wanted: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        """Bindings under which `value` is what `wanted` asks for."""
+        if not isinstance(wanted, fx.Node):
+            if not isinstance(value, fx.Node) and type(wanted) is type(value) and wanted == value:
+                yield binding
+            return
+        if wanted in binding:
+            if binding[wanted] is value or (isinstance(value, Attribute) and binding[wanted] == value):
+                yield binding
+            return
+        if wanted.op == "placeholder":
+            yield {**binding, wanted: value}
+            return
+        if not isinstance(value, fx.Node) or any(each is value for each in binding.values()):
+            return
+        if wanted.op == "call_function" and wanted.target is call_module:
+            yield from self._module(wanted, value, binding)
+            return
+        asked, found = operation(wanted, None), operation(value, self.module)
+        if found is None or asked is None or asked.name != found.name or asked.options != found.options:
+            return
+        rest = found.args[len(asked.args) :]
+        if len(asked.args) > len(found.args) or any(not isinstance(each, Attribute | None) for each in rest):
+            return
+        orders = [found.args[: len(asked.args)]]
+        if asked.name in COMMUTATIVE and len(asked.args) == 2:
+            orders.append(orders[0][::-1])
+        for args in orders:
+            yield from self._all(list(zip(asked.args, args)), {**binding, wanted: value})
+
+    def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
+        if not pairs:
+            yield binding
+            return
+        (wanted, value), rest = pairs[0], pairs[1:]
+        if isinstance(wanted, (tuple, list)) and isinstance(value, (tuple, list)):
+            if len(wanted) == len(value):
+                yield from self._all([*zip(wanted, value), *rest], binding)
+            return
+        for found in self.match(wanted, value, binding):
+            yield from self._all(rest, found)
+
+    def _module(
+        self, wanted: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]
+    ) -> Iterator[dict[fx.Node, Any]]:
+        kind, *args = wanted.args
+        if value.op != "call_module" or len(args) > len(value.args):
+            return
+        if isinstance(kind, str):
+            fits = re.fullmatch(kind, value.target) is not None
+        else:
+            fits = isinstance(self.module.get_submodule(value.target), kind)
+        if fits:
+            yield from self._all(list(zip(args, value.args)), {**binding, wanted: value})
+
+
+def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
+    """What a node does; None for nodes that do nothing (inputs, attributes)."""
+    if node.op == "call_module":
+        return _of_module(node, module.get_submodule(node.target)) if module is not None else None
+    if node.op == "call_method":
+        name = _SAME.get(node.target, node.target)
+    elif node.op == "call_function":
+        name = getattr(node.target, "__name__", str(node.target)).removeprefix("_")
+        name = _SAME.get(name, name)
+    else:
+        return None
+    return _of_call(name, node)
+
+
+def _of_module(node: fx.Node, child: nn.Module) -> Operation:
+    path, args = node.target, list(node.args)
+    attribute = {name: Attribute(f"{path}.{name}") for name in child._parameters}
+    own = [
+        attribute[name] if child._parameters[name] is not None else None
+        for name in ("weight", "bias")
+        if name in attribute
+    ]
+    if node.kwargs:
+        return Operation(type(child).__name__, args, dict(node.kwargs))
+    if isinstance(child, nn.Linear):
+        return Operation("linear", [*args, *own])
+    if isinstance(child, nn.LayerNorm):
+        return Operation("layer_norm", [*args, *own], {"eps": child.eps})
+    if isinstance(child, nn.Embedding):
+        return Operation("embedding", [*args, *own])
+    if isinstance(child, nn.Dropout):
+        return Operation("dropout", args, {"p": child.p})
+    if isinstance(child, nn.GELU):
+        return Operation("gelu", args, {"approximate": child.approximate})
+    if isinstance(child, nn.Softmax):
+        return Operation("softmax", args, {"dim": child.dim})
+    return Operation(_ACTIVATIONS.get(type(child).__name__, type(child).__name__), args)
+
+
+def _of_call(name: str, node: fx.Node) -> Operation:
+    args, kwargs = list(node.args), dict(node.kwargs)
+
+    def take(position: int, key: str, default: Any) -> Any:
+        return kwargs.pop(key) if key in kwargs else args[position] if len(args) > position else default
+
+    if name == "linear":
+        return Operation(name, [args[0], take(1, "weight", None), take(2, "bias", None)])
+    if name == "layer_norm":
+        weight, bias, eps = take(2, "weight", None), take(3, "bias", None), take(4, "eps", 1e-5)
+        return Operation(name, [args[0], weight, bias], {"eps": eps})
+    if name == "gelu":
+        return Operation(name, args[:1], {"approximate": take(1, "approximate", "none")})
+    if name == "dropout":
+        return Operation(name, args[:1], {"p": take(1, "p", 0.5)})
+    if name == "softmax":
+        return Operation(name, args[:1], {"dim": take(1, "dim", None)})
+    if name in ("relu", "silu"):
+        return Operation(name, args[:1])
+    target = node.target
+    if node.op == "call_function" and inspect.isfunction(target) and target is not call_module:
+        # Arguments left at their defaults and arguments given as such are the same call.
+        bound = inspect.signature(target).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return Operation(name, list(bound.arguments.values()))
+    return Operation(name, args, kwargs)

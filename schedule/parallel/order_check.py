@@ -1,0 +1,65 @@
+"""What the order of a pipeline's micro-batches asks of a scheduled model."""
+
+from ...errors import ScheduleError
+from ...orders import ORDERS
+from ..schedule import Tree
+
+_WHOLE = "a compiled backward computes both in one go"
+NOT_SPLIT = {
+    "compile": _WHOLE,
+    "fuse": _WHOLE,
+    "checkpoint": "it would be recomputed for each of them",
+}
+"""Why what a primitive makes of a model does not go with a backward pass in two parts."""
+
+
+def check(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
+    """Refuses what a schedule cannot run.
+
+    Args:
+        tree: the scheduled model.
+        kind: a name in `ORDERS`.
+        stages: of the model.
+        micro_batches: of a batch.
+        ranks: of the pipeline.
+
+    Raises:
+        ScheduleError: stages or micro-batches do not fit; a primitive on the model does not go with it.
+    """
+    order, held = ORDERS[kind], stages // ranks
+    if stages % ranks:
+        raise ScheduleError(
+            f"the {ranks} ranks of the pp axis must divide the number of stages, but there are {stages} "
+            f"({stages - 1} cuts)"
+        )
+    if held < order.least or (order.most is not None and held > order.most):
+        many = {1: "one stage a rank", None: f"{order.least} stages a rank or more"}
+        fit = [name for name, each in ORDERS.items() if each.least <= held <= (each.most or held)]
+        raise ScheduleError(
+            f"schedule {kind} takes {many.get(order.most, f'{order.most} stages a rank')}, but there are "
+            f"{stages} on {ranks} ranks; use '{fit[0]}'"
+        )
+    if not order.waits and micro_batches < ranks:
+        raise ScheduleError(
+            f"schedule {kind} needs as many micro-batches as ranks, {ranks}, or more, but got "
+            f"{micro_batches}"
+        )
+    if order.in_rounds and micro_batches % ranks:
+        raise ScheduleError(
+            f"schedule {kind}: {ranks} ranks must divide the micro-batches, but got {micro_batches}"
+        )
+    if order.splits_backward:
+        _check_split(tree, kind)
+
+
+def _check_split(tree: Tree, kind: str) -> None:
+    """Refuses what computes the gradients of inputs and weights in one go."""
+    found = [(step, NOT_SPLIT[step.primitive]) for step in tree.steps if step.primitive in NOT_SPLIT]
+    if any("gradients" in each.arguments.get("cut", ()) for each in tree.deferred):
+        reason = "ZeRO 2 and 3 reduce gradients where both are computed in one go; use ZeRO 0 or 1"
+        found += [(step, reason) for step in tree.steps if step.primitive == "shard_data"]
+    for step, reason in found:
+        raise ScheduleError(
+            f"schedule {kind} computes the gradients of weights apart from those of inputs, but "
+            f"'{step.path or type(tree.module).__name__}' has {step}: {reason}"
+        )

@@ -1,0 +1,357 @@
+"""The pipeline of a model that was cut into stages, run by torch.distributed.pipelining."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...errors import ScheduleError
+from ...orders import ORDERS, Placement
+from ..schedule import Tree
+from .collectives import Axis
+from .order_check import check
+from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
+from .sharding import holders, is_dtensor
+from .split import leave, splits
+
+
+class Pipeline:
+    """This rank's part of a pipeline; `model.pipeline` of a model built from a schedule with cuts."""
+
+    def __init__(self, tree: Tree, axis: Axis, device: torch.device, loss: Callable[..., Any] | None) -> None:
+        self.axis, self.device, self.loss = axis, device, loss
+        self.model = tree.module
+        self.units = units_of(tree)
+        self.num_stages = len(tree.cuts) + 1
+        kind, micro_batches = tree.pipeline or (None, None)
+        self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
+        self.order = ORDERS[self.kind]
+        self.micro_batches = micro_batches or self.num_stages
+        check(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
+        self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
+        self.mine = self.placement.held(axis.rank)
+        """Indices of the stages on this rank."""
+        self.ties = _ties(tree.module, self.units, self.placement, axis)
+        self.tied_within = tied_within(tree.module, self.units, self.placement)
+        """A weight that several parts of one rank hold, of this or any other; empty where there is none."""
+        self.board = Board(device, stages=self.num_stages)
+        self.metas = [meta_copy(unit.module) for unit in self.units]
+        for unit in self.units:
+            # What has no parameters (rotary frequencies, dropout) may run on every stage.
+            if unit.stage not in self.mine and any(True for _ in unit.module.parameters()):
+                drop(unit.module)
+        self.after_passes: list[Callable[[], None]] = []
+        """Called when all passes of a step are done, before stages add up the gradients of what they share."""
+        self.after_step: list[Callable[[], None]] = []
+        """Called behind that."""
+        self.keep_outputs = False
+        """Whether `outputs` keeps those of all micro-batches of the last step, for a look at them; otherwise
+        only the latest lives, while its loss is computed."""
+        self.outputs: list[Any] = []
+        self.watch: Callable[[Any], None] | None = None
+        """Called with what the model returned for each micro-batch."""
+        self.schedule: Any = None
+        """PyTorch's schedule object, made for the shapes of a batch and the number of micro-batches."""
+        self._shapes: Any = None
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank to whose gradients several stages add, of this rank or of others."""
+        tied = [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        stages: dict[nn.Parameter, set[int]] = {}
+        for unit in self.units:
+            for param in unit.module.parameters():
+                stages.setdefault(param, set()).add(unit.stage)
+        # Of a V the first rank holds both ends of the model.
+        return list(dict.fromkeys([*tied, *(param for param in stages if len(stages[param]) > 1)]))
+
+    def absent(self, path: str) -> bool:
+        """Whether a module lives on another rank."""
+        return any(
+            unit.stage not in self.mine and (path == unit.path or path.startswith(unit.path + "."))
+            for unit in self.units
+        )
+
+    def metas_below(self, path: str) -> list[nn.Module]:
+        """The copies without weights of a module, or of all units below it where it spans several."""
+        out = []
+        for unit, meta in zip(self.units, self.metas):
+            if path == "" or unit.path == path or unit.path.startswith(path + "."):
+                out.append(meta)
+            elif path.startswith(unit.path + "."):
+                out.append(meta.get_submodule(path.removeprefix(unit.path + ".")))
+        return out
+
+    def start(self) -> None:
+        """Sets the gates, once compilation and data sharding have taken their places, and equals ties."""
+        for unit, meta in zip(self.units, self.metas):
+            if unit.ends or any(True for _ in meta.parameters()):
+                unit.module._compiled_call_impl = Gate(unit, meta, self.board)
+        with torch.no_grad():
+            for tensors in self._tied(lambda p: p.detach()):
+                self._share(tensors)
+        self.model.__dict__["pipeline"] = self
+
+    def step(
+        self,
+        *args: Any,
+        target: torch.Tensor | None = None,
+        watch: Callable[[Any], None] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward and backward of a batch in micro-batches; gradients are added to what is there.
+
+        Every rank of the pipeline is given the same batch: tensors whose first dimension is the batch.
+
+        Args:
+            args: what the model's forward takes, by position.
+            target: what `loss` takes beside an output, its first dimension the batch.
+            watch: called on the last stage with what the model returned for each micro-batch.
+            kwargs: what the model's forward takes, by name.
+
+        Returns:
+            The mean loss over the micro-batches, on every rank.
+        """
+        names = [p for p in inspect.signature(type(self.model).forward).parameters if p != "self"]
+        kwargs = {**dict(zip(names, args)), **kwargs}
+        tensors = [each for each in tree_flatten(kwargs)[0] if isinstance(each, torch.Tensor) and each.dim()]
+        if not tensors or tensors[0].shape[0] % self.micro_batches:
+            raise ScheduleError(
+                f"{self.micro_batches} micro-batches must divide the batch, but it has "
+                f"{tensors[0].shape[0] if tensors else 'no tensors'}"
+            )
+        size = tensors[0].shape[0]
+        self._prepare(kwargs, size)
+        self.outputs.clear()
+        self.watch = watch
+        losses: list[torch.Tensor] = []
+        anchor = torch.zeros(size, 1, device=self.device)
+        first, last = 0 in self.mine, self.num_stages - 1 in self.mine
+        self.schedule.step(
+            *((anchor,) if first else ()),
+            target=(anchor if target is None else target) if last else None,
+            losses=losses if last else None,
+            return_outputs=False,
+            **kwargs,
+        )
+        self.watch = None
+        if not self.keep_outputs:
+            self.outputs.clear()
+        for each in self.after_passes:
+            each()
+        with torch.no_grad():
+            for tensors in self._tied(lambda p: p.grad):
+                self._add(tensors)
+        for each in self.after_step:
+            each()
+        # float32 on all ranks, whatever the loss is computed in: the others cannot know.
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
+        if last:
+            total += torch.stack(losses).float().sum().detach()
+        source = dist.get_global_rank(self.axis.group, self.placement.rank(self.num_stages - 1))
+        dist.broadcast(total, source, group=self.axis.group)
+        return total
+
+    def _prepare(self, kwargs: dict[str, Any], size: int) -> None:
+        """Finds what crosses the cuts for batches of these shapes, and makes the schedule for them."""
+        from torch.distributed import pipelining
+
+        part = size // self.micro_batches
+
+        def micro(value: Any) -> Any:
+            return value[:part] if isinstance(value, torch.Tensor) and value.dim() else value
+
+        shapes = tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else v, kwargs)
+        shapes = (self.micro_batches, shapes)
+        if self.schedule is not None and shapes == self._shapes:
+            return
+        self._shapes = shapes
+        board = self.board
+        board.forms.clear()
+        board.stage, board.inferring = 0, True
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+                self.model(**tree_map(micro, kwargs))
+        except StageEnd:
+            board.inferring = False
+        finally:
+            board.stage, board.inferring = None, False
+        if len(board.forms) != self.num_stages - 1:
+            raise ScheduleError("the model's forward did not pass through every pipeline cut")
+        stages = [self._stage(index, part) for index in self.mine]
+        make = getattr(pipelining, self.order.made_by)
+        given = stages if self.order.most != 1 else stages[0]
+        self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def _stage(self, index: int, part: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        inputs = self.board.forms[index - 1].tensors(self.device) if index else (torch.zeros(part, 1),)
+        last = index == self.num_stages - 1
+        outputs = (
+            (torch.zeros(1, device=self.device),) if last else self.board.forms[index].tensors(self.device)
+        )
+        inputs, outputs = (
+            tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
+            for group in (inputs, outputs)
+        )
+        module = Stage(self, index)
+        module.runner = PipelineStage(
+            module,
+            index,
+            self.num_stages,
+            self.device,
+            input_args=tuple(each.to(self.device) for each in inputs),
+            output_args=outputs,
+            group=self.axis.group,
+        )
+        return module.runner
+
+    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        value = output.sum() if self.loss is None else self.loss(self.outputs[-1], target)
+        return value / self.micro_batches
+
+    def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:
+        """For each tie between ranks: this rank's tensor, the other's global rank, whether this is first."""
+        out = []
+        for module, name, ranks in self.ties:
+            if self.axis.rank not in ranks:
+                continue
+            param = module._parameters[name]
+            value = read(param)
+            if value is None:
+                # The other ranks wait for it.
+                param.grad = value = torch.zeros_like(param)
+            if is_dtensor(value):
+                # Cut alike over the data-parallel ranks, so that pieces meet their like.
+                value = value.to_local()
+            first = self.axis.rank == ranks[0]
+            others = ranks[1:] if first else ranks[:1]
+            out.append([(value, dist.get_global_rank(self.axis.group, other), first) for other in others])
+        return out
+
+    def _add(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
+        """Sums a gradient over the ranks that hold the weight, on the first of them, and sends it back."""
+        for grad, other, first in tensors:
+            if first:
+                grad.add_(self._received(grad, other))
+            else:
+                dist.send(grad.contiguous(), other, group=self.axis.group)
+        self._share(tensors)
+
+    def _share(self, tensors: list[tuple[torch.Tensor, int, bool]]) -> None:
+        """Gives the others the values of the first rank that holds the weight."""
+        for tensor, other, first in tensors:
+            if first:
+                dist.send(tensor.contiguous(), other, group=self.axis.group)
+            else:
+                tensor.copy_(self._received(tensor, other))
+
+    def _received(self, like: torch.Tensor, other: int) -> torch.Tensor:
+        buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(buffer, other, group=self.axis.group)
+        return buffer
+
+
+class Stage(nn.Module):
+    """One stage as torch.distributed.pipelining calls it; its parameters are registered elsewhere."""
+
+    def __init__(self, pipeline: Pipeline, index: int) -> None:
+        super().__init__()
+        self.__dict__["pipeline"] = pipeline
+        self.index = index
+        self.runner: Any = None
+        """The stage of torch.distributed.pipelining that this module is in."""
+        self.checked = self.decided = False
+        mine = [unit.module for unit in pipeline.units if unit.stage == index]
+        self.weights = list(dict.fromkeys(each for module in mine for each in module.parameters()))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the stage, whose gradients a backward pass in two parts computes in the second."""
+        return iter(self.weights)
+
+    def forward(self, *received: torch.Tensor, **inputs: Any) -> Any:
+        """The tensors that cross the cut behind this stage; the loss of shape (1,) on the last."""
+        pipeline, board = self.pipeline, self.pipeline.board
+        board.stage, board.received = self.index, received
+        try:
+            output = pipeline.model(**inputs)
+        except StageEnd as end:
+            crossing = [each for each in tree_flatten(end.output)[0] if isinstance(each, torch.Tensor)]
+            # Under autocast a value may be narrower than was announced to the stage behind.
+            forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
+            tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
+            self._check(received, tensors)
+            if pipeline.order.splits_backward:
+                tensors = tuple(leave(each, received) for each in tensors)
+                self._divide(tensors, received)
+            return tensors
+        finally:
+            board.stage, board.received = None, ()
+        if self.index != pipeline.num_stages - 1:
+            raise ScheduleError(f"pipeline stage {self.index} did not reach its cut")
+        if not pipeline.keep_outputs:
+            pipeline.outputs.clear()
+        pipeline.outputs.append(output)
+        if pipeline.watch is not None:
+            pipeline.watch(output)
+        if pipeline.order.splits_backward:
+            results = [each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor)]
+            self._divide(results, received)
+        if pipeline.loss is not None:
+            first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
+            first = getattr(first, "hidden", first)  # of logits that are not formed
+            self._check(received, (first,))
+            return first
+        loss = getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor):
+            raise ScheduleError("the model returns no loss; pass build(loss=...) and step(target=...)")
+        self._check(received, (loss,))
+        return loss.reshape(1)
+
+    def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Decides, at the first micro-batch, whether the backward pass has two parts."""
+        if self.index and not self.decided and not splits(results, received):
+            # All of it is the first part, and nothing is left for the second.
+            self.runner.dw_builder = lambda: _nothing
+        self.decided = True
+
+    def _check(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Notices, at the first micro-batch, a placeholder that took part in the result."""
+        if self.checked or self.index == 0:
+            return
+        self.checked = True
+        if any(each.isnan().any() for each in received if each.is_floating_point()):
+            return
+        if any(each.isnan().any() for each in tensors if each.is_floating_point()):
+            raise ScheduleError(
+                f"pipeline stage {self.index} uses a value from before its cut other than what the module "
+                "at the cut returns; cut elsewhere"
+            )
+
+
+def _nothing() -> None:
+    """What is left of a backward pass that was whole."""
+
+
+def _ties(
+    root: nn.Module, units: list[Unit], placement: Placement, axis: Axis
+) -> list[tuple[nn.Module, str, list[int]]]:
+    """Parameters held by stages of several ranks: this rank's holder, and the ranks in order of first use."""
+    rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
+    out, seen = [], set()
+    for module in root.modules():
+        for param in module._parameters.values():
+            if param is None or param in seen:
+                continue
+            seen.add(param)
+            held = [(m, name, rank_of[m]) for _, m, name in holders(root, param) if m in rank_of]
+            ranks = list(dict.fromkeys(rank for _, _, rank in held))
+            if len(ranks) > 1:
+                mine = next(((m, name) for m, name, rank in held if rank == axis.rank), held[0][:2])
+                out.append((*mine, ranks))
+    return out

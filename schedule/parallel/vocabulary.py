@@ -1,0 +1,142 @@
+"""Logits cut over the vocabulary, and their cross-entropy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ...errors import ScheduleError
+from .collectives import Axis, all_gather, all_reduce, scatter, through
+
+
+class SplitLogits(torch.Tensor):
+    """This rank's piece of logits along their last dimension, the vocabulary.
+
+    Computes as the plain tensor it is, except that `cross_entropy` is that of the whole vocabulary, and that
+    a `view` or `reshape` whose last size is the whole vocabulary means this rank's part of it.
+    """
+
+    axis: Axis
+    vocabulary: int
+    """Tokens in all; pieces that are longer than their share of it end in columns that mean nothing."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor, axis: Axis, vocabulary: int | None = None) -> "SplitLogits":
+        """A piece of logits, of shape (..., vocabulary / ranks), rounded up."""
+        split = tensor.as_subclass(SplitLogits)
+        split.axis = axis
+        split.vocabulary = tensor.shape[-1] * axis.size if vocabulary is None else vocabulary
+        return split
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        source = next((each for each in args if isinstance(each, SplitLogits)), None)
+        axis = getattr(source, "axis", None)
+        if axis is not None and func in (torch.Tensor.view, torch.Tensor.reshape):
+            args = (source, *_local_shape(source, args[1:]))
+        out = super().__torch_function__(func, types, args, kwargs)
+        if axis is not None and isinstance(out, SplitLogits):
+            out.axis, out.vocabulary = axis, source.vocabulary
+        return out
+
+
+def whole_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Logits with the whole vocabulary, gathered where they are cut; the gradient goes back to the pieces."""
+    if not isinstance(logits, SplitLogits):
+        return logits
+    axis, vocabulary = logits.axis, logits.vocabulary
+    rest = logits.shape[-1] * axis.size - vocabulary
+    return through(
+        logits.as_subclass(torch.Tensor),
+        forward=lambda t: all_gather(t, -1, axis).narrow(-1, 0, vocabulary),
+        backward=lambda g: scatter(F.pad(g, (0, rest)), -1, axis),
+    )
+
+
+def _local_shape(logits: SplitLogits, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+    if sizes and sizes[-1] == logits.vocabulary:
+        return (*sizes[:-1], logits.shape[-1])
+    return sizes
+
+
+def _cross_entropy(
+    input: SplitLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` of class indices; input: (tokens, vocabulary / ranks)."""
+    if weight is not None or target.is_floating_point() or input.dim() != 2:
+        raise ScheduleError(
+            "the cross-entropy of logits cut over the vocabulary takes logits (tokens, vocabulary), a class "
+            "a token and no weights; gather the logits with sync('fwd_post', 'all_gather', axis=-1) instead"
+        )
+    axis, logits = input.axis, input.as_subclass(torch.Tensor)
+    if torch.is_autocast_enabled(logits.device.type):
+        # As autocast has it for the cross-entropy of logits that are whole.
+        logits = logits.float()
+    kept = target != ignore_index
+    losses = _TokenLoss.apply(logits, target.where(kept, 0), axis, input.vocabulary, label_smoothing)
+    losses = losses.where(kept, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / kept.sum() if reduction == "mean" else losses.sum()
+
+
+class _TokenLoss(torch.autograd.Function):
+    """-log softmax of each token's logits at its class, the vocabulary cut over ranks.
+
+    Source: Shoeybi et al., Megatron-LM (2019), section 3, and its vocabulary-parallel cross-entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis, vocabulary: int, smoothing: float
+    ) -> Any:
+        local = logits.shape[-1]
+        real = min(max(vocabulary - axis.rank * local, 0), local)
+        logits = logits[:, :real]
+        top = logits.amax(-1) if real else logits.new_full(logits.shape[:1], -torch.inf)
+        top = top.contiguous()
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=axis.group)
+        shifted = logits - top.unsqueeze(-1)
+        index = target - axis.rank * local
+        mine = (index >= 0) & (index < real)
+        at = logits.new_zeros(target.shape)
+        if real:
+            at = shifted.gather(-1, index.where(mine, 0).unsqueeze(-1)).squeeze(-1) * mine
+        exponential = shifted.exp()
+        sums = [exponential.sum(-1), at] + ([shifted.sum(-1)] if smoothing else [])
+        total, at, *rest = all_reduce(torch.stack(sums), axis).unbind(0)
+        loss = total.log() - at
+        if smoothing:
+            mean = total.log() - rest[0] / vocabulary
+            loss = (1 - smoothing) * loss + smoothing * mean
+        ctx.save_for_backward(exponential / total.unsqueeze(-1), index, mine)
+        ctx.smoothing, ctx.vocabulary, ctx.filling = smoothing, vocabulary, local - real
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        probability, index, mine = ctx.saved_tensors
+        grad = probability - ctx.smoothing / ctx.vocabulary
+        weight = (1 - ctx.smoothing) * mine.to(grad.dtype).unsqueeze(-1)
+        if grad.shape[-1]:
+            grad = grad.scatter_add(-1, index.where(mine, 0).unsqueeze(-1), -weight)
+        return F.pad(grad * grads[0].unsqueeze(-1), (0, ctx.filling)), None, None, None, None

@@ -1,0 +1,118 @@
+"""Calls of primitives: as they were made, and as the plain data of a recipe."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ScheduleError
+
+Recipe = list[dict[str, Any]]
+"""Steps as plain values, which YAML keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of a primitive."""
+
+    path: str
+    """Path of the module it was called on; the root is the empty string."""
+    primitive: str
+    """Name of the primitive."""
+    args: tuple[Any, ...] = ()
+    """Positional arguments as given."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments as given."""
+
+    def __str__(self) -> str:
+        given = [_short(each) for each in self.args]
+        given += [f"{key}={_short(value)}" for key, value in self.kwargs.items()]
+        return f"{self.primitive}({', '.join(given)})"
+
+
+def to_recipe(steps: Iterable[Step]) -> Recipe:
+    """The steps in order, mappings of `path`, `primitive` and, where given, `args`, `kwargs`.
+
+    Values are plain: numbers, strings, lists and mappings. A dtype is written `{dtype: bfloat16}`, an
+    operator `{op: aten.mm.default}`, and a class or function of a module `{import: package.module:name}`.
+
+    Raises:
+        ScheduleError: a step has an argument that text cannot stand for (a lambda, a module instance).
+    """
+    out = []
+    for step in steps:
+        label = f"{step} on '{step.path or 'the root'}'"
+        entry: dict[str, Any] = {"path": step.path, "primitive": step.primitive}
+        if step.args:
+            entry["args"] = [as_plain(each, label) for each in step.args]
+        if step.kwargs:
+            entry["kwargs"] = {key: as_plain(value, label) for key, value in step.kwargs.items()}
+        out.append(entry)
+    return out
+
+
+def as_plain(value: Any, label: str) -> Any:
+    """An argument as numbers, strings, lists and mappings.
+
+    Args:
+        value: as it was given.
+        label: the step whose argument it is, for errors.
+
+    Raises:
+        ScheduleError: text cannot stand for it.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch._ops.OpOverload):
+        return {"op": str(value)}
+    if hasattr(value, "to_recipe"):
+        return value.to_recipe()
+    if isinstance(value, (list, tuple, torch.Size)):
+        return [as_plain(each, label) for each in value]
+    if isinstance(value, Mapping):
+        return {"mapping": [[as_plain(k, label), as_plain(v, label)] for k, v in value.items()]}
+    if callable(value) and not isinstance(value, nn.Module):
+        name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+        if imported(name, missing=None) is value:
+            return {"import": name}
+    raise ScheduleError(
+        f"recipe: {label} has an argument that text cannot stand for: {value!r}; use a function or class "
+        "that can be imported by name"
+    )
+
+
+_REFUSE = object()
+
+
+def imported(name: str, missing: Any = _REFUSE) -> Any:
+    """What `module:name` stands for; `missing` where there is nothing of that name.
+
+    Raises:
+        ScheduleError: there is nothing, and nothing was given in its place.
+    """
+    module, _, qualified = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in qualified.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        if missing is not _REFUSE:
+            return missing
+        raise ScheduleError(f"recipe: cannot import '{name}': {error}") from error
+    return found
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return value.__name__
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,213 @@
+"""The estimator as its users call it: one configuration, many, and none that makes sense."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redline.errors import UsageError
+from redline.estimator import Estimator, ModelFacts, TrainingSetup
+from redline.estimator.hardware import DEVICES
+from redline.models.parallel import PIPELINES
+
+SHAPE = {"layers": 32, "hidden": 512, "heads": 8, "vocabulary": 32000}
+SETUP = TrainingSetup(devices=64, seq_len=512, global_batch=512)
+MADE: dict[tuple[str, str], Estimator] = {}
+
+
+def made(hardware="h100-80gb", framework="redline"):
+    key = (hardware, framework)
+    if key not in MADE:
+        MADE[key] = Estimator(SHAPE, hardware, SETUP.but(framework=framework))
+    return MADE[key]
+
+
+CONFIG = st.fixed_dictionaries(
+    {
+        "tp": st.sampled_from([1, 2, 4, 8, 16, 64]),
+        "pp": st.sampled_from([1, 2, 4, 8]),
+        "dp": st.sampled_from([1, 2, 4, 8, 64, 512]),
+        "zero": st.integers(0, 3),
+        "micro_batch": st.sampled_from([1, 2, 3, 7, 64, 4096]),
+        "grad_accum": st.sampled_from([1, 2, 3, 64, 4096]),
+        "checkpoint_ratio": st.floats(0, 1),
+        "sequence_parallel": st.booleans(),
+        "precision": st.sampled_from(["fp32", "bf16", "bf16_pure", "fp16", "fp8"]),
+        "attention": st.sampled_from(["eager", "sdpa", "flash_attention_2"]),
+        "fusion": st.booleans(),
+        "kernels": st.booleans(),
+        "fused_optimizer": st.booleans(),
+        "offload": st.sampled_from(["none", "optimizer"]),
+        "pipeline_schedule": st.sampled_from([*PIPELINES, None]),
+        "virtual_stages": st.sampled_from([1, 2, 4]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CONFIG, st.sampled_from(sorted(DEVICES)), st.sampled_from(["redline", "megatron", "nanotron"]))
+def test_every_valid_configuration_has_finite_positive_numbers(config, hardware, framework):
+    config = {name: value for name, value in config.items() if value is not None}
+    found = made(hardware, framework)(config)
+    for value in (found.step_ms, found.throughput, found.peak_memory_mib, found.mfu):
+        assert math.isfinite(value) and value > 0
+    assert 0 <= found.mfu <= 1
+    assert 0 <= found.probability_runs <= found.probability_fits <= 1
+    assert found.step_ms_low < found.step_ms < found.step_ms_high < math.inf
+    assert found.memory_low < found.peak_memory_mib < found.memory_high < math.inf
+    assert isinstance(found.fits, bool) and found.binds
+    for name, value in found.breakdown.items():
+        assert math.isfinite(value) and value >= 0, name
+    for start, total in (("time.", found.step_ms), ("memory.", found.peak_memory_mib)):
+        summed = sum(value for name, value in found.breakdown.items() if name.startswith(start))
+        assert summed == pytest.approx(total)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(CONFIG, min_size=1, max_size=20))
+def test_a_table_says_what_each_call_says(configs):
+    estimator = made()
+    table = estimator.table(configs)
+    assert len(table) == len(configs)
+    # Knobs that do not apply are not there in a configuration, and None in a table.
+    columns = {name: [each[name] for each in configs] for name in configs[0]}
+    configs = [{name: value for name, value in each.items() if value is not None} for each in configs]
+    np.testing.assert_allclose(estimator.table(columns).step_ms, table.step_ms)
+    for index, config in enumerate(configs):
+        one = estimator(config)
+        assert one.step_ms == pytest.approx(table.step_ms[index])
+        assert one.peak_memory_mib == pytest.approx(table.peak_memory_mib[index])
+        assert one.throughput == pytest.approx(table.throughput[index])
+        assert one == table.row(index) or one.step_ms == pytest.approx(table.row(index).step_ms)
+
+
+def test_what_a_configuration_lacks_is_the_setups():
+    estimator = made()
+    assert estimator({}).step_ms == estimator({"tp": 1, "pp": 1, "dp": 64, "grad_accum": 8}).step_ms
+
+
+def test_throughput_is_the_global_batch_over_the_step():
+    found = made()({"micro_batch": 4})
+    assert found.throughput == pytest.approx(512 * 512 / found.step_ms * 1e3)
+    assert found.unit == "tokens/s"
+
+
+def test_mfu_is_the_models_flops_over_the_peak():
+    found = made()({"micro_batch": 4, "precision": "bf16"})
+    flops = ModelFacts.from_shape(**SHAPE).model_flops(512) * found.throughput
+    assert found.mfu == pytest.approx(flops / (64 * 989.4e12), rel=1e-3)
+
+
+def test_an_empty_table_is_empty():
+    assert len(made().table([])) == 0
+
+
+def test_a_memory_limit_decides_what_fits():
+    config = {"micro_batch": 8}
+    need = made()(config).peak_memory_mib
+    tight, wide = (
+        Estimator(SHAPE, "h100", SETUP.but(memory_limit_mib=limit))(config)
+        for limit in (0.7 * need, 1.4 * need)
+    )
+    assert not tight.fits and tight.probability_fits < 0.1
+    assert wide.fits and wide.probability_fits > 0.9
+
+
+def test_a_full_device_retries_and_a_roomy_or_exact_one_does_not():
+    config = {"micro_batch": 8}
+    need = made()(config).peak_memory_mib
+
+    def retries(limit, **more):
+        setup = SETUP.but(memory_limit_mib=limit * need, **more)
+        return Estimator(SHAPE, "h100", setup)(config).breakdown["time.allocator retries"]
+
+    assert retries(3) < 1e-6
+    assert retries(1.0) > 0
+    # Where what is live does not fit either the run fails, or it lived because it needed less than predicted.
+    assert retries(0.9) > retries(1.3)
+    # Measured by live tensors there is no slack that could be freed.
+    assert retries(1.0, reserved_memory=False) == 0
+
+
+def test_more_stages_than_blocks_never_finish():
+    table = made().table([{"pp": 64, "micro_batch": 1}, {"micro_batch": 1}])
+    assert table.step_ms[0] == math.inf and table.throughput[0] == 0 and table.probability_runs[0] == 0
+    assert not np.isnan(table.step_ms).any() and not np.isnan(table.log_throughput_std).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"tp": 3}, r"tp \* pp must divide the devices, 64, but is 3"),
+        ({"micro_batch": 3}, r"micro_batch \* dp must divide the global batch, 512, but is 192"),
+        ({"micro_batch": 0}, "micro_batch must be at least 1"),
+        ({"tp": 0}, "tp must be at least 1"),
+        ({"zero": 4}, "zero must be from 0 to 3"),
+        ({"checkpoint_ratio": 1.5}, "checkpoint_ratio must be from 0 to 1"),
+        ({"micro_batch": "two"}, "'micro_batch' must be a number"),
+        ({"micro_batch": 1.5}, "'micro_batch' must be an integer"),
+        ({"micro_batch": math.nan}, "'micro_batch' must be an integer"),
+        ({"checkpoint_ratio": math.nan}, "checkpoint_ratio must be from 0 to 1"),
+        ({"dp": 0, "grad_accum": 1}, "dp must be at least 1"),
+        ({"pp": 64, "dp": 1, "grad_accum": 1}, "pp = 64 must be at most the number of blocks of the model, 32"),
+        (
+            {"pp": 16, "dp": 4, "grad_accum": 8, "pipeline_schedule": "interleaved", "virtual_stages": 4},
+            r"pp \* virtual_stages = 64 must be at most",
+        ),
+        ({"virtual_stages": 0}, "virtual_stages must be at least 1"),
+    ],
+)
+def test_an_impossible_configuration_is_an_error_in_words(config, words):
+    with pytest.raises(UsageError, match=words):
+        made()(config)
+
+
+@pytest.mark.parametrize(
+    ("knob", "given", "nearest"),
+    [
+        ("precision", "bf61", "bf16"),
+        ("offload", "optimiser", "optimizer"),
+        ("attention", "flash", "flash_attention_2"),
+    ],
+)
+def test_an_unknown_word_names_the_nearest(knob, given, nearest):
+    with pytest.raises(UsageError, match=nearest):
+        made()({knob: given})
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"device": 8}, "devices"),
+        ({"devices": 0}, "devices must be an integer of at least 1"),
+        ({"precision": "bf61"}, "bf16"),
+        ({"optimizer": "adamv"}, "adamw"),
+        ({"zero": 5}, "zero must be 0, 1, 2 or 3"),
+        ({"framework": "megatorn"}, "megatron"),
+        ({"memory_limit_mib": -1}, "memory_limit_mib must be positive"),
+        ({"pipeline": "1f2b"}, "1f1b"),
+    ],
+)
+def test_an_impossible_setup_is_an_error_in_words(training, words):
+    with pytest.raises(UsageError, match=words):
+        Estimator(SHAPE, "h100", training)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({**SHAPE, "layers": 0}, "layers must be an integer of at least 1"),
+        ({**SHAPE, "heads": 7}, "heads must divide hidden"),
+        ({**SHAPE, "kv_heads": 3}, "kv_heads must divide heads"),
+        ({**SHAPE, "hiden": 3}, "hidden"),
+    ],
+)
+def test_an_impossible_shape_is_an_error_in_words(shape, words):
+    with pytest.raises(UsageError, match=words):
+        Estimator(shape, "h100", SETUP)
+
+
+def test_a_model_of_another_kind_is_an_error():
+    with pytest.raises(UsageError, match="model must be a workload"):
+        Estimator(3, "h100", SETUP)

@@ -1,0 +1,193 @@
+"""Hardware: what is known by name, and files that lack or hold what cannot be."""
+
+import math
+
+import pytest
+import yaml
+from redline.errors import UsageError
+from redline.estimator import Estimator, Hardware, find_hardware
+from redline.estimator.hardware import DEVICES, MOST_COMMON
+
+FULL = {
+    "memory_gib": 40,
+    "tflops": {"fp32": 20.0, "bf16": 300.0},
+    "memory_gb_per_s": 1500,
+    "intra_node": {"gb_per_s": 300, "latency_us": 6},
+    "inter_node": {"gb_per_s": 25, "latency_us": 25},
+    "devices_per_node": 8,
+}
+
+
+def written(tmp_path, data, name="mine.yaml"):
+    path = tmp_path / name
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def test_the_issues_devices_are_known():
+    named = {"v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200"}
+    assert named | {"rtx-4090", "l4", "a10g", "t4", "mi300x"} <= set(DEVICES)
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_every_number_of_a_device_has_a_source(name):
+    device = DEVICES[name]
+    for each in ("memory_gib", "tflops", "memory_gb_per_s", "intra_node", "inter_node", "host_gb_per_s"):
+        assert device.sources.get(each), f"{name}: {each}"
+
+
+def test_h100_is_what_its_datasheet_says():
+    h100 = find_hardware("H100_80GB")
+    assert h100.rate("bf16") == pytest.approx(989.4e12, rel=0.001)
+    assert h100.rate("fp8") == pytest.approx(2 * 989.4e12, rel=0.001)
+    assert h100.memory_gb_per_s == 3350
+    assert h100.intra_node.gb_per_s == 450
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("h100", "h100-80gb"), ("H100-SXM", "h100-80gb"), ("H100_80GB", "h100-80gb"), ("h200", "h200-141gb"),
+        ("rtx4090", "rtx-4090"), ("RTX 4090", "rtx-4090"), ("4090", "rtx-4090"), ("A100 40G", "a100-40gb"),
+        ("a100-80gb-sxm", "a100-80gb"), ("A100 80 GB", "a100-80gb"), ("B200 180GB", "b200"), ("T4 16G", "t4"),
+        # As nvidia-smi, rocm-smi and torch.cuda.get_device_name print them.
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA H200", "h200-141gb"), ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("A100-SXM4-80GB", "a100-80gb"), ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("Tesla V100-SXM2-16GB", "v100-16gb"), ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"), ("AMD Instinct MI300X OAM", "mi300x"),
+    ],
+)  # fmt: skip
+def test_hardware_is_found_as_people_write_it_and_as_drivers_print_it(name, device):
+    assert find_hardware(name) is DEVICES[device]
+
+
+def test_every_device_is_found_by_its_own_name():
+    assert all(find_hardware(name) is each for name, each in DEVICES.items())
+    assert set(MOST_COMMON) <= set(DEVICES)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("a100", "a100-80gb", "'a100' is taken for a100-80gb, the most common; there is a100-40gb too"),
+        ("V100", "v100-32gb", "'V100' is taken for v100-32gb, the most common; there is v100-16gb too"),
+        ("NVIDIA H100 PCIe", "h100-80gb", "numbers are the SXM module's"),
+        ("NVIDIA H100 NVL", "h100-80gb", "numbers are the SXM module's"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "numbers are the SXM module's"),
+    ],
+)
+def test_what_a_name_leaves_open_is_chosen_and_said(name, device, said):
+    found = find_hardware(name)
+    assert said in found.note
+    assert found.but(note="") == DEVICES[device]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("NVIDIA L40S", "l4"),
+        ("NVIDIA A10", "a10g"),
+        ("GB200", "b200"),
+        ("h100 96gb", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb"),
+    ],
+)
+def test_another_chip_or_a_part_of_one_is_not_taken_for_its_like(name, nearest):
+    with pytest.raises(UsageError, match=f"unknown hardware '{name}'; did you mean '{nearest}'"):
+        find_hardware(name)
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "NVIDIA Graphics Device", "80GB", "pcie"])
+def test_a_name_without_a_chip_is_no_hardware(name):
+    with pytest.raises(UsageError, match="unknown hardware"):
+        find_hardware(name)
+
+
+def test_a_precision_that_a_device_lacks_runs_at_the_next_one():
+    assert find_hardware("t4").rate("bf16") == find_hardware("t4").rate("fp32")
+    assert find_hardware("a100-80gb").rate("fp8") == find_hardware("a100-80gb").rate("bf16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("a100-8gb", "a100-80gb"), ("h10", "h100"), ("mi300", "mi300x"), ("rtx-409", "rtx-4090")],
+)
+def test_unknown_hardware_names_the_nearest(asked, nearest):
+    with pytest.raises(UsageError, match=nearest):
+        Estimator({"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 64}, asked)
+
+
+def test_a_file_goes_there_and_back(tmp_path):
+    first = Hardware.from_yaml(written(tmp_path, FULL))
+    assert first.name == "mine"
+    assert first.intra_node.gb_per_s == 300
+    first.to_yaml(tmp_path / "again.yaml")
+    assert Hardware.from_yaml(tmp_path / "again.yaml") == first
+
+
+def test_a_base_fills_in_what_a_file_leaves_out(tmp_path):
+    found = find_hardware(written(tmp_path, {"base": "h100-80gb", "devices_per_node": 4}))
+    assert found.devices_per_node == 4
+    assert found.tflops == DEVICES["h100-80gb"].tflops
+    assert found.name == "mine"
+
+
+@pytest.mark.parametrize("field", sorted(FULL))
+def test_a_missing_field_is_named(tmp_path, field):
+    data = {name: value for name, value in FULL.items() if name != field}
+    with pytest.raises(UsageError, match=rf"mine\.yaml lacks {field}.*base:"):
+        Hardware.from_yaml(written(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_gib", 0), ("memory_gib", -80), ("memory_gib", math.nan), ("memory_gib", math.inf),
+        ("memory_gib", "80"), ("memory_gib", True), ("memory_gb_per_s", 0), ("memory_gb_per_s", None),
+        ("devices_per_node", 0), ("devices_per_node", 2.5), ("devices_per_node", 8192),
+        ("tflops", 312), ("tflops", {"bf16": 312}), ("tflops", {"fp32": -1}), ("tflops", {"fp32": math.nan}),
+        ("tflops", {"fp32": 20, "bf61": 312}), ("intra_node", 300), ("intra_node", {"gb_per_s": 300}),
+        ("inter_node", {"gb_per_s": 0, "latency_us": 5}), ("inter_node", {"gb_per_s": 25, "latency_us": -5}),
+        ("inter_node", {"gb_per_s": 25, "latency_us": 5, "color": 1}), ("achievable", 1.5), ("achievable", 0),
+        ("host_gb_per_s", -1),
+    ],
+)  # fmt: skip
+def test_an_impossible_number_is_named_with_its_file(tmp_path, field, value):
+    with pytest.raises(UsageError) as caught:
+        Hardware.from_yaml(written(tmp_path, {**FULL, field: value}))
+    assert "mine.yaml" in str(caught.value)
+    assert field in str(caught.value) or (
+        isinstance(value, dict) and any(key in str(caught.value) for key in value)
+    )
+
+
+def test_an_unknown_field_names_the_nearest(tmp_path):
+    with pytest.raises(UsageError, match="memory_gib"):
+        Hardware.from_yaml(written(tmp_path, {**FULL, "memory_gb": 40}))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "must hold a mapping"),
+        ("a: [", "is no YAML"),
+        ("", "must hold a mapping"),
+        ("base: h1000\n", "h100"),
+    ],
+)
+def test_a_file_that_is_none_is_an_error(tmp_path, text, words):
+    with pytest.raises(UsageError, match=words):
+        Hardware.from_yaml(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match=r"nowhere\.yaml cannot be read"):
+        find_hardware(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("spec", [None, 80, ["h100"]])
+def test_hardware_of_another_kind_is_an_error(spec):
+    with pytest.raises(UsageError, match="hardware must be a name, a file or a Hardware"):
+        Estimator({"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 64}, spec)

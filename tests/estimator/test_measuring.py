@@ -1,0 +1,225 @@
+"""Measuring the machine at hand, and the hardware file it leaves."""
+
+import json
+from dataclasses import asdict
+from typing import ClassVar
+
+import pytest
+import redline as rl
+from redline.device import Device
+from redline.estimator import Hardware, find_hardware, measuring
+from redline.estimator.measuring import Measured, measure, table_entry, this_machine
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Products and copies that take milliseconds."""
+    monkeypatch.setattr(measuring, "SIZES", {"cpu": (64, 128)})
+    monkeypatch.setattr(measuring, "SHORT_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(measuring, "COPY_BYTES", {"cpu": 1024**2})
+    monkeypatch.setattr(measuring, "SECONDS", 0.01)
+
+
+def test_what_is_measured_becomes_a_file_that_reads_back(quick, tmp_path):
+    found = measure()
+    assert set(found.tflops["fp32"]) == {64, 128}
+    assert all(rate > 0 for rates in found.tflops.values() for rate in rates.values())
+    made = found.to_hardware()
+    assert made.tflops["fp32"] == pytest.approx(max(found.tflops["fp32"].values()), abs=1e-5)
+    assert (made.kind, made.achievable) == ("cpu", 1.0)
+    path = tmp_path / "machine.yaml"
+    made.to_yaml(path)
+    assert find_hardware(path) == made
+    assert find_hardware(str(path)).memory_gib == made.memory_gib
+
+
+def test_links_among_ranks_are_measured_and_used():
+    found = Measured(
+        device=Device(type="cpu", name="a CPU", count=1, memory_mib=8192, capability=None, features=frozenset()),
+        tflops={"fp32": {64: 0.1}},
+        memory_gb_per_s=20.0,
+        links={"all-reduce": {"gb_per_s": 0.5, "latency_us": 80.0}, "point-to-point": {"gb_per_s": 2.0, "latency_us": 40.0}},
+        ranks=2,
+    )  # fmt: skip
+    link = found.to_hardware().intra_node
+    assert (link.gb_per_s, link.latency_us) == (0.5, 80.0)
+    assert found.to_hardware().devices_per_node == 2
+
+
+def test_two_ranks_measure_their_link(monkeypatch):
+    monkeypatch.setattr(measuring, "MESSAGE_BYTES", {"cpu": (4096, 1024**2)})
+    links = measuring._links("cpu", 2)
+    assert set(links) == {"all-reduce", "point-to-point"}
+    assert all(0 < each["gb_per_s"] < 1e4 and 0 < each["latency_us"] < 1e6 for each in links.values())
+
+
+def test_a_rank_that_fails_is_named():
+    with pytest.raises(rl.RunnerError, match="rank 0 of 2 failed"):
+        measuring._links("no such device", 2)
+
+
+def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch):
+    gpu = Device(type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset())
+    asked = []
+    written = json.dumps(asdict(measure().to_hardware().but(name="this-machine", kind="cuda")))
+    monkeypatch.setattr(measuring, "detect", lambda: gpu)
+    monkeypatch.setattr(measuring, "_in_a_process", lambda function, *_, **__: asked.append(function) or written)
+    assert this_machine(tmp_path).name == "this-machine"
+    assert asked == ["short_measurement"]
+
+
+def test_a_process_that_fails_to_measure_is_told_with_its_last_line():
+    with pytest.raises(rl.RunnerError, match=r"measuring this machine failed: .*no_such_function"):
+        measuring._in_a_process("no_such_function", [], timeout_s=60)
+
+
+def test_this_machine_is_measured_once(quick, tmp_path, monkeypatch):
+    first = this_machine(tmp_path)
+    monkeypatch.setattr(measuring, "measure", None)
+    assert this_machine(tmp_path) == first
+
+
+class Busy(measuring._Load):
+    """Says of each measurement what others took of the cores."""
+
+    shares: ClassVar[list[float]] = []
+
+    def others(self):
+        return self.shares.pop(0)
+
+
+@pytest.fixture
+def shares(quick, monkeypatch):
+    monkeypatch.setattr(measuring, "_Load", Busy)
+    Busy.shares = []
+    return Busy.shares
+
+
+def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monkeypatch):
+    shares += [0.8, 0.5, 0.6]
+    found = this_machine(tmp_path)
+    assert "other processes took 50 % of its cores" in found.note
+    assert this_machine(tmp_path) == found  # for some minutes
+    later = measuring.time.time() + measuring.BUSY_AGE_S + 1
+    monkeypatch.setattr(measuring.time, "time", lambda: later)
+    shares.append(0.01)
+    assert this_machine(tmp_path).note == ""
+    later += 20 * 24 * 3600
+    assert this_machine(tmp_path).note == ""  # what was measured at rest is kept
+    assert shares == []
+
+
+def test_a_moment_of_rest_is_enough(shares):
+    shares += [0.8, 0.02, 0.9]
+    assert measure(short=True).note == "" and shares == [0.9]
+
+
+def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, tmp_path, monkeypatch):
+    from redline.estimator.question import ask
+    from redline.tuner.predicting import estimate_to_begin_with
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shares += [0.8, 0.8, 0.8]
+    workload, said = rl.workload("gpt2-tiny"), []
+    assert any("80 % of its cores" in note for note in ask(workload).notes)
+    estimate_to_begin_with(workload, rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None)
+    assert len(said) == 1 and "80 % of its cores" in said[0]
+
+
+def test_load_is_what_others_take_of_the_cores_not_what_this_process_does():
+    import subprocess
+    import sys
+    import time
+
+    def spin(seconds):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    load = measuring._Load()
+    spin(0.4)
+    alone = load.others()
+    other = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    started = [subprocess.Popen(other, stdout=subprocess.PIPE) for _ in load._cores()]
+    try:
+        for each in started:
+            each.stdout.readline()
+        load = measuring._Load()
+        spin(0.6)
+        beside = load.others()
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert beside > 0.25
+    assert 0 <= alone <= 1 and beside <= 1
+
+
+def test_calls_that_something_came_between_do_not_count():
+    calls = [(1.0, 0.99), (1.1, 1.05), (0.98, 0.97), (1.02, 1.0), (5.0, 1.0), (7.0, 1.1)]
+    assert measuring._undisturbed(calls, on_cpu=True) == pytest.approx(0.985, abs=0.01)
+    # Where all were disturbed, the shortest is nearest; a GPU's thread waits anyway.
+    assert measuring._undisturbed([(5.0, 1.0), (7.0, 1.1)], on_cpu=True) == 5.0
+    assert measuring._undisturbed([(1.0, 0.1)] * 8, on_cpu=False) == 1.0
+
+
+def test_a_gpu_in_the_table_is_found_by_its_name_and_memory():
+    def gpu(name, memory_mib):
+        return Device(
+            type="cuda", name=name, count=8, memory_mib=memory_mib, capability=(8, 0), features=frozenset()
+        )  # fmt: skip
+
+    assert table_entry(gpu("NVIDIA A100-SXM4-80GB", 81_050)).name == "a100-80gb"
+    assert table_entry(gpu("NVIDIA A100-SXM4-40GB", 40_300)).name == "a100-40gb"
+    assert table_entry(gpu("NVIDIA H100 80GB HBM3", 81_000)).name == "h100-80gb"
+    assert table_entry(gpu("Tesla T4", 14_900)).name == "t4"
+    assert table_entry(gpu("NVIDIA GeForce GTX 1080", 8_000)) is None
+
+
+GOOD = """
+memory_gib: 40
+tflops: {fp32: 19.5, bf16: 312}
+memory_gb_per_s: 1555
+intra_node: {gb_per_s: 300, latency_us: 6}
+inter_node: {gb_per_s: 25, latency_us: 25}
+devices_per_node: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("memory_gib: 40\n", "", "lacks memory_gib"),
+        ("memory_gib: 40", "memory_gib: -1", "memory_gib must be a number from 0.1"),
+        ("memory_gib: 40", "memory_gib: lots", "memory_gib must be a number"),
+        ("memory_gib: 40", "memory_gb: 40", "did you mean 'memory_gib'"),
+        ("fp32: 19.5, ", "", "must hold the rate of fp32"),
+        ("bf16: 312", "bf17: 312", "did you mean 'bf16'"),
+        ("bf16: 312", "bf16: 0", "tflops.bf16 must be a number from"),
+        ("tflops: {fp32: 19.5, bf16: 312}", "tflops: 312", "must map dtypes to numbers"),
+        ("gb_per_s: 300, ", "", "intra_node lacks gb_per_s"),
+        ("gb_per_s: 25", "gb_per_s: .nan", "gb_per_s must be a number"),
+        ("intra_node: {gb_per_s: 300, latency_us: 6}", "intra_node: fast", "intra_node must be a mapping"),
+        ("devices_per_node: 8", "devices_per_node: 2.5", "devices_per_node must be an integer"),
+        ("devices_per_node: 8", "devices_per_node: 8\ncores: none", "cores must be a number"),
+        ("memory_gib: 40", "base: h10", "did you mean 'h100'"),
+        ("memory_gib: 40", "memory_gib: [", "is no YAML"),
+    ],
+)
+def test_a_hardware_file_with_missing_or_impossible_numbers_is_refused(tmp_path, old, new, message):
+    assert old in GOOD
+    path = tmp_path / "cluster.yaml"
+    path.write_text(GOOD)
+    assert Hardware.from_yaml(path).memory_gib == 40
+    path.write_text(GOOD.replace(old, new))
+    with pytest.raises(rl.UsageError, match=message) as caught:
+        Hardware.from_yaml(path)
+    assert "cluster.yaml" in str(caught.value)
+
+
+def test_a_hardware_file_may_start_from_a_known_device(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: h100-80gb\nmemory_gib: 94\ninter_node: {gb_per_s: 12.5, latency_us: 30}\n")
+    made = find_hardware(path)
+    assert (made.name, made.memory_gib, made.inter_node.gb_per_s) == ("mine", 94, 12.5)
+    assert made.tflops == find_hardware("h100-80gb").tflops

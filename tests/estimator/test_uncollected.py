@@ -1,0 +1,21 @@
+import gc
+
+import pytest
+from redline.estimator.uncollected import uncollected
+
+
+def test_the_collector_is_off_within_and_as_it_was_behind_even_where_something_fails():
+    assert gc.isenabled()
+    with pytest.raises(KeyError), uncollected():
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,0 +1,1 @@
+from small_models import cpu, cuda, few_threads, folder, small  # noqa: F401

@@ -1,0 +1,286 @@
+"""precision=fp8 and fp8_rowwise: what is computed in 8 bits, how far that departs, where a space has it."""
+
+import sys
+from dataclasses import replace
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+from numeric import caught, within
+from redline.errors import ScheduleError, WorkloadError
+from redline.models import workload
+from redline.models.spaces import default_space, lossy_of_space, without_float8
+from redline.results.meaning import FLOAT8
+from redline.runners import Reference
+from redline.runners.truth import FLOOR, check, together, why_not
+from redline.schedule import build, create_schedule, verify
+from redline.schedule.rounding import loss_allowance, unit_roundoff
+from redline.training import Training
+from redline.training.first_step import first_step
+from redline.training.probe import take
+from torch import nn
+from torchao.float8.float8_linear import Float8Linear
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+CPU = torch.device("cpu")
+GRADIENTS = {"fp8": torch.float8_e5m2, "fp8_rowwise": torch.float8_e4m3fn}
+"""Formats that gradients are rounded to; all else is rounded to e4m3."""
+every_format = pytest.mark.parametrize("precision", FLOAT8)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A space of a device is as if torchao were installed, or were not."""
+
+    def there(is_there=True):
+        said = "" if is_there else "torchao is not installed: pip install 'redline[fp8]'"
+        monkeypatch.setattr("redline.device.not_installed", lambda package, extra: said)
+
+    there()
+    return there
+
+
+def converted(model):
+    return {name for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+
+
+def probed(made, precision, **knobs):
+    return together([take(Training(made, {"precision": precision, **knobs}, CPU))])
+
+
+# What is converted
+
+
+@every_format
+def test_linear_layers_of_blocks_with_sizes_of_16_are_converted_and_no_others(small, precision):
+    made = small("llama", intermediate_size=72)  # no multiple of 16
+    training = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
+    projections = [f"{name}_proj" for name in "qkvo"]
+    assert converted(training.model) == {
+        f"model.layers.{block}.self_attn.{each}" for block in range(2) for each in projections
+    }
+    plain = Training(made, {"micro_batch": 8}, CPU)
+    assert list(training.model.state_dict()) == list(plain.model.state_dict())
+    assert {each.dtype for each in training.model.parameters()} == {torch.float32}
+    kind = training.model.model.layers[0].self_attn.q_proj.config
+    assert kind.cast_config_grad_output.target_dtype == GRADIENTS[precision]
+
+
+def test_a_model_without_such_layers_is_refused(small):
+    """GPT-2 has projections of a class of its own."""
+    for made in (small("gpt2"), small("llama", hidden_size=24, intermediate_size=40)):
+        with pytest.raises(WorkloadError, match="multiples of 16, and there is none in its repeated"):
+            Training(made, {"micro_batch": 8, "precision": "fp8"}, CPU)
+
+
+def test_without_torchao_it_is_refused_and_that_names_the_extra(small, monkeypatch):
+    said = "torchao is not installed: pip install 'redline[fp8]'"
+    monkeypatch.setattr("redline.training.precision.not_installed", lambda package, extra: said)
+    with pytest.raises(WorkloadError, match=r"pip install 'redline\[fp8\]'"):
+        Training(small("llama"), {"micro_batch": 8, "precision": "fp8"}, CPU)
+
+
+def test_the_primitive_refuses_what_it_cannot_do():
+    sch = create_schedule(nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 8), nn.Linear(16, 32)))
+    for at, given, said in (
+        ("0", {}, "multiples of 16"), ("2", {"scaling": "tensor"}, "did you mean 'tensorwise'"),
+    ):  # fmt: skip
+        with pytest.raises(ScheduleError, match=said):
+            sch[at].float8(**given)
+    sch["2"].float8()
+    with pytest.raises(ScheduleError, match="converted once"):
+        sch["2"].float8()
+
+
+def test_hooks_layers_and_references_stay(seed):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    kept, called = model[1], []
+    sch = create_schedule(model)
+    sch["1"].hook("fwd_post", lambda *args: called.append(1))
+    sch["1"].checkpoint().float8(emulate=True)
+    model, _ = build(sch)
+    model(torch.randn(4, 32)).sum().backward()
+    assert model[1] is kept and isinstance(kept, Float8Linear) and called and kept.weight.grad is not None
+
+
+# How far it departs
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_product_rounds_its_factors_to_8_bits_and_no_more(seed, scaling):
+    """Of a product with rounded factors, |x'w' - xw| <= (u + v + uv) |x| |w| in each term."""
+    torch.manual_seed(seed)
+    # 20 rows are filled up to 32 in the gradient of the weight.
+    x, w, g = torch.randn(20, 64), torch.randn(48, 64), torch.randn(20, 48)
+    sch = create_schedule(nn.Sequential(nn.Linear(64, 48, bias=False)))
+    sch.module[0].weight.data.copy_(w)
+    model, _ = build(sch.float8(scaling, emulate=True))
+    given = x.clone().requires_grad_()
+    output = model(given)
+    output.backward(g)
+    forward = unit_roundoff(torch.float8_e4m3fn)
+    backward = unit_roundoff(torch.float8_e5m2 if scaling == "tensorwise" else torch.float8_e4m3fn)
+    for what, found, a, b, u in (
+        ("the output", output, x, w.T, forward),
+        ("the input's gradient", given.grad, g, w, backward),
+        ("the weight's gradient", model[0].weight.grad, g.T, x, backward),
+    ):
+        exact, size = a.double() @ b.double(), a.abs().double() @ b.abs().double()
+        departs = float(((found.detach().double() - exact).abs() / size).max())
+        # Scaled to their largest, factors are no subnormal numbers but where they add nothing.
+        within(departs, u + forward + u * forward, what)
+        # That of bfloat16, which could be no further out.
+        v = unit_roundoff(torch.bfloat16)
+        caught(departs, (2 * v + v * v) / 3, f"{what} against bfloat16")
+
+
+@every_format
+def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precision):
+    made = small("llama")
+    expected = probed(made, "fp32", micro_batch=8)
+    found, half = probed(made, precision, micro_batch=8), probed(made, "bf16", micro_batch=8)
+    assert check(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) == ""
+    assert (found.roundoff, half.roundoff) == (2.0**-4, 2.0**-8)
+
+    def departure(probe):
+        return sum((a - b) ** 2 for a, b in zip(probe.logits, expected.logits)) ** 0.5
+
+    # Sixteen times the roundoff, of which some falls to what is bf16 in both.
+    assert departure(found) > 4 * departure(half)
+
+
+@every_format
+def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
+    made = small("llama")
+    expected, found = probed(made, "fp32", micro_batch=8), probed(made, precision, micro_batch=8)
+    own = found.quiet
+    for factor in (0.0, 2.0):  # lost; not averaged over two replicas
+        blocks = tuple(factor * each for each in own.blocks)
+        wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
+        said = check(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
+        assert "the norm of the gradient of repeated block 0" in said
+
+
+def test_verify_allows_what_the_format_does():
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    sch = create_schedule(model)
+    with verify(sch, torch.randn(8, 32)):
+        sch["2"].float8("rowwise", emulate=True)
+
+
+# With other knobs
+
+
+@every_format
+@pytest.mark.parametrize(
+    "knobs",
+    [{"checkpoint_ratio": 0.5}, {"grad_accum": 2, "micro_batch": 4}, {"kernels": True}, {"fusion": True}],
+    ids=str,
+)
+def test_it_goes_with_what_else_rewrites_a_block(small, precision, knobs):
+    knobs = {"micro_batch": 8, **knobs}
+    made = small("llama", vocab_size=512)
+    plain = Training(made, {"micro_batch": 8, "precision": precision}, CPU)
+    other = Training(made, {**knobs, "precision": precision}, CPU)
+    if other.compiled:
+        for block in other.model.model.layers:
+            block.compile(backend="aot_eager")
+    loss, found = float(plain.step()), float(other.step())
+    # Micro-batches have scales of their own, and compiled code rounds where it likes.
+    assert found == pytest.approx(loss, rel=unit_roundoff(torch.float8_e4m3fn) / 8**0.5)
+    assert converted(other.model) == converted(plain.model)
+
+
+def on_ranks(made, config):
+    """On each rank: the first loss, the norms of its gradients, and how many layers are converted."""
+    training = Training(made, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    loss, part = first_step(training)
+    return float(loss), part, take(training), len(converted(training.model))
+
+
+@pytest.mark.parametrize(
+    ("precision", "knobs"),
+    [("fp8", {"tp": 2, "sequence_parallel": True}), ("fp8_rowwise", {"tp": 2}), ("fp8", {"pp": 2})],
+    ids=str,
+)
+def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, knobs):
+    made = small("llama", hidden_size=64, num_hidden_layers=2)
+    layers = 7 if "pp" in knobs else 14
+    reference = two.run(on_ranks, made, {"micro_batch": 2, "grad_accum": 4, **knobs})
+    found = two.run(on_ranks, made, {"micro_batch": 2, "grad_accum": 4, "precision": precision, **knobs})
+    assert [each[3] for each in reference] == [0, 0] and [each[3] for each in found] == [layers, layers]
+    expected = together([each[2] for each in reference], [each[1] for each in reference])
+    probe = together([each[2] for each in found], [each[1] for each in found])
+    assert not why_not(probe, Reference(probe=expected))
+    assert check(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) == ""
+    assert probe.quiet.gradient != expected.quiet.gradient
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("fp8", 1), ("fp8_rowwise", 2), ("fp8", 3)])
+def test_replicas_round_their_micro_batches_as_one_process_does(two, small, precision, zero):
+    """Where weights are gathered as bf16 they are rounded twice."""
+    made = small("llama")
+    one = Training(made, {"micro_batch": 4, "grad_accum": 2, "precision": precision}, CPU)
+    loss, alone = first_step(one)
+    found = two.run(on_ranks, made, {"micro_batch": 4, "grad_accum": 1, "precision": precision, "zero": zero})
+    assert [each[3] for each in found] == [len(converted(one.model))] * 2
+    rounding = unit_roundoff(torch.bfloat16 if zero > 1 else torch.float32)
+    probe = together([each[2] for each in found], [each[1] for each in found])
+    expected = together([take(one)], [alone])
+    within(abs(found[0][0] - float(loss)) / float(loss), loss_allowance(8 * rounding, 8 * 16), "the loss")
+    allowed = max(16 * rounding, FLOOR)
+    within(abs(probe.step.gradient / expected.step.gradient - 1), allowed, "the gradient's norm")
+
+
+# Where a space has it
+
+
+def test_a_device_that_multiplies_8_bits_has_it_among_what_is_lossy(small, cuda, installed):
+    made = small("llama")
+    space = default_space(made, cuda((9, 0)), allow=("lossy",))
+    assert space["precision"].values == ("fp32", "bf16", "bf16_pure", "fp8", "fp8_rowwise")
+    assert lossy_of_space(space) == {"precision": ["bf16_pure", "fp8", "fp8_rowwise"]}
+    asked = default_space(made, cuda((8, 9)))
+    assert asked["precision"].values == ("fp32", "bf16") and without_float8(made, cuda((8, 9))) == ""
+    asked.fix("precision", "fp8")
+
+
+def test_who_has_it_not_is_told_why(small, cuda, cpu, installed):
+    made = small("llama")
+    assert without_float8(made, cpu) == "a CPU does not multiply numbers of 8 bits"
+    assert without_float8(made, cuda((8, 0))).endswith("capability 8.9, and this device has 8.0")
+    assert without_float8(small("gpt2"), cuda()).endswith("there is none in its repeated blocks")
+    installed(False)
+    assert without_float8(made, cuda()) == "torchao is not installed: pip install 'redline[fp8]'"
+    for device in (cpu, cuda((8, 0)), cuda()):
+        space = default_space(made, device, allow=("lossy",))
+        assert not set(FLOAT8) & {*space["precision"].values, *space["precision"].others}
+
+
+def test_a_cut_that_leaves_nothing_to_convert_is_no_configuration(small, cuda, installed):
+    made = small("llama", hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    space = default_space(made, cuda((9, 0), 2), 2, allow=("lossy",))
+    cut = {config["precision"] for config in space if config["tp"] == 2}
+    assert cut == {"fp32", "bf16", "bf16_pure"}
+    config = space.default().to_dict() | {"tp": 2, "precision": "fp8"}
+    assert "in its repeated blocks cut over 2 ranks" in space.explain(config)
+
+
+def test_a_preset_says_so_in_redline_space(installed, cuda):
+    assert without_float8(workload("llama-tiny"), cuda()) == ""
+
+
+@pytest.mark.gpu
+@every_format
+def test_a_gpu_computes_what_is_emulated(small, precision):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no CUDA device of compute capability 8.9")
+    made = small("llama")
+    expected = Reference(probe=probed(made, precision, micro_batch=8))
+    for knobs in ({}, {"fusion": True}, {"grad_accum": 8, "micro_batch": 1}):
+        training = Training(made, {"micro_batch": 8, "precision": precision, **knobs}, torch.device("cuda"))
+        found = together([take(training)])
+        loss = float(training.step())
+        assert converted(training.model)
+        assert check(found, expected, loss=loss, last_loss=loss) == ""

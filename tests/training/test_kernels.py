@@ -1,0 +1,199 @@
+"""The knob kernels: where a default space has it, why elsewhere not, and what it does not go with."""
+
+from dataclasses import replace
+
+import pytest
+import redline as rl
+import torch
+from redline.errors import SpaceError, WorkloadError
+from redline.models import workload
+from redline.models.families.standard import head_of
+from redline.models.kernels import kernels_obstacle
+from redline.models.skeleton import skeleton
+from redline.models.spaces import default_space
+from redline.schedule import create_schedule
+from redline.schedule.forward import layers_of
+from redline.schedule.primitives.fused_loss import FusedLoss
+from redline.training import Training, numerics
+from torch import nn
+from torch.nn import functional as F
+
+V, H = 128, 16
+
+
+class Blocks(nn.Module):
+    """A language model of one's own, with a head of `size`."""
+
+    def __init__(self, size=V):
+        super().__init__()
+        self.embed = nn.Embedding(V, H)
+        layer = lambda: nn.Sequential(nn.Linear(H, 2 * H), nn.ReLU(), nn.Linear(2 * H, H))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(H), nn.Linear(H, size)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(self.norm(x))
+
+
+def batch(size, seed):
+    tokens = torch.randint(V, (size, 8), generator=torch.Generator().manual_seed(seed))
+    return tokens, tokens.roll(-1, 1)
+
+
+def fused(output, batch):
+    return F.cross_entropy(output[:, :-1].reshape(-1, V), batch[1][:, :-1].reshape(-1))
+
+
+def own(loss=fused, **more):
+    return rl.Workload(
+        **{"model": Blocks, "batch": batch, "loss": loss, "global_batch": 8, "seq_len": 8, **more}
+    )
+
+
+HEADS = {
+    "gpt2-tiny": "lm_head", "bert-tiny": "cls.predictions.decoder", "t5-tiny": "lm_head",
+    "llama-tiny": "lm_head", "mixtral-tiny": "lm_head",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_language_model_has_it_off_by_default(cpu, name):
+    made = workload(name)
+    assert kernels_obstacle(made) == ""
+    space = default_space(made, cpu)
+    assert space["kernels"].values == (False, True) and space.default()["kernels"] is False
+    sch = create_schedule(skeleton(made))
+    assert head_of(sch, made.schedule.blocks(sch)).path == HEADS[name]
+
+
+def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
+    made = own()
+    assert "kernels" in default_space(made, cpu).by_name
+    for knobs in ({"kernels": True}, {"kernels": True, "micro_batch": 2, "checkpoint_ratio": 1.0}):
+        assert numerics.departure(made, knobs).holds
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (workload("vit-tiny"), "no projection to a vocabulary"),
+        (workload("wide-resnet-tiny"), "no projection to a vocabulary"),
+        (
+            own(model=lambda: nn.Sequential(nn.Embedding(V, H), nn.Linear(H, V))),
+            "no projection to a vocabulary",
+        ),
+        (
+            own(
+                model=lambda: Blocks(32), loss=lambda output, batch: fused(F.pad(output, (0, V - 32)), batch)
+            ),
+            "32 logits a token are too few",
+        ),
+        (
+            own(loss=lambda output, batch: F.cross_entropy(output.transpose(1, 2), batch[1])),
+            "takes logits by transpose",
+        ),
+        (
+            own(loss=lambda output, batch: -output.log_softmax(-1)[..., 0].mean()),
+            "takes logits by log_softmax",
+        ),
+        (own(loss=lambda output, batch: output.argmax().item()), "cannot be seen without running"),
+        (own(schedule=lambda sch, config: config.get("fusion")), "own schedule does not look at it"),
+    ],
+    ids=["vit", "resnet", "no blocks", "small", "transpose", "log_softmax", "item", "schedule"],
+)
+def test_where_it_is_not_that_has_a_reason(cpu, made, why):
+    assert why in kernels_obstacle(made)
+    assert "kernels" not in default_space(made, cpu).by_name
+
+
+def test_softcapped_logits_are_formed():
+    from redline.models import hugging_face
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, vocab_size=256,
+    )  # fmt: skip
+    assert "its loss takes logits by" in kernels_obstacle(hugging_face(config, seq_len=16))
+
+
+def test_a_schedule_of_ones_own_that_looks_at_it_has_it(cpu):
+    def schedule(sch, config):
+        if config.get("kernels"):
+            sch["out"].fused_loss()
+
+    made = own(schedule=schedule)
+    assert "kernels" in default_space(made, cpu).by_name
+    training = Training(made, {"kernels": True}, torch.device("cpu"))
+    assert layers_of(training.model.out, FusedLoss)
+
+
+def test_what_it_does_not_go_with_is_a_constraint_with_a_reason(cpu, cuda):
+    space = default_space(workload("gpt2"), cuda((7, 0)))
+    with pytest.raises(SpaceError, match="gradient is formed before the loss is scaled"):
+        space.config(kernels=True, precision="fp16")
+    space = default_space(replace(workload("gpt2-tiny"), global_batch=32), cpu, 4)
+    with pytest.raises(SpaceError, match="cuts the head again behind its forward"):
+        space.config(kernels=True, pp=2, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
+    assert space.config(kernels=True, pp=1, tp=1, zero=3, micro_batch=2, checkpoint_ratio=0.0)
+    with pytest.raises(SpaceError, match="cuts the head again behind its forward"):
+        default_space(own(), cpu, 2).config(kernels=True, zero=3)
+    for made, knobs, ranks in (
+        (workload("gpt2-tiny"), {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2}, 4),
+        (own(), {"dp": 2, "zero": 3}, 2),
+    ):  # fmt: skip
+        with pytest.raises(WorkloadError, match="cuts the head again behind its forward"):
+            Training(made, {**knobs, "kernels": True}, torch.device("cpu"), world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"precision": "bf16"}, {"precision": "bf16_pure"}, {"checkpoint_ratio": 1.0}], ids=str
+)
+def test_it_trains_as_without(seed, knobs):
+    made = numerics.tiny("gpt2")
+    assert numerics.departure(made, {**knobs, "kernels": True, "grad_accum": 2}, seed).holds
+
+
+def on_ranks(knobs, loss):
+    import torch.distributed as dist
+
+    assert dist.is_initialized()
+    return numerics.departure(own(loss=loss), knobs)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"dp": 2, "zero": 0}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2, "grad_accum": 2}],
+    ids=str,
+)
+def test_a_loss_outside_of_the_model_works_on_replicas(two, knobs):
+    for found in two.run(on_ranks, {**knobs, "kernels": True}, fused):
+        assert found.holds and found.parameters, found
+
+
+def in_stages(loss):
+    made = replace(numerics.tiny("gpt2"), loss=loss, identity=None)
+    return numerics.departure(made, {"pp": 2, "grad_accum": 4, "kernels": True})
+
+
+def of_logits(output, batch):
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_outside_of_the_model_works_behind_a_pipeline(two):
+    for found in two.run(in_stages, of_logits):
+        assert found.holds and found.parameters, found
+
+
+def in_shards(knobs):
+    return numerics.departure(numerics.tiny("llama"), {"dp": 2, "kernels": True, **knobs})
+
+
+@pytest.mark.parametrize("knobs", [{"zero": 2, "precision": "bf16"}, {"zero": 3, "precision": "bf16"}], ids=str)
+def test_a_head_that_is_gathered_in_bf16_gives_what_it_must(two, knobs):
+    for found in two.run(in_shards, knobs):
+        assert found.holds and found.parameters, found

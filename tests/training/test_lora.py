@@ -1,0 +1,128 @@
+"""Adapters: what is trained, what it costs, and that the space stays."""
+
+import sys
+
+import numeric
+import pytest
+import torch
+from redline.errors import MissingDependency, WorkloadError
+from redline.models import Workload, flops_of, workload
+from redline.models.lora import Lora, with_lora
+from redline.models.spaces import default_space
+from redline.training import Training
+
+pytest.importorskip("peft")
+CPU = torch.device("cpu")
+
+
+def trained(model):
+    return {name for name, each in model.named_parameters() if each.requires_grad}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+def test_only_adapters_have_gradients_and_optimizer_state(small, family):
+    training = Training(with_lora(small(family), Lora(r=4)), {"micro_batch": 4}, CPU)
+    names = trained(training.model)
+    assert names and all(".lora_" in name for name in names)
+    training.passes()
+    held = {name for name, each in training.model.named_parameters() if each.grad is not None}
+    assert held == names
+    training.optimizer.step()
+    size = sum(each.numel() for each in training.model.parameters() if each.requires_grad)
+    state = [v for s in training.optimizer.state.values() for v in s.values() if v.dim()]
+    assert sum(each.numel() for each in state) == 2 * size
+    assert size < 0.2 * sum(each.numel() for each in training.model.parameters())
+
+
+def test_adapters_start_as_nothing_and_then_train(small):
+    adapted = Training(with_lora(small("llama"), Lora(r=4, alpha=64)), {"micro_batch": 8}, CPU)
+    before = {name: each.detach().clone() for name, each in adapted.model.named_parameters()}
+    assert all(not each.any() for name, each in before.items() if ".lora_B." in name)
+    assert all(each.any() for name, each in before.items() if ".lora_A." in name)
+    for _ in range(2):  # an adapter's inner half has a gradient once its outer half is something
+        adapted.step()
+    after = dict(adapted.model.named_parameters())
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == trained(adapted.model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"zero": 0}),
+        ("llama", {"zero": 1}),
+        ("llama", {"zero": 3}),
+        ("llama", {"pp": 2}),
+        ("llama", {"tp": 2}),
+        ("llama", {"tp": 2, "sequence_parallel": True}),
+        ("gpt2", {"tp": 2}),
+        ("bert", {"tp": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_adapters_train_alike_on_two_ranks(two, small, seed, family, config):
+    made = with_lora(small(family), Lora(r=4, alpha=64, target=("all-linear",)))
+    for found in two.run(numeric.departure, made, {"micro_batch": 2, **config}, seed):
+        numeric.hold(found)
+
+
+def test_the_workload_is_another_and_its_space_is_the_same(cpu):
+    whole, adapted = workload("llama-tiny"), workload("llama-tiny", lora="r=8")
+    assert adapted.id != whole.id and adapted.id != workload("llama-tiny", lora="r=16").id
+    spaces = [default_space(each, cpu, 2) for each in (whole, adapted)]
+    assert spaces[0].to_dict() == spaces[1].to_dict()
+    # Frozen weights have no gradient to be computed: about two thirds of the work is left.
+    assert 0.55 < flops_of(adapted).per_sample / flops_of(whole).per_sample < 0.85
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("r=16", Lora(r=16)),
+        ("r=8,alpha=32,target=q_proj+v_proj", Lora(r=8, alpha=32.0, target=("q_proj", "v_proj"))),
+        ("target=all-linear, r=4,dropout=0.05", Lora(r=4, target=("all-linear",), dropout=0.05)),
+    ],
+)
+def test_adapters_are_read_and_written_as_text(text, expected):
+    assert Lora.parse(text) == expected
+    assert Lora.parse(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("16", "lora must look like r=16, or .*but got '16'"),
+        ("rank=16", "unknown part of lora 'rank'"),
+        ("r=0", "r of at least 1.*but got 'r=0'"),
+        ("r=4,r=8", "names r twice"),
+        ("r=x", "must look like"),
+        ("alpha=2", "must look like"),
+        ("r=4,dropout=1", "dropout from 0 to below 1"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(text, said):
+    with pytest.raises(WorkloadError, match=said):
+        Lora.parse(text)
+
+
+def test_layers_that_are_not_there_are_refused_with_those_that_are(small):
+    with pytest.raises(WorkloadError, match="target embed_tokens is of type Embedding"):
+        with_lora(small("llama"), Lora(r=4, target=("embed_tokens",)))
+    with pytest.raises(WorkloadError, match=r"qq_proj.*layers are called .*q_proj.*give target"):
+        with_lora(small("llama"), Lora(r=4, target=("qq_proj",)))
+
+
+def test_without_peft_it_says_what_to_install(small, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingDependency, match=r"--lora needs peft: `pip install peft`"):
+        with_lora(small("llama"), Lora(r=4))
+
+
+def test_a_model_of_ones_own_code_brings_its_own_adapters():
+    made = Workload(
+        model=lambda: torch.nn.Linear(4, 4),
+        batch=lambda size, seed: torch.ones(size, 4),
+        loss=lambda output, batch: output.mean(),
+    )
+    with pytest.raises(WorkloadError, match="lora adapts Hugging Face models"):
+        with_lora(made, Lora(r=4))

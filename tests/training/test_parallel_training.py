@@ -1,0 +1,277 @@
+"""A trial on several ranks trains what one process trains: loss, gradients and weights."""
+
+import numeric
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.training import Training
+
+CPU = torch.device("cpu")
+
+
+def check(pool, workload, config, seed):
+    """On each of the ranks of a process group, which all report the same loss."""
+    found = pool.run(numeric.departure, workload, config, seed)
+    for each in found:
+        assert each.loss == found[0].loss
+        numeric.hold(each)
+
+
+def held(workload, config):
+    """On each rank: how many values of optimizer state and of weights it holds, and the samples of a step."""
+    import torch.distributed as dist
+
+    training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    training.step()
+    # ZeRO stage 1 wraps the optimizer, which then steps this rank's share of the weights.
+    optimizer = getattr(training.optimizer, "optim", training.optimizer)
+    state = sum(
+        getattr(value, "to_local", lambda value=value: value)().numel()
+        for each in optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    weights = sum(
+        getattr(each, "to_local", lambda each=each: each)().numel() for each in training.model.parameters()
+    )
+    return state, weights, training.samples_per_step
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, zero):
+    """GPT-2 has tied weights."""
+    check(two, small(family), {"zero": zero, "micro_batch": 2, "grad_accum": 2}, seed)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
+    configs = [{"zero": zero, "micro_batch": 2, "grad_accum": 2} for zero in range(4)]
+    found = [two.run(held, small(family), each) for each in configs]
+    assert {samples for each in found for _, _, samples in each} == {8}
+    whole = found[0][0][1]
+    state = [sum(state for state, _, _ in each) for each in found]
+    assert state == [4 * whole, 2 * whole, 2 * whole, 2 * whole]  # AdamW keeps two values a weight
+    weights = [sum(weights for _, weights, _ in each) for each in found]
+    assert weights == [2 * whole, 2 * whole, whole, whole]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one(four, small, seed, zero, micro_batch):
+    check(four, small("llama"), {"zero": zero, "hsdp": 2, "micro_batch": micro_batch}, seed)
+
+
+@pytest.mark.parametrize("more", [{"precision": "bf16"}, {"offload": "optimizer"}], ids=str)
+def test_groups_of_replicas_go_with_what_else_there_is(four, small, seed, more):
+    check(four, small("gpt2"), {"zero": 3, "hsdp": 2, "micro_batch": 1, **more}, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_replicas_train_as_one_beside_another_axis(eight, small, seed, zero, axis):
+    config = {axis: 2, "zero": zero, "hsdp": 2, "micro_batch": 1}
+    check(eight, small("llama"), config, seed)
+
+
+def test_each_group_of_replicas_holds_all_pieces(four, small):
+    config = {"zero": 3, "micro_batch": 1}
+    whole, _, _ = four.run(held, small("llama"), {**config, "zero": 0})[0]
+    for groups in (1, 2):
+        for state, weights, _ in four.run(held, small("llama"), {**config, "hsdp": groups}):
+            assert state == pytest.approx(whole * groups / 4, rel=0.02)
+            assert weights == pytest.approx(whole * groups / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_offloading_goes_with_every_stage_of_zero(two, small, seed, zero):
+    config = {"zero": zero, "micro_batch": 4, "grad_accum": 1, "offload": "optimizer"}
+    check(two, small("llama"), config, seed)
+
+
+@pytest.mark.slow
+def test_what_is_exchanged_does_not_grow_with_micro_batches_but_where_zero_needs_it(two, small):
+    """Below ZeRO 2 gradients are averaged with the last micro-batch; ZeRO 2 reduces them with each, ZeRO 3
+    gathers the weights besides."""
+
+    def exchanged(workload, zero, accumulate):
+        import torch.distributed as dist
+
+        config = {"zero": zero, "micro_batch": 4 // accumulate, "grad_accum": accumulate}
+        training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=2)
+        training.step()
+        with torch.profiler.profile() as profile:
+            training.step()
+        return [event.name for event in profile.events() if event.name.startswith("gloo:")]
+
+    workload = small("llama")
+    # Gloo reduces and scatters by an all-reduce.
+    reduced, gathered = {}, {}
+    for zero in (0, 1, 2, 3):
+        once, four_times = (two.run(exchanged, workload, zero, accumulate)[0] for accumulate in (1, 4))
+        reduced[zero] = four_times.count("gloo:all_reduce") - once.count("gloo:all_reduce")
+        gathered[zero] = four_times.count("gloo:all_gather") - once.count("gloo:all_gather")
+    assert (reduced[0], reduced[1]) == (0, 0) and reduced[2] == reduced[3] > 0
+    assert (gathered[0], gathered[1], gathered[2]) == (0, 0, 0) and gathered[3] > 0
+
+
+def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(four, small):
+    def exchanged(workload, config):
+        """Bytes that this rank's collectives are told, by the ranks that take part and what they do."""
+        import torch.distributed as dist
+
+        training = Training(workload, config, CPU, rank=dist.get_rank(), world_size=4)
+        training.step()
+        found = {}
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor",
+                         "reduce_scatter_tensor"):  # fmt: skip
+                if not hasattr(dist, name):
+                    continue
+
+                def noted(*args, name=name, call=getattr(dist, name), **kwargs):
+                    ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
+                    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+                    size = max(each.numel() for each in tensors)
+                    kind = name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
+                    found[kind, ranks] = found.get((kind, ranks), 0) + (size if size > 1 else 0)
+                    return call(*args, **kwargs)
+
+                patch.setattr(dist, name, noted)
+            training.step()
+        return {key: size for key, size in found.items() if size}
+
+    workload, config = small("llama"), {"zero": 3, "hsdp": 2}
+    once, twice = (four.run(exchanged, workload, {**config, "micro_batch": size}) for size in (2, 1))
+    for rank in range(4):
+        within, across = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        assert set(once[rank]) == {("all_gather", within), ("reduce_scatter", within), ("all_reduce", across)}
+        assert twice[rank]["reduce_scatter", within] == 2 * once[rank]["reduce_scatter", within]
+        # Pieces, of half of what is reduced, however many micro-batches there are.
+        assert twice[rank]["all_reduce", across] == once[rank]["all_reduce", across]
+        assert 2 * once[rank]["all_reduce", across] == once[rank]["reduce_scatter", within]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5},
+        {"pp": 2},
+        {"pp": 2, "pipeline_schedule": "gpipe", "checkpoint_ratio": 1.0},
+        {"pp": 2, "grad_accum": 1, "micro_batch": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_pieces_and_stages_train_as_one(two, small, seed, family, config):
+    check(two, small(family), {"micro_batch": 2, "grad_accum": 4, **config}, seed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tp": 2, "zero": 3},
+        {"pp": 2, "zero": 1},
+        {"tp": 2, "pp": 2},
+    ],
+    ids=str,
+)
+def test_two_axes_at_once_train_as_one(four, small, seed, config):
+    check(four, small("llama"), {"micro_batch": 2, **config}, seed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("config", [{"tp": 2}, {"pp": 2}, {"zero": 0}, {"zero": 1}, {"zero": 3}], ids=str)
+def test_lower_precisions_go_with_every_way_of_spreading(two, small, seed, config, precision):
+    check(two, small("llama"), {"micro_batch": 2, "precision": precision, **config}, seed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, precision):
+    knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind, "grad_accum": 4, "micro_batch": 2}
+    check(two, small("gpt2"), {**knobs, "precision": precision}, seed)
+
+
+def test_several_stages_a_rank_are_interleaved_where_nothing_else_is_said(two, small, seed):
+    check(two, small("gpt2"), {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "micro_batch": 2}, seed)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"zero": 3, "pipeline_schedule": "interleaved"}, {"tp": 2, "pipeline_schedule": "zbv"}],
+    ids=str,
+)
+def test_several_stages_a_rank_train_as_one_beside_another_axis(four, small, seed, config):
+    config = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "grad_accum": 2 * config.get("tp", 1), **config}
+    check(four, small("llama", num_hidden_layers=4), config, seed)
+
+
+def test_a_loss_of_somebody_s_own_goes_through_a_pipeline(two, seed):
+    def run(own_schedule):
+        import redline as rl
+        from torch import nn
+
+        def batch(size, seed):
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randn(size, 8, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+
+        def schedule(sch, config):
+            if config.get("pp", 1) > 1:
+                sch["1"].cut_pipeline_stage()
+
+        made = rl.Workload(
+            model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5)),
+            batch=batch,
+            loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+            global_batch=8,
+            schedule=schedule if own_schedule else None,
+        )
+        return numeric.departure(made, {"pp": 2, "micro_batch": 2}, seed)
+
+    for each in two.run(run, True):
+        numeric.hold(each)
+    with pytest.raises(AssertionError, match="pp: neither transformers nor redline has a pipeline plan"):
+        two.run(run, False)
+
+
+def test_a_loss_computed_in_bfloat16_reaches_every_stage(two):
+    def run():
+        import redline as rl
+        import torch.distributed as dist
+        from torch import nn
+
+        def batch(size, seed):
+            generator = torch.Generator().manual_seed(seed)
+            return tuple(torch.randint(0, 5, (size,), generator=generator) for _ in range(2))
+
+        made = rl.Workload(
+            model=lambda: nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 5)),
+            batch=batch,
+            loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+            global_batch=8,
+            schedule=lambda sch, config: sch["0"].cut_pipeline_stage(),
+        )
+        config = {"pp": 2, "micro_batch": 2, "precision": "bf16_pure"}
+        return float(Training(made, config, CPU, rank=dist.get_rank(), world_size=2).step())
+
+    first, second = two.run(run)
+    # T5's is, unlike those of models that compute it in float32.
+    assert first == second and 1 < first < 4
+
+
+def test_what_does_not_compose_is_refused(two, small):
+    def refused(workload, config, said):
+        import torch.distributed as dist
+
+        with pytest.raises(WorkloadError, match=said):
+            Training(workload, config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
+
+    workload = small("llama")
+    two.run(refused, workload, {"dp": 4}, r"must be the number of ranks, 2, but 1 \* 1 \* 4 is 4")
+    two.run(refused, workload, {"hsdp": 2, "zero": 1}, "hsdp=2 needs zero 2 or 3, .* but zero is 1")
+    two.run(refused, workload, {"hsdp": 2, "zero": 3}, "must divide the 2 replicas into groups of two or more")
+    two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of groups")
+    two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")

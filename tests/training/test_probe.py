@@ -1,0 +1,567 @@
+"""What a candidate computes on the probe is the same whatever is spread how, and leaves no trace."""
+
+import random
+import sys
+from dataclasses import replace
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from redline.models import Workload
+from redline.runners import Reference
+from redline.runners.truth import check, together
+from redline.training import Training
+from redline.training.first_step import first_step
+from redline.training.outline import Outline
+from redline.training.probe import Cut, samples, take
+from torch import nn
+from torch.nn import functional as F
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+CPU = torch.device("cpu")
+FP32 = 2.0**-24
+
+
+def probed(workload, step=False, device=CPU, **knobs):
+    """What one process computes."""
+    training = Training(workload, knobs, device)
+    return together([take(training)], [first_step(training)[1]] if step else [])
+
+
+def verdict(probe, expected):
+    return check(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
+
+
+# How samples fill micro-batches
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # One micro-batch where one is a step, two where gradients are accumulated.
+        ((2, 8, 1, False), (2, 1)),
+        ((2, 8, 2, False), (1, 2)),
+        ((2, 1, 1, False), (1, 2)),
+        # A single sample is repeated, so that accumulation is seen.
+        ((1, 8, 2, False), (1, 2)),
+        # As many micro-batches as a pipeline of two or four stages needs.
+        ((4, 8, 2, False), (2, 2)),
+        ((4, 1, 2, False), (1, 4)),
+        ((6, 2, 4, False), (1, 12)),
+        # Compiled code is made for one size: samples repeated until they fill micro-batches evenly.
+        ((2, 8, 1, True), (8, 1)),
+        ((2, 3, 1, True), (3, 2)),
+        ((4, 6, 2, True), (6, 2)),
+    ],
+    ids=str,
+)
+def test_every_sample_occurs_equally_often_in_the_fewest_positions(given, expected):
+    count, micro, least, exact = given
+    cut = Cut.of(count, micro, least=least, exact=exact)
+    assert (cut.size, cut.count) == expected
+    seen = torch.cat([cut.positions(number, count) for number in range(cut.count)])
+    assert seen.bincount(minlength=count).unique().numel() == 1
+
+
+def test_the_probe_has_samples_for_every_rank_and_few_of_a_step():
+    assert [samples(world, 32) for world in (1, 2, 4, 8, 32)] == [2, 4, 8, 8, 32]
+    for world in (1, 2, 4, 8, 16):
+        for step in (16, 64, 256):
+            assert samples(world, step) % world == 0
+            assert samples(world, step) <= max(world, step / 4)
+
+
+# It leaves no trace
+
+
+class Restless(nn.Module):
+    """Draws from every random stream, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(16, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.training:
+            x = x * (1 + 0.1 * random.random()) + 0.1 * np.random.rand()
+        return self.last(self.drop(self.first(x)))
+
+
+def pairs(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+
+
+def cross_entropy(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+restless = Workload(name="restless", model=Restless, batch=pairs, loss=cross_entropy, global_batch=16)
+
+
+def state(training):
+    return {
+        "weights": {name: each.clone() for name, each in training.model.state_dict().items()},
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "optimizer": training.optimizer.state_dict()["state"],
+        "modes": [each.training for each in training.model.modules()],
+        "gradients": [each.grad for each in training.model.parameters()],
+    }
+
+
+def test_it_leaves_weights_buffers_streams_and_optimizer_as_they_were():
+    training = Training(restless, {"micro_batch": 4}, CPU)
+    before = state(training)
+    part = take(training)
+    after = state(training)
+    assert part.changed > 0  # it trained, and it drew
+    for name, value in before.pop("weights").items():
+        assert torch.equal(after["weights"][name], value), name
+    assert torch.equal(before["random"][0], after["random"][0])
+    assert before["random"][1:] == after["random"][1:]
+    assert after["optimizer"] == {} and after["modes"] == before["modes"] and all(after["modes"])
+    assert set(after["gradients"]) == {None}
+
+
+@pytest.mark.parametrize("knobs", [{}, {"checkpoint_ratio": 1.0, "attention": "eager"}], ids=str)
+def test_steps_are_what_they_are_without_it(small, knobs):
+    def losses(probe):
+        training = Training(small(resid_pdrop=0.1, attn_pdrop=0.1), {"micro_batch": 4, **knobs}, CPU)
+        if probe:
+            take(training)
+            return [float(first_step(training)[0]), float(training.step())]
+        return [float(training.step()), float(training.step())]
+
+    assert losses(True) == losses(False)
+
+
+def restless_ranks(knobs):
+    training = Training(
+        restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    before = {name: each.detach().clone() for name, each in training.model.named_parameters()}
+    take(training)
+    losses = [float(training.step()) for _ in range(2)]
+    same = True
+    fresh = Training(
+        restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    for name, each in fresh.model.named_parameters():
+        left, right = (t.to_local() if hasattr(t, "to_local") else t for t in (each.detach(), before[name]))
+        same &= torch.equal(left, right)
+    return losses, [float(fresh.step()) for _ in range(2)], same
+
+
+def restless_norms():
+    from redline.training import numerics
+
+    made = numerics.tiny("gpt2")
+    return replace(made, model=replace(made.model, arguments={**made.model.arguments, "resid_pdrop": 0.1}))
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"zero": 3, "micro_batch": 2},
+        {"pp": 2, "micro_batch": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
+        {"tp": 2, "sequence_parallel": True, "micro_batch": 4},
+    ],
+    ids=str,
+)
+def test_steps_on_two_ranks_are_what_they_are_without_it(two, knobs):
+    for probed_losses, losses, same in two.run(restless_ranks, knobs):
+        assert same
+        assert probed_losses == losses
+
+
+# The same numbers, whatever is spread how
+
+
+def part_of(workload, knobs):
+    training = Training(workload, knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return take(training), first_step(training)[1]
+
+
+def spread(pool, workload, **knobs):
+    found = pool.run(part_of, workload, knobs, timeout=200)
+    return together([part for part, _ in found], [step for _, step in found])
+
+
+@pytest.fixture(scope="module")
+def gpt2_on_two(two):
+    from redline.training import numerics
+
+    workload = numerics.tiny("gpt2")
+    return workload, spread(two, workload, dp=2, micro_batch=4)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"dp": 2, "zero": 0, "micro_batch": 1},
+        {"dp": 2, "zero": 1, "micro_batch": 2},
+        {"dp": 2, "zero": 2, "micro_batch": 2},
+        {"dp": 2, "zero": 3, "micro_batch": 4, "checkpoint_ratio": 0.5},
+        {"tp": 2, "micro_batch": 8},
+        {"tp": 2, "sequence_parallel": True, "micro_batch": 2, "checkpoint_ratio": 1.0},
+        {"pp": 2, "micro_batch": 2, "pipeline_schedule": "gpipe"},
+        {"pp": 2, "micro_batch": 1, "pipeline_schedule": "1f1b", "attention": "eager"},
+    ],
+    ids=str,
+)
+def test_ranks_together_compute_what_the_reference_computes(two, gpt2_on_two, knobs):
+    workload, expected = gpt2_on_two
+    found = spread(two, workload, **knobs)
+    assert verdict(found, expected) == ""
+    # Not only within tolerance: these are float32 sums in another order.
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
+    assert found.quiet.gradient == pytest.approx(expected.quiet.gradient, rel=1e-5)
+    assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5)
+    assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
+    assert len(found.logits) == 16 and len(found.quiet.blocks) == 2 and found.still == ()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_norms_count_pieces_once_however_many_groups_hold_them(four, seed, zero):
+    from redline.training import numerics
+
+    workload = numerics.tiny("gpt2")
+    expected = spread(four, workload, dp=4, micro_batch=2)
+    found = spread(four, workload, dp=4, hsdp=2, zero=zero, micro_batch=1)
+    assert verdict(found, expected) == ""
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
+    assert found.step.gradient == pytest.approx(expected.step.gradient, rel=1e-5)
+    assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5) and found.still == ()
+
+
+def not_summed_over_groups(workload, knobs):
+    from torch.distributed.fsdp import FSDPModule
+
+    set_to = FSDPModule.set_requires_all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_requires_all_reduce", lambda self, last: set_to(self, False))
+        return part_of(workload, knobs)
+
+
+def test_gradients_that_groups_of_replicas_do_not_sum_are_seen(four):
+    from redline.training import numerics
+
+    workload = numerics.tiny("gpt2")
+    expected = spread(four, workload, dp=4, micro_batch=2)
+    parts = four.run(not_summed_over_groups, workload, {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 2})
+    assert "gradient" in verdict(together([part for part, _ in parts], [step for _, step in parts]), expected)
+
+
+@pytest.fixture(scope="module")
+def deeper_gpt2_on_two(two):
+    from redline.training import numerics
+
+    workload = numerics.tiny("gpt2", "pp2 zbv")
+    return workload, spread(two, workload, dp=2, micro_batch=4)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "zbv"])
+def test_ranks_of_several_stages_compute_what_the_reference_computes(two, deeper_gpt2_on_two, kind):
+    workload, expected = deeper_gpt2_on_two
+    found = spread(two, workload, pp=2, virtual_stages=2, micro_batch=2, pipeline_schedule=kind)
+    assert verdict(found, expected) == ""
+    assert found.quiet.blocks == pytest.approx(expected.quiet.blocks, rel=1e-5)
+    assert found.quiet.vectors == pytest.approx(expected.quiet.vectors, rel=1e-5)
+    assert found.logits == pytest.approx(expected.logits, rel=1e-4, abs=1e-5)
+    assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
+
+
+def without_later_gradients(workload, knobs):
+    with pytest.MonkeyPatch.context() as patch:
+        # To torch the module of a stage has no weights, as none are registered with it.
+        patch.setattr("redline.schedule.parallel.pipeline.Stage.parameters", lambda self, recurse=True: iter(()))
+        return part_of(workload, knobs)
+
+
+def test_gradients_that_a_divided_backward_leaves_out_are_seen(two, deeper_gpt2_on_two):
+    workload, expected = deeper_gpt2_on_two
+    knobs = {"pp": 2, "virtual_stages": 2, "micro_batch": 2, "pipeline_schedule": "zero_bubble"}
+    parts = two.run(without_later_gradients, workload, knobs, timeout=200)
+    found = together([part for part, _ in parts], [step for _, step in parts])
+    assert "gradient" in verdict(found, expected)
+
+
+def test_one_process_computes_it_too(gpt2_on_two):
+    # Gradients of the first step are over the same samples on one process and on two.
+    workload, expected = gpt2_on_two
+    found = probed(workload, step=True, micro_batch=8)
+    assert found.step.loss == pytest.approx(expected.step.loss, rel=1e-6)
+    assert found.step.blocks == pytest.approx(expected.step.blocks, rel=1e-5)
+
+
+def test_norms_are_those_of_the_gradients(small):
+    training = Training(small(), {"micro_batch": 8}, CPU)
+    part = together([take(training)], [first_step(training)[1]])
+    same = Training(small(), {"micro_batch": 8}, CPU)
+    loss = same.passes()
+    assert part.step.loss == float(loss)
+    for number, block in enumerate(same.model.transformer.h):
+        gradients = [each.grad for each in block.parameters()]
+        norm = torch.cat([each.flatten() for each in gradients]).double().norm()
+        assert part.step.blocks[number] == pytest.approx(float(norm), rel=1e-6)
+        vectors = torch.cat([each for each in gradients if each.dim() == 1]).double().norm()
+        assert part.step.vectors[number] == pytest.approx(float(vectors), rel=1e-6)
+    whole = torch.cat([each.grad.flatten() for each in same.model.parameters()]).double().norm()
+    assert part.step.gradient == pytest.approx(float(whole), rel=1e-6)
+    last = same.model.transformer.ln_f
+    outside = torch.cat([last.weight.grad, last.bias.grad]).double().norm()
+    assert part.step.vectors[-1] == pytest.approx(float(outside), rel=1e-6)
+
+
+# Models of somebody's own
+
+
+def spans(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(size, 6, 8, generator=generator),
+        "y": torch.randint(0, 4, (size, 6), generator=generator),
+    }
+
+
+class Masked(nn.Module):
+    """Attention under a boolean mask that is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 4)
+        self.register_buffer("mask", torch.tril(torch.ones(6, 6)).bool())
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask))
+
+
+def token_loss(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["y"].flatten())
+
+
+masked = Workload(name="masked", model=Masked, batch=spans, loss=token_loss, global_batch=16)
+
+
+def test_a_boolean_buffer_that_is_empty_is_seen_without_repeated_blocks():
+    expected = probed(masked, micro_batch=4)
+    assert expected.quiet.blocks == () and len(expected.quiet.vectors) == 1
+    assert verdict(probed(masked, micro_batch=16), expected) == ""
+
+    def emptied(sch, config):
+        def empty(module, args):
+            assert module.mask.dtype == torch.bool
+            module.mask.zero_().fill_diagonal_(True)  # wholly empty it would be not a number
+
+        sch.module.register_forward_pre_hook(empty)
+
+    assert "logits depart" in verdict(probed(replace(masked, schedule=emptied), micro_batch=4), expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "seen"),
+    [
+        (lambda logits, x: logits, True),
+        (lambda logits, x: (logits, x), True),
+        (lambda logits, x: {"hidden": x, "logits": logits}, True),
+        (lambda logits, x: logits.flatten(0, 1), False),  # nothing tells which belong to which sample
+        (lambda logits, x: logits.transpose(0, 1), False),
+    ],
+    ids=["tensor", "tuple", "by name", "samples and positions in one", "positions first"],
+)
+def test_logits_are_seen_where_samples_come_first(output, seen):
+    class Net(Masked):
+        def forward(self, x):
+            return output(super().forward(x), x)
+
+    def loss(found, batch):
+        found = found["logits"] if isinstance(found, dict) else found[0] if isinstance(found, tuple) else found
+        target = batch["y"]
+        if found.dim() == 3 and found.shape[0] != len(target):
+            found = found.transpose(0, 1)
+        return F.cross_entropy(found.reshape(-1, 4), target.flatten())
+
+    workload = replace(masked, model=Net, loss=loss)
+    expected = probed(workload, micro_batch=8)
+    assert bool(expected.logits) is seen
+    assert verdict(probed(workload, micro_batch=2), expected) == ""
+
+
+def test_a_model_that_returns_its_loss_alone_is_held_to_that_and_its_gradients():
+    class Own(Masked):
+        def forward(self, x, y):
+            return F.cross_entropy(super().forward(x).flatten(0, 1), y.flatten())
+
+    workload = replace(masked, model=Own, loss=None)
+    expected = probed(workload, micro_batch=8)
+    assert expected.logits == () and expected.noise == 0
+    assert verdict(probed(workload, micro_batch=2), expected) == ""
+    halved = replace(workload, loss=lambda output, batch: output / 2)
+    assert "the loss on the probe" in verdict(probed(halved, micro_batch=8), expected)
+
+
+def test_statistics_over_the_batch_do_not_make_a_micro_batch_wrong():
+    class Normed(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    workload = replace(restless, model=Normed)
+    expected = probed(workload, step=True, micro_batch=8)
+    for micro in (2, 4, 16):
+        assert verdict(probed(workload, step=True, micro_batch=micro), expected) == ""
+    scaled = replace(workload, loss=lambda output, batch: 2 * cross_entropy(output, batch))
+    assert "the loss on the probe" in verdict(probed(scaled, micro_batch=8), expected)
+
+
+def test_randomness_is_found_by_its_being_drawn_not_by_its_name():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            keep = torch.rand_like(x) > 0.2 if self.training else torch.ones_like(x)
+            return self.last(x * keep)
+
+    workload = replace(restless, model=Hidden)
+    expected = probed(workload, micro_batch=8)
+    assert expected.noise > 0.1
+    assert verdict(probed(workload, micro_batch=2), expected) == ""
+
+
+def test_a_recurrent_model_is_probed():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(self.cell(x)[0])
+
+    workload = replace(masked, model=Recurrent)
+    training = Training(workload, {"micro_batch": 4}, CPU)
+    expected = together([take(training)])
+    assert expected.noise > 0 and training.model.cell.dropout == 0.2 and training.model.cell.training
+    assert verdict(probed(workload, micro_batch=8), expected) == ""
+
+
+# What begins as zero or one
+
+
+def test_a_bias_of_zeros_that_is_added_twice_is_seen(small):
+    expected = probed(small(), micro_batch=4)
+
+    def twice(sch, config):
+        layer = sch["transformer.h.0.mlp.c_proj"].module
+        layer.register_forward_hook(lambda module, args, output: output + module.bias)
+
+    found = probed(replace(small(), schedule=twice), micro_batch=4)
+    assert "the logits depart" in verdict(found, expected)
+
+
+@pytest.mark.parametrize("knobs", [{"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str)
+def test_adapters_that_begin_as_nothing_are_seen_however_they_are_spread(two, knobs):
+    pytest.importorskip("peft")
+    from redline.models.lora import Lora, with_lora
+    from redline.training import numerics
+
+    workload = with_lora(numerics.tiny("llama"), Lora(r=4))
+    expected = spread(two, workload, dp=2)
+    assert verdict(spread(two, workload, **knobs), expected) == ""
+    assert min(expected.quiet.blocks) > 0
+    # Without the adapters' outer halves the inner ones have no gradient, and the model computes as without them.
+    bare = spread(two, numerics.tiny("llama"), dp=2)
+    assert max(abs(a - b) for a, b in zip(bare.logits, expected.logits)) > 0.01
+
+
+# Weights that a schedule brings in
+
+
+def test_weights_that_a_schedule_brings_in_are_named(small):
+    class Other(nn.Module):
+        def __init__(self, old):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(old.normalized_shape))
+            self.shift = nn.Parameter(torch.zeros(old.normalized_shape))
+
+        def reset_parameters(self):
+            with torch.no_grad():
+                self.scale.fill_(1.0), self.shift.zero_()
+
+        def forward(self, x):
+            return F.layer_norm(x, self.scale.shape, self.scale, self.shift)
+
+    def schedule(sch, config):
+        sch["transformer.ln_f"].replace(Other)
+
+    with pytest.warns(UserWarning):
+        found = probed(replace(small(), schedule=schedule), micro_batch=4)
+    assert found.brought == ("transformer.ln_f.scale", "transformer.ln_f.shift")
+
+
+def test_an_outline_knows_tied_weights_by_their_first_name(small):
+    training = Training(small(), {"micro_batch": 4}, CPU)
+    outline = training.outline
+    assert outline.names["lm_head.weight"] == "transformer.wte.weight"
+    assert outline.blocks == tuple(f"transformer.h.{number}" for number in range(4))
+    assert outline.group("transformer.h.2.attn.c_attn.bias") == 2
+    assert outline.group("transformer.wte.weight") == outline.group("lm_head.weight") == 4
+    assert outline.depth == 2 + 4 * 4 + 1
+    assert Outline.of(nn.LayerNorm(4), []).depth == 1
+
+
+# The first step
+
+
+def test_what_a_step_leaves_as_it_was_is_named():
+    class Frozen(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def some(params):
+        return torch.optim.SGD(list(params)[:2], lr=0.1)
+
+    workload = replace(restless, model=Frozen)
+    assert probed(workload, step=True).still == ()
+    assert probed(replace(workload, optimizer=some), step=True).still == ("2.bias", "2.weight")
+
+
+def test_weights_without_a_gradient_may_stay():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 4)
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(x) + self.table(torch.zeros(len(x), dtype=torch.long))
+
+    workload = replace(restless, model=Unused, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    assert probed(workload, step=True).still == ()
+
+
+def test_in_a_narrow_format_a_block_counts_as_moved_where_any_of_it_is(small):
+    # Norms begin as 1, which bfloat16 does not leave by 1e-4.
+    assert probed(small(), step=True, precision="bf16_pure", micro_batch=8).still == ()
+    held = replace(small(), optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    assert len(probed(held, step=True, precision="bf16_pure", micro_batch=8).still) > 10
+
+
+def test_formats_are_told_by_what_they_round():
+    from redline.training.precision import Precision
+
+    linear, convolution = nn.Linear(2, 2), nn.Conv1d(2, 2, 1)
+    for name, roundoff in (("fp32", FP32), ("bf16", 2.0**-8), ("bf16_pure", 2.0**-8)):
+        assert Precision(name, CPU).roundoff(linear) == roundoff
+    assert Precision("fp32", CPU).roundoff(convolution) == FP32

@@ -1,0 +1,251 @@
+"""What a configuration changes and what it must not: numbers, work per step, and each knob's real effect."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numeric
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.models import flops_of
+from redline.schedule.rounding import allowance, loss_allowance
+from redline.training import Training
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+
+
+def losses(workload, steps=3, seed=0, **knobs):
+    knobs = {"micro_batch": 4, "grad_accum": workload.global_batch // knobs.get("micro_batch", 4), **knobs}
+    training = Training(workload, knobs, CPU, seed=seed)
+    return [float(training.step()) for _ in range(steps)]
+
+
+class Operators(TorchDispatchMode):
+    """Names and result formats of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((func._opname, getattr(out, "dtype", None)))
+        return out
+
+    def names(self):
+        return {name for name, _ in self.seen}
+
+    def dtypes(self, *names):
+        return {dtype for name, dtype in self.seen if name in names}
+
+
+def operators(workload, **knobs):
+    training = Training(workload, {"micro_batch": 4, "grad_accum": 2, **knobs}, CPU)
+    with Operators() as mode:
+        training.step()
+    return mode, training
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"micro_batch": 1},
+        {"micro_batch": 8},
+        {"checkpoint_ratio": 0.5},
+        {"checkpoint_ratio": 1.0},
+        {"attention": "eager"},
+        {"fused_optimizer": False},
+        {"micro_batch": 2, "checkpoint_ratio": 1.0, "attention": "eager", "fused_optimizer": False},
+    ],
+    ids=str,
+)
+def test_what_is_computed_does_not_depend_on_how_a_step_is_run(small, seed, family, knobs):
+    numeric.hold(numeric.departure(small(family), {"micro_batch": 4, "attention": "sdpa", **knobs}, seed))
+
+
+def test_a_compiled_model_computes_the_same(small, seed):
+    numeric.hold(numeric.departure(small("llama"), {"micro_batch": 4, "fusion": True}, seed))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_compiled_model_computes_the_same_whatever_else(small, seed, family, ratio):
+    knobs = {"micro_batch": 4, "fusion": True, "checkpoint_ratio": ratio}
+    numeric.hold(numeric.departure(small(family), knobs, seed))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_lower_precisions_depart_by_their_rounding_and_no_more(small, seed, precision):
+    found = numeric.departure(small(), {"micro_batch": 4, "precision": precision}, seed)
+    numeric.hold(found)
+    assert found.gradient > allowance(small().build_model(), 8 * 16)
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(small):
+    workload = small(resid_pdrop=0.2, attn_pdrop=0.2)
+    assert losses(workload, seed=1) == losses(workload, seed=1)
+    assert losses(workload, seed=1)[0] != losses(workload, seed=2)[0]
+
+
+def test_a_model_learns(small):
+    made = small()
+    workload = replace(
+        made,
+        batch=lambda size, seed: made.batch(size, 0),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+    )
+    got = losses(workload, steps=20)
+    assert got[-1] < 0.5 * got[0]
+
+
+def test_data_repeats_only_after_some_steps(small):
+    training = Training(small(), {"micro_batch": 8}, CPU)
+    first = [batch[0]["input_ids"] for batch in training._data]
+    assert len(first) == 8
+    assert not any(torch.equal(first[0], each) for each in first[1:])
+    # The next cycle starts over.
+    assert all(training.step().isfinite() for _ in range(9))
+
+
+def test_fresh_data_starts_alike_and_never_repeats(small):
+    seen = []
+    made = small()
+    workload = replace(made, batch=lambda size, seed: seen.append(seed) or made.batch(size, seed))
+    fresh = Training(workload, {"micro_batch": 8}, CPU, fresh_data=True)
+    seen.clear()
+    got = [float(fresh.step()) for _ in range(10)]
+    assert len(set(seen)) == 10
+    repeated = Training(made, {"micro_batch": 8}, CPU)
+    assert got[:8] == [float(repeated.step()) for _ in range(8)]
+
+
+def test_the_optimizer_step_covers_the_global_batch_in_micro_batches(small):
+    training = Training(small(global_batch=8, seq_len=16), {"micro_batch": 2, "grad_accum": 4}, CPU)
+    sizes = []
+    training.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    training.step()
+    assert sizes == [(2, 16)] * 4
+    assert (training.samples_per_step, training.tokens_per_step) == (8, 128)
+    assert training.flops_per_step() == 8 * flops_of(training.workload).per_sample
+
+
+def test_gradients_do_not_outlive_a_step(small):
+    training = Training(small(), {"micro_batch": 8}, CPU)
+    training.step()
+    assert all(each.grad is None for each in training.model.parameters())
+
+
+def saved_bytes(workload, **knobs):
+    training = Training(workload, {"micro_batch": 8, "grad_accum": 1, **knobs}, CPU)
+    weights = {each.data_ptr() for each in training.model.parameters()}
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        if tensor.data_ptr() not in weights:
+            total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        training._passes.loss_of(training._data[0][0])
+    return total
+
+
+def test_checkpointing_keeps_fewer_activations_the_more_blocks_are_checkpointed(small):
+    workload = small(n_layer=4)
+    kept = [saved_bytes(workload, checkpoint_ratio=ratio) for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 5
+    # Blocks are alike, so each saves the same.
+    saved = [more - less for more, less in pairwise(kept)]
+    assert max(saved) - min(saved) <= 0.02 * max(saved)
+    assert kept[-1] < 0.6 * kept[0]
+
+
+def test_checkpointing_runs_blocks_again(small):
+    plain, _ = operators(small("llama"))
+    again, _ = operators(small("llama"), checkpoint_ratio=1.0)
+    count = [sum(name == "silu" for name, _ in each.seen) for each in (plain, again)]
+    assert count == [2 * 2, 2 * 2 * 2]
+
+
+def test_the_fused_optimizer_is_one_kernel_and_the_plain_one_is_not(small):
+    fused, training = operators(small())
+    assert "_fused_adamw_" in fused.names()
+    assert isinstance(training.optimizer, torch.optim.AdamW)
+    plain, _ = operators(small(), fused_optimizer=False)
+    assert "_fused_adamw_" not in plain.names() and "addcdiv_" in plain.names()
+
+
+def test_attention_runs_the_kernel_that_was_asked_for(small):
+    sdpa, _ = operators(small(), attention="sdpa")
+    eager, _ = operators(small(), attention="eager")
+    assert any("scaled_dot_product" in name for name in sdpa.names())
+    assert not any("scaled_dot_product" in name for name in eager.names()) and "_softmax" in eager.names()
+
+
+def test_autocast_computes_in_bf16_with_weights_in_fp32(small):
+    fp32, _ = operators(small("llama"))
+    assert fp32.dtypes("mm", "addmm") == {torch.float32}
+    bf16, training = operators(small("llama"), precision="bf16")
+    assert bf16.dtypes("mm", "addmm") == {torch.bfloat16}
+    assert {each.dtype for each in training.model.parameters()} == {torch.float32}
+
+
+def test_bf16_pure_holds_weights_and_optimizer_state_in_bf16(small):
+    seen, training = operators(small("llama"), precision="bf16_pure")
+    assert seen.dtypes("mm", "addmm") == {torch.bfloat16}
+    assert {each.dtype for each in training.model.parameters()} == {torch.bfloat16}
+    state = next(iter(training.optimizer.state.values()))
+    assert state["exp_avg"].dtype == torch.bfloat16
+
+
+def test_fusion_compiles_each_block_and_nothing_else(small):
+    training = Training(small("llama"), {"micro_batch": 8, "fusion": True}, CPU)
+    compiled = {name for name, each in training.model.named_modules() if each._compiled_call_impl is not None}
+    assert compiled == {"model.layers.0", "model.layers.1"}
+    plain = Training(small("llama"), {"micro_batch": 8}, CPU)
+    assert all(each._compiled_call_impl is None for each in plain.model.modules())
+
+
+def test_names_in_state_dict_are_the_model_s_own(small):
+    knobs = {"micro_batch": 8, "fusion": True, "checkpoint_ratio": 0.5, "precision": "bf16_pure"}
+    plain = Training(small(), {"micro_batch": 8}, CPU)
+    assert list(Training(small(), knobs, CPU).model.state_dict()) == list(plain.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"micro_batch": 3}, "micro_batch must divide a replica's samples, 8, but is 3"),
+        ({"micro_batch": 0}, "at least 1"),
+        ({"precision": "fp16"}, "unknown precision 'fp16'.*work on cpu"),
+        ({"precision": "fp8"}, "precision=fp8: 8-bit products take an nn.Linear.* and there is none in its"),
+        ({"micro_batch": 8, "tp": 2}, r"tp \* pp \* dp must be the number of ranks, 1, but 2 \* 1 \* 1 is 2"),
+        ({"micro_batch": 8, "zero": 4}, "zero must be a stage from 0 to 3, but is 4"),
+        ({"micro_batch": 8, "dp": 2}, r"number of ranks, 1, but 1 \* 1 \* 2 is 2"),
+        ({"micro_batch": 8, "attention": "flash"}, "attention 'flash'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_is_refused(small, knobs, said):
+    with pytest.raises(WorkloadError, match=said):
+        Training(small(), knobs, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "fp16"])
+@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
+def test_a_gpu_trains_in_every_precision(small, family, precision):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    config = {"micro_batch": 4, "grad_accum": 2, "precision": precision}
+    training = Training(small(family), config, torch.device("cuda"))
+    got = float(training.step())
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    expected, tokens = losses(small(family), steps=1)[0], 8 * 16
+    allowed = loss_allowance(allowance(small(family).build_model(), tokens, dtype=dtype), tokens)
+    numeric.within(abs(got - expected) / expected, allowed, "the loss")

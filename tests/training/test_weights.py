@@ -1,0 +1,344 @@
+"""Presets and transformers' architectures: what redline makes late is, bit for bit, what their constructors make.
+
+Architectures are made small from their configuration classes alone: layers, vocabularies and experts are cut down to a
+few, widths divided by a common factor, so that heads still fit their widths. The first factor of FACTORS is taken with
+which transformers builds the model. What cannot be made small in this way is skipped with the reason; NAMED must be.
+"""
+
+import random
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from redline.models import Workload, workload
+from redline.models._transformers import quiet
+from redline.models.presets import PRESETS
+from redline.schedule import build, create_schedule, deferred, full_state_dict
+from redline.schedule.deferred import stray
+from redline.training import Training
+from redline.training.training import seeded
+from torch import nn
+
+CPU = torch.device("cpu")
+FACTORS = (16, 8, 4, 32, 2, 1)
+MOST_PARAMETERS = 20_000_000
+TASKS = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "AutoModelForSeq2SeqLM"),
+    "image": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
+}
+QUICK = (
+    "causal/falcon", "causal/gptj", "causal/mamba", "image/swin", "image/vit", "masked/deberta-v2",
+    "masked/mobilebert", "seq2seq/fsmt", "seq2seq/t5",
+)  # fmt: skip
+"""One of each way to make weights: alibi and masks, sinusoids, by hand, truncated, ties."""
+NAMED = QUICK + tuple(
+    """
+    causal/apertus causal/bamba causal/bart causal/bert causal/big_bird causal/bitnet causal/blenderbot causal/bloom
+    causal/codegen causal/cohere causal/cohere2 causal/ctrl causal/deepseek_v2 causal/deepseek_v3 causal/ernie4_5
+    causal/exaone4 causal/falcon_h1 causal/falcon_mamba causal/gemma causal/gemma2 causal/gemma3_text causal/git
+    causal/glm causal/glm4 causal/gpt2 causal/gpt_bigcode causal/gpt_neox causal/gpt_oss causal/granite
+    causal/granitemoe causal/helium causal/lfm2 causal/llama causal/mamba2 causal/marian causal/minimax causal/mistral
+    causal/mixtral causal/mpt causal/nemotron_h causal/olmo causal/olmo2 causal/olmoe causal/openai-gpt causal/opt
+    causal/persimmon causal/phi causal/phi3 causal/phimoe causal/qwen2 causal/qwen2_moe causal/qwen3 causal/qwen3_moe
+    causal/recurrent_gemma causal/rwkv causal/smollm3 causal/stablelm causal/starcoder2 causal/xglm
+    image/beit image/convnext image/cvt image/dinov2 image/focalnet image/mobilevit image/poolformer image/pvt
+    image/regnet image/resnet image/segformer image/siglip image/swinv2 image/vit_msn
+    masked/albert masked/bert masked/camembert masked/convbert masked/deberta masked/distilbert masked/electra
+    masked/flaubert masked/fnet masked/funnel masked/ibert masked/layoutlm masked/longformer masked/modernbert
+    masked/mpnet masked/mra masked/nystromformer masked/rembert masked/roberta masked/roformer masked/squeezebert
+    masked/xlm masked/yoso
+    seq2seq/bart seq2seq/bigbird_pegasus seq2seq/blenderbot seq2seq/led seq2seq/longt5 seq2seq/m2m_100 seq2seq/mbart
+    seq2seq/mt5 seq2seq/mvp seq2seq/nllb-moe seq2seq/pegasus seq2seq/plbart seq2seq/prophetnet
+    seq2seq/switch_transformers seq2seq/umt5
+    """.split()
+)  # fmt: skip
+
+_LAYERS = re.compile(r"(^|_)(layers?|blocks|depth)$|n_layer$")
+_EXPERTS = re.compile(r"experts$")
+_WIDTHS = re.compile(r"channels|d_ff|d_inner|d_kv|d_model|dim|embd|embed|ffn|ffw|hidden|inner|intermediate|rank|width")
+_NO_WIDTHS = re.compile(
+    r"base|conv|drop|every|factor|groups|heads|image_size|interval|kernel|patch|per|period|start|state|step|theta|top"
+)
+
+
+def all_architectures():
+    with quiet():
+        from transformers.models.auto import modeling_auto
+    return [f"{task}/{name}" for task, (names, _) in TASKS.items() for name in getattr(modeling_auto, names)]
+
+
+def reduced(name, value, factor):
+    """A configuration's number made small, or as it is."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if "vocab" in name:
+        return min(value, 160)
+    if name.endswith("token_id"):
+        return value if value < 150 else 3
+    if _LAYERS.search(name) and "shared" not in name:
+        return min(value, 2)
+    if _EXPERTS.search(name):
+        return min(value, 8)
+    width = _WIDTHS.search(name) and not _NO_WIDTHS.search(name)
+    return max(value // factor, 4) if width and value >= 32 and value % factor == 0 else value
+
+
+def small_configuration(kind, factor, **arguments):
+    """A configuration of a class with its numbers made small."""
+    from transformers import PretrainedConfig
+
+    changed = {}
+    for name, value in vars(kind(**arguments)).items():
+        if isinstance(value, PretrainedConfig):
+            changed[name] = small_configuration(type(value), factor).to_dict()
+        elif name == "depths":
+            changed[name] = type(value)(1 for _ in value)
+        elif name == "attention_types":  # of GPT-Neo's layers, by how many
+            changed[name] = [[["global", "local"], 1]]
+        elif isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
+            small = [reduced(name, each, factor) for each in value]
+            if _WIDTHS.search(name):
+                changed[name] = type(value)(small)
+        elif not isinstance(value, (list, tuple, dict)) and reduced(name, value, factor) != value:
+            changed[name] = reduced(name, value, factor)
+    return kind(**{**arguments, **changed})
+
+
+def small(name):
+    """A function that makes an architecture from a small configuration; or a text that says why there is none."""
+    import transformers
+
+    task, _, kind = name.partition("/")
+    if kind not in transformers.CONFIG_MAPPING:
+        return f"transformers has no configuration of {kind}"
+    kind, why = transformers.CONFIG_MAPPING[kind], []
+    auto = getattr(transformers, TASKS[task][1])
+    for factor in FACTORS:
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(small_configuration(kind, factor))
+        except Exception as error:  # whatever a library of 300 models raises on sizes that it did not expect
+            why.append(f"{type(error).__name__}: {error}")
+            continue
+        if sum(each.numel() for each in model.parameters()) < MOST_PARAMETERS:
+            return lambda: auto.from_config(small_configuration(kind, factor), dtype=torch.float32)
+        why.append("it is too large")
+    return f"no small configuration: {' '.join(why[0].split())[:120]}"
+
+
+@pytest.fixture(autouse=True)
+def unset_memory_is_alike():
+    """What a constructor leaves unset is filled with one value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def held(model):
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def assert_same(made, expected):
+    first, second = held(made), held(expected)
+    assert list(first) == list(second) and list(made.state_dict()) == list(expected.state_dict())
+    for name, tensor in first.items():
+        other = second[name]
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
+        assert tensor.requires_grad == other.requires_grad and isinstance(tensor, type(other)), name
+        assert torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))), name
+    assert [list(first.values()).index(each) for each in map(_Same, first.values())] == [
+        list(second.values()).index(each) for each in map(_Same, second.values())
+    ]
+
+
+class _Same:
+    """Equal to one object only: for the first of those that are tied."""
+
+    def __init__(self, one):
+        self.one = one
+
+    def __eq__(self, other):
+        return self.one is other
+
+
+def check(make, seed=5):
+    with seeded(seed, CPU), CPU, quiet():
+        expected = make()
+    with seeded(seed, CPU), deferred(), quiet():
+        model = make()
+    assert all(each.is_meta for each in model.parameters()) and not stray(model)
+    with seeded(seed, CPU):
+        made, _ = build(create_schedule(model), seed=seed)
+    assert_same(made, expected)
+
+
+# -- models that have names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_weights_of_its_constructor(name):
+    model = workload(name).model
+    if PRESETS[name].model_type == "wide_resnet":
+        check(model if name.endswith("tiny") else partial(model, width=1))
+    elif name.endswith("tiny"):
+        check(lambda: model({}))
+    else:
+        kind = type(model.configuration())
+        configuration = small_configuration(kind, 16, **model.arguments)
+        check(lambda: replace(model, arguments=configuration.to_dict())({}))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_architecture_has_the_weights_of_its_constructor(name):
+    make = small(name)
+    assert callable(make), make
+    check(make)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted({*all_architectures(), *NAMED} - set(QUICK)))
+def test_every_architecture_has_the_weights_of_its_constructor(name):
+    make = small(name)
+    if isinstance(make, str) and name not in NAMED:
+        pytest.skip(make)
+    assert callable(make), make
+    check(make)
+
+
+# -- what is trained -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A model whose weights come about in more ways than rules know."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).bool())
+        self.register_buffer("steps", torch.full((8,), 3, dtype=torch.uint8), persistent=False)
+        self.gain = nn.Parameter(torch.full((8,), 0.5))
+        self.register_buffer("noise", torch.tensor(np.random.rand(8), dtype=torch.float32))
+        self.shift = random.random()
+        self.blocks[0].weight.data *= random.random()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) @ self.mask.float() * self.gain / self.steps + self.noise
+        return x + self.shift
+
+
+class Looking(Net):
+    """A model whose constructor looks at the weights that it has drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain.data.mul_(self.blocks[1].weight.max().item())
+
+
+def pairs(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 8, generator=generator)
+
+
+def of_model(model):
+    return Workload(
+        model=model,
+        batch=pairs,
+        loss=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        global_batch=8,
+    )
+
+
+@pytest.mark.parametrize("model", [Net, Looking])
+def test_training_starts_from_the_constructor_s_weights_also_where_it_looks_at_them(model):
+    made = [Training(of_model(model), {"micro_batch": 8}, CPU, seed=seed).model for seed in (7, 7, 8)]
+    with seeded(7, CPU), CPU:
+        expected = model()
+    assert_same(made[0], expected)
+    assert_same(made[1], expected)
+    assert made[0].shift == expected.shift and made[0].mask.sum() == 36 and made[0].steps.tolist() == [3] * 8
+    assert not any(torch.equal(a, b) for a, b in zip(made[0].blocks.parameters(), made[2].blocks.parameters()))
+
+
+def test_a_model_is_made_in_place_only_where_it_must_be():
+    made = []
+
+    def counting(model):
+        def make():
+            made.append(model)
+            return model()
+
+        return make
+
+    for model in (Net, Looking):
+        Training(of_model(counting(model)), {"micro_batch": 8}, CPU)
+    assert made == [Net, Looking, Looking]
+
+
+def test_the_generators_of_python_and_numpy_are_left_as_they_were():
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    for model in (Net, Looking):
+        Training(of_model(model), {"micro_batch": 8}, CPU)
+    assert (random.random(), np.random.rand()) == expected
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which holds its parameters in a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+def test_an_lstm_trains_with_the_weights_it_shows():
+    training = Training(of_model(Recurrent), {"micro_batch": 8}, CPU)
+    with seeded(0, CPU), CPU:
+        expected = Recurrent()
+    x, target = pairs(8, 0)
+    assert float(training.step()) == pytest.approx(float(nn.functional.mse_loss(expected(x), target)), rel=1e-6)
+    assert all(each is mine for each, mine in zip(training.model.lstm._flat_weights, training.model.lstm.parameters()))
+
+
+@pytest.mark.parametrize("spread", [{"tp": 2}, {"pp": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_ranks_have_their_parts_of_the_constructor_s_weights(two, small, family, spread):
+    made = small(family)
+
+    def weights(made, spread):
+        import torch.distributed as dist
+
+        config = {"micro_batch": 2, **spread}
+        model = Training(made, config, CPU, seed=5, rank=dist.get_rank(), world_size=2).model
+        return {**full_state_dict(model), **dict(model.named_buffers())}
+
+    with seeded(5, CPU), CPU:
+        expected = held(made.build_model({}))
+    found = two.run(weights, made, spread)
+    assert set().union(*found) == set(expected)
+    for rank in found:
+        assert all(torch.equal(value.cpu(), expected[name]) for name, value in rank.items())
+
+
+def test_adapters_are_those_that_peft_makes(small):
+    pytest.importorskip("peft")
+    from redline.models.lora import Lora, with_lora
+
+    made = with_lora(small("llama"), Lora(r=4, target=("all-linear",)))
+    with seeded(5, CPU), CPU:
+        expected = made.build_model({})
+    assert_same(Training(made, {"micro_batch": 4}, CPU, seed=5).model, expected)

@@ -1,0 +1,108 @@
+"""Which rank is what, and what cannot be arranged."""
+
+from itertools import product
+
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.training.world import World
+
+
+def test_ranks_that_share_a_layer_are_neighbours_and_stages_are_farthest_apart():
+    worlds = [World.of({"tp": 2, "pp": 2}, rank, 8) for rank in range(8)]
+    assert [each.tp_rank for each in worlds] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [each.dp_rank for each in worlds] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [each.pp_rank for each in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("tp", "pp"), list(product([1, 2, 4], [1, 2])))
+def test_every_place_is_taken_once(tp, pp):
+    worlds = [World.of({"tp": tp, "pp": pp}, rank, 8) for rank in range(8)]
+    assert {each.dp for each in worlds} == {8 // (tp * pp)}
+    assert len({(each.pp_rank, each.dp_rank, each.tp_rank) for each in worlds}) == 8
+
+
+def test_one_rank_has_no_mesh():
+    assert World.of({}).mesh(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tp": 3}, r"tp \* pp \* dp must be the number of ranks, 8, but 3 \* 1 \* 2 is 6"),
+        ({"tp": 2, "dp": 8}, r"2 \* 1 \* 8 is 16"),
+        ({"pp": 0}, "pp must be a whole number of at least 1, but is 0"),
+        ({"tp": 16}, r"16 \* 1 \* 1 is 16"),
+        ({"tp": 2.0}, r"tp must be a whole number of at least 1, but is 2\.0"),
+        ({"tp": True}, "but is True"),
+    ],
+)
+def test_degrees_that_do_not_make_up_the_ranks_are_refused(config, said):
+    with pytest.raises(WorkloadError, match=said):
+        World.of(config, 0, 8)
+
+
+def _axes(timeout_s):
+    """Of each axis of a mesh of two stages by two replicas: its ranks, where this one is among them, how long it waits."""
+    import torch.distributed as dist
+
+    world = World.of({"pp": 2}, dist.get_rank(), dist.get_world_size())
+    mesh = world.mesh(torch.device("cpu"), timeout_s)
+    found = {}
+    for name in ("pp", "dp"):
+        group = mesh.get_group(name)
+        waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        found[name] = (dist.get_process_group_ranks(group), mesh.get_local_rank(name), waits)
+    assert mesh["dp"].get_group() is mesh.get_group("dp")
+    assert (found["pp"][1], found["dp"][1]) == (world.pp_rank, world.dp_rank)
+    return found
+
+
+def test_every_axis_of_a_mesh_waits_as_long_as_it_is_told(four):
+    found = four.run(_axes, 4321.0)
+    assert [each["pp"] for each in found] == [
+        ([0, 2], 0, 4321.0), ([1, 3], 0, 4321.0), ([0, 2], 1, 4321.0), ([1, 3], 1, 4321.0)
+    ]  # fmt: skip
+    assert [each["dp"] for each in found] == [
+        ([0, 1], 0, 4321.0), ([0, 1], 1, 4321.0), ([2, 3], 0, 4321.0), ([2, 3], 1, 4321.0)
+    ]  # fmt: skip
+
+
+def _divided(axes, name):
+    """An axis in two groups: with whom this rank has a piece, with whom it has all; its place; how long it waits."""
+    import torch.distributed as dist
+    from redline.schedule.parallel.collectives import divided
+
+    world = World.of(axes, dist.get_rank(), 4)
+    made = divided(world.mesh(torch.device("cpu"), 4321.0), name, 2)
+    groups = [made.get_group(each) for each in ("replicate", "shard")]
+    (waits,) = {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
+    return [dist.get_process_group_ranks(each) for each in groups], made.get_coordinate(), waits
+
+
+def test_an_axis_in_groups_keeps_neighbours_together_and_waits_as_long(four):
+    found = [groups for groups, _, _ in four.run(_divided, {"dp": 4}, "dp")]
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    found = four.run(_divided, {"tp": 2}, "dp")
+    assert found == [
+        ([[0, 2], [0]], (0, 0), 4321.0), ([[1, 3], [1]], (0, 0), 4321.0),
+        ([[0, 2], [2]], (1, 0), 4321.0), ([[1, 3], [3]], (1, 0), 4321.0),
+    ]  # fmt: skip
+
+
+def _gives_up():
+    """What a stage is told that waits for another one, which sends nothing."""
+    import torch.distributed as dist
+
+    mesh = World.of({"pp": 2}, dist.get_rank(), 4).mesh(torch.device("cpu"), 1.0)
+    if dist.get_rank() != 2:
+        return ""
+    try:
+        dist.recv(torch.ones(1), 0, group=mesh.get_group("pp"))
+    except RuntimeError as error:
+        return str(error)
+    return "received"
+
+
+def test_a_stage_waits_for_another_no_longer_than_that(four):
+    assert "Timed out waiting 1000ms" in four.run(_gives_up)[2]

@@ -1,0 +1,88 @@
+"""Norms of gradients, by repeated block, whatever is spread over ranks how."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .training import Training
+
+CHUNK = 1 << 22
+"""Elements whose squares are added at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputedPart:
+    """What one rank contributes to a `Computed`."""
+
+    loss: float
+    """Mean loss over all replicas."""
+    squares: tuple[float, ...]
+    """Its part of the squared norm of the gradient of each block, then of what is outside of blocks."""
+    vectors: tuple[float, ...]
+    """The same of parameters of one dimension at most alone, which are among them."""
+    samples: int
+    """Samples, over all ranks."""
+
+
+def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: float = 1.0) -> ComputedPart:
+    """This rank's part of what passes computed, while their gradients are there.
+
+    Args:
+        training: after `passes`.
+        loss: what they returned.
+        samples: of all ranks.
+        scale: what the loss was multiplied by, for float16.
+    """
+    found, vectors = squares(training, scale)
+    return ComputedPart(loss=float(loss), squares=found, vectors=vectors, samples=samples)
+
+
+def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """This rank's part of the squared gradient norms, by block and of the rest: of all, and of vectors.
+
+    What several ranks hold alike counts for each of them by its share.
+
+    Args:
+        scale: what the loss was multiplied by.
+    """
+    import torch
+
+    from ..schedule.parallel.sharding import copies_of, is_dtensor, local, owner, shards_of
+
+    model, outline, world = training.model, training.outline, training.world
+    zero = torch.zeros((), dtype=torch.float64, device=training.device)
+    all_of, vectors = ([zero] * (len(outline.blocks) + 1) for _ in range(2))
+    elsewhere = _held_by_earlier_stages(model)
+    # With ZeRO 1 a gradient is where its owner is; of replicas otherwise each has all.
+    replicas = model.__dict__.get("replicas")
+    alone = replicas is not None and replicas.owners
+    for name, param in model.named_parameters():
+        if param.grad is None or id(param) in elsewhere:
+            continue
+        holder, leaf = owner(model, name)
+        share = 1.0 if leaf in shards_of(holder) else 1.0 / world.tp
+        if is_dtensor(param.grad):
+            share /= copies_of(param.grad)
+        elif not alone:
+            share /= world.dp
+        group = outline.group(name)
+        for piece in local(param.grad.detach()).reshape(-1).split(CHUNK):
+            square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+            all_of[group] = all_of[group] + square
+            if param.dim() < 2:
+                vectors[group] = vectors[group] + square
+    # One wait for the device, not one a parameter.
+    found, found_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]) / scale**2).tolist()
+    return tuple(found), tuple(found_vectors)
+
+
+def _held_by_earlier_stages(model: "nn.Module") -> set[int]:
+    """Ids of tied parameters that count with an earlier stage of the pipeline, where they are held too."""
+    pipeline = model.__dict__.get("pipeline")
+    if pipeline is None:
+        return set()
+    rank = pipeline.axis.rank
+    return {id(module._parameters[name]) for module, name, ranks in pipeline.ties if rank in ranks[1:]}

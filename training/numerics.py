@@ -1,0 +1,347 @@
+"""Whether a family, spread over devices, still computes what one process computes: a declared table, and its check.
+
+A cell is a family at a tiny size and a combination of knobs. It holds where, with dropout off and in
+float32, the first step's loss, every gradient of it, and every weight after three steps are those of one
+process at the same global batch, but for what rounding may do (`schedule/rounding.py`). A combination that a
+family cannot follow has a reason instead.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..models.workload import Workload
+
+SAMPLES = 8
+"""Global batch."""
+STEPS = 3
+LEARNING_RATE = 1e-3
+EPSILON = 1e-2
+"""AdamW's, of the size of gradients: with the usual 1e-8 their mere rounding would move weights."""
+
+COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "dp2": {"dp": 2, "micro_batch": 2},
+    "zero1": {"dp": 2, "zero": 1, "micro_batch": 2},
+    "zero2": {"dp": 2, "zero": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "pp2 gpipe": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "gpipe"},
+    "pp2 1f1b": {"pp": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"},
+    "pp2 interleaved": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "interleaved"},
+    "pp2 zero bubble": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zero_bubble"},
+    "pp2 zbv": {"pp": 2, "virtual_stages": 2, "grad_accum": 4, "pipeline_schedule": "zbv"},
+    "pp2+ckpt": {"pp": 2, "grad_accum": 4, "checkpoint_ratio": 0.5},
+    "zero3+fusion": {"dp": 2, "zero": 3, "fusion": True},
+    "tp2·dp2+zero3": {"tp": 2, "dp": 2, "zero": 3},
+    "hsdp2+zero2": {"dp": 4, "hsdp": 2, "zero": 2, "micro_batch": 1},
+    "hsdp2+zero3": {"dp": 4, "hsdp": 2, "zero": 3, "micro_batch": 1},
+    "tp2·pp2": {"tp": 2, "pp": 2, "grad_accum": 4},
+    "pp2·dp2": {"pp": 2, "dp": 2, "grad_accum": 2},
+    "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2},
+    "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
+    "kernels": {"kernels": True, "grad_accum": 2},
+    "tp2+kernels": {"tp": 2, "kernels": True},
+    "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
+    "pp2+kernels": {"pp": 2, "grad_accum": 4, "kernels": True},
+}
+"""Every combination of the table by its name: knobs, absent ones neutral."""
+
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 97,
+    "max_position_embeddings": 40,
+}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ENCODER = {**_SIZES, **_TOKENS, **_NO_DROPOUT}
+_DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2}
+
+# Tiny sizes: odd vocabularies, so that padding is tried; fewer key-value heads where there are such.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bert": ("masked", _ENCODER),
+    "roberta": ("masked", _ENCODER),
+    "albert": ("masked", {**_ENCODER, "embedding_size": 16}),
+    "gpt2": (
+        "causal",
+        {
+            "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 97, "n_positions": 32, **_TOKENS,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        },
+    ),
+    "gpt_neo": (
+        "causal",
+        {
+            "num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 97, "window_size": 4, **_TOKENS,
+            "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32,
+        },
+    ),
+    "opt": (
+        "causal",
+        {
+            "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 97,
+            "max_position_embeddings": 32, "word_embed_proj_dim": 16, "dropout": 0.0, **_TOKENS,
+        },
+    ),
+    "t5": (
+        "seq2seq",
+        {
+            "num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "vocab_size": 97,
+            "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+        },
+    ),
+    "llama": ("causal", _DECODER),
+    "qwen2": ("causal", _DECODER),
+    "qwen3": ("causal", {**_DECODER, "head_dim": 8}),
+    "mistral": ("causal", {**_DECODER, "sliding_window": 8}),
+    "mixtral": ("causal", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_neox": ("causal", {**_SIZES, **_TOKENS, "hidden_dropout": 0.0}),
+    "vit": (
+        "image",
+        {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+            "image_size": 16, "patch_size": 4, "num_labels": 10, **_NO_DROPOUT,
+        },
+    ),
+    "wide_resnet": ("image", {"depth": 10, "width": 1, "classes": 10}),
+}  # fmt: skip
+"""Every family of the table: its task and its configuration, tiny, of two blocks and without dropout."""
+_DEEPER: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"n_layer": 4},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "t5": {"num_layers": 4},
+    "wide_resnet": {"depth": 16},
+}
+"""What of a family's configuration makes four blocks of two, or more; else the number of layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Departure:
+    """By how much a configuration departs from one process, on one rank, and how much rounding may do."""
+
+    loss: float
+    """Relative."""
+    gradient: float
+    """The largest of any parameter that this rank holds, as `rounding.departure` has it."""
+    weight: float
+    """The largest of any after the last step, over what AdamW may make of the gradient's allowance."""
+    where: str
+    """The parameter whose gradient departs most."""
+    parameters: tuple[str, ...]
+    """Names of what this rank holds."""
+    loss_allowed: float
+    """The most that `loss` may be."""
+    gradient_allowed: float
+    """The most that `gradient` may be."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether all are within what rounding may do."""
+        return self.loss <= self.loss_allowed and self.gradient <= self.gradient_allowed and self.weight <= 1
+
+
+def tiny(family: str, combination: str = "") -> "Workload":
+    """The workload of a family of the table, with a block for each stage of a combination."""
+    from ..models.architecture import Architecture
+    from ..models.huggingface import hugging_face_workload
+    from ..models.wide_resnet import wide_resnet
+
+    task, arguments = FAMILIES[family]
+    config = COMBINATIONS.get(combination, {})
+    if config.get("pp", 1) * config.get("virtual_stages", 1) > 2:
+        arguments = {**arguments, **_DEEPER.get(family, {"num_hidden_layers": 4})}
+    if family == "wide_resnet":
+        return wide_resnet(arguments, name=family, spec=family, global_batch=SAMPLES)
+    architecture = Architecture(model_type=family, arguments=arguments, task=task)
+    return hugging_face_workload(
+        architecture, name=family, spec=family, seq_len=None if task == "image" else 16, global_batch=SAMPLES
+    )
+
+
+def ranks(combination: str) -> int:
+    """How many ranks a combination takes."""
+    config = COMBINATIONS[combination]
+    return config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
+
+
+def obstacle(family: str, combination: str) -> str:
+    """Why a family cannot follow a combination; empty where it can."""
+    return refusal(tiny(family, combination), COMBINATIONS[combination])
+
+
+def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
+    """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
+    from ..models.skeleton import skeleton
+    from ..schedule import create_schedule
+
+    support = workload.schedule.support(create_schedule(skeleton(workload)))
+    stages = config.get("pp", 1) * config.get("virtual_stages", 1)
+    reasons = [support.tp(config.get("tp", 1)), support.pp(stages)]
+    if config.get("sequence_parallel"):
+        reasons.append(support.sequence_parallel)
+    if config.get("zero"):
+        reasons.append(support.zero)
+    if config.get("zero", 0) >= 2 and config.get("pp", 1) > 1:
+        reasons.append(support.zero_in_stages)
+    if config.get("kernels"):
+        reasons.append(support.kernels)
+    return next((reason for reason in reasons if reason), "")
+
+
+def check(family: str, combination: str, seed: int = 0) -> Departure:
+    """One cell, on every rank of an initialised process group of the right size; all call it alike."""
+    return departure(tiny(family, combination), COMBINATIONS[combination], seed)
+
+
+def departure(
+    workload: "Workload", config: Mapping[str, Any], seed: int = 0, expected: "Reference | None" = None
+) -> Departure:
+    """By how much a workload in a configuration departs from one process in float32.
+
+    Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an
+    epsilon of the size of gradients stands in its place.
+
+    Args:
+        workload: what is trained.
+        config: its configuration, of precision fp32 or bf16; on several ranks, called on every rank alike.
+        seed: of weights and data.
+        expected: what `reference` gave for the workload and the seed, where it is known.
+    """
+    import torch
+
+    expected = expected or reference(workload, seed)
+    workload = replace(workload, optimizer=adamw)
+    if config.get("fusion"):
+        # The limit on compilations counts by function, and models share some; past it nothing would be compiled.
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            found, _ = _train(workload, config, seed)
+    else:
+        found, _ = _train(workload, config, seed)
+    exact = config.get("precision", "fp32") == "fp32"
+    allowed = expected.allowed if exact else expected.allowed_half
+    return compare(expected.trained, found, allowed, workload.global_batch * (workload.seq_len or 1))
+
+
+def reference(workload: "Workload", seed: int = 0) -> "Reference":
+    """What one process computes, on each rank by itself."""
+    import torch
+
+    from ..schedule.rounding import allowance
+
+    trained, model = _train(replace(workload, optimizer=adamw), {}, seed, alone=True)
+    batch = workload.batch(workload.global_batch, 0)
+    rows = max(each.numel() for each in (batch.values() if isinstance(batch, Mapping) else batch))
+    exact, half = (allowance(model, rows, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    return Reference(trained=trained, allowed=exact, allowed_half=half)
+
+
+def adamw(params: Any, fused: bool = False) -> "torch.optim.Optimizer":
+    """The optimizer of every comparison."""
+    import torch
+
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON, fused=fused or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What STEPS steps of `adamw` gave; of several ranks, what this one holds, whole."""
+
+    loss: float
+    """Of the first step."""
+    gradients: dict[str, "torch.Tensor"]
+    """Of the first step, by the parameter's name."""
+    weights: dict[str, "torch.Tensor"]
+    """After the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What configurations are held against."""
+
+    trained: Trained
+    """By one process in float32."""
+    allowed: float
+    """What rounding may do to a gradient in float32."""
+    allowed_half: float
+    """In bfloat16."""
+
+
+def compare(expected: Trained, found: Trained, allowed: float, terms: int) -> Departure:
+    """By how much two trainings depart.
+
+    Args:
+        expected: of one process.
+        found: on this rank.
+        allowed: what rounding may do to a gradient (`rounding.allowance`).
+        terms: what the loss is a mean of: tokens, or samples.
+    """
+    from ..schedule import rounding
+
+    assert set(found.gradients) == set(found.weights) & set(expected.gradients)
+    over = rounding.largest(expected.gradients)
+    gradient, where, weight = 0.0, "", 0.0
+    for name, value in found.gradients.items():
+        want = expected.gradients[name]
+        departs = rounding.departure(want, value, over)
+        if departs >= gradient:
+            gradient, where = departs, name
+        granted = rounding.adamw_allowance(
+            allowed * rounding.scale(want, over),
+            found.weights[name],
+            lr=LEARNING_RATE,
+            eps=EPSILON,
+            steps=STEPS,
+        )
+        share = float((found.weights[name].double() - expected.weights[name].double()).abs().max()) / granted
+        weight = max(weight, share) if share == share else float("inf")
+    return Departure(
+        loss=abs(found.loss - expected.loss) / abs(expected.loss),
+        gradient=gradient,
+        weight=weight,
+        where=where,
+        parameters=tuple(found.weights),
+        loss_allowed=rounding.loss_allowance(allowed, terms),
+        gradient_allowed=allowed,
+    )
+
+
+def _train(
+    workload: "Workload", config: Mapping[str, Any], seed: int, alone: bool = False
+) -> "tuple[Trained, nn.Module]":
+    """Three steps on the same batches, whatever the configuration; and the model."""
+    import torch
+    import torch.distributed as dist
+
+    from ..schedule.parallel.replicas import whole_gradient
+    from ..schedule.parallel.sharding import owner, whole
+    from .training import Training
+
+    cuda = torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, ranks = (0, 1) if alone or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
+    knobs = {"attention": "eager", **config}
+    training = Training(workload, knobs, device, seed=seed, rank=rank, world_size=ranks)
+
+    model = training.model
+
+    def named(read: Any) -> dict[str, torch.Tensor]:
+        # Tied weights by all of their names: stages hold them under different ones.
+        found = model.named_parameters(remove_duplicate=False)
+        return {name: read(model, name, param).clone() for name, param in found}
+
+    loss = float(training.passes())
+    gradients = named(whole_gradient)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    for _ in range(STEPS - 1):
+        training.step()
+    weights = named(lambda model, name, param: whole(*owner(model, name), param.detach()))
+    return Trained(loss, gradients, weights), model

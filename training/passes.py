@@ -1,0 +1,121 @@
+"""Forward and backward passes of one optimizer step: micro-batch by micro-batch, or through a pipeline."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError
+from ..models.batches import Batch, Step, part, to_device
+from ..models.workload import Workload
+from ..results.meaning import Exchange
+from .precision import Precision
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Watch = Callable[[Any], None] | None
+
+
+class Accumulation:
+    """Micro-batches one after the other; gradients add up.
+
+    What replicas exchange meanwhile is an `Exchange`: gradients that are whole on every rank are averaged
+    with the last micro-batch only, as groups of replicas sum their pieces, and weights that are gathered once
+    a step stay so until then.
+    """
+
+    def __init__(
+        self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange
+    ) -> None:
+        self.loss_of = Step(workload, model)
+        """The loss of one micro-batch."""
+        self._model, self._precision, self._exchange = model, precision, exchange
+
+    def __call__(
+        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
+    ) -> "torch.Tensor":
+        """The mean loss; gradients are in place.
+
+        Args:
+            batches: this replica's micro-batches.
+            device: where batches are to be copied; None where they are there already.
+            watch: called with what the model returned for each of them.
+        """
+        total: torch.Tensor | None = None
+        if replicas := self._model.__dict__.get("replicas"):
+            replicas.passes = len(batches)
+        for number, batch in enumerate(batches):
+            self._announce(number == len(batches) - 1)
+            if device is not None:
+                batch = to_device(batch, device)
+            with self._precision.autocast():
+                loss = self.loss_of(batch, watch)
+            self._precision.scale(loss / len(batches)).backward()
+            value = loss.detach().float()
+            total = value if total is None else total + value
+        return total / len(batches)
+
+    def _announce(self, last: bool) -> None:
+        """Tells `fully_shard` whether another micro-batch follows."""
+        if not hasattr(self._model, "set_reshard_after_backward"):
+            return
+        if self._exchange.gathered == "step":
+            self._model.set_reshard_after_backward(last)
+        if self._exchange.hsdp > 1 and self._exchange.summed == "step":
+            self._model.set_requires_all_reduce(last)
+
+
+class Pipelined:
+    """All micro-batches at once through `model.pipeline`, which orders them."""
+
+    def __init__(self, workload: Workload, model: "nn.Module", precision: Precision) -> None:
+        self._workload, self._model, self._precision = workload, model, precision
+        self.loss_of = Step(workload, model)
+        """Knows what the model's forward takes."""
+        self._batch: Batch | None = None
+
+    @staticmethod
+    def target(batch: Batch) -> "torch.Tensor":
+        """What the pipeline cuts into micro-batches along with the batch: the samples' numbers."""
+        import torch
+
+        tensors = list(batch.values() if isinstance(batch, Mapping) else batch)
+        return torch.arange(tensors[0].shape[0])
+
+    def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
+        """The workload's own loss of a micro-batch: that of the samples with these numbers."""
+        with self._precision.autocast():
+            mine = part(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
+            return self.loss_of.loss(output, mine)
+
+    def __call__(
+        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
+    ) -> "torch.Tensor":
+        """The mean loss, on every rank; gradients are in place.
+
+        Args:
+            batches: this replica's samples, as one batch.
+            device: where they are to be copied; None where they are there already.
+            watch: called on the last stage with what the model returned for each micro-batch.
+        """
+        (batch,) = batches
+        self._batch = to_device(batch, device) if device is not None else batch
+        args, kwargs = self.loss_of.inputs(self._batch)
+        target = self.target(self._batch) if self._workload.loss is not None else None
+        with self._precision.autocast():
+            loss = self._model.pipeline.step(*args, target=target, watch=watch, **kwargs)
+        self._batch = None
+        return loss.float()
+
+
+def check_pipeline(workload: Workload, cuts: int, stages: int) -> None:
+    """Refuses a schedule that follows `pp` not or otherwise.
+
+    Raises:
+        WorkloadError: it does not cut the model into as many stages.
+    """
+    if (cuts + 1) % stages or (stages > 1 and not cuts):
+        raise WorkloadError(
+            f"{workload.name}: pp={stages} needs a schedule that cuts the model into {stages} stages, but it "
+            f"makes {cuts + 1}; call sch[...].cut_pipeline_stage() on the last module of each but the last"
+        )

@@ -1,0 +1,135 @@
+"""The knob `precision`: autocast, 8-bit products, gradient scaling."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import WorkloadError, not_installed, unknown
+from ..results.meaning import FORMATS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..schedule import Schedule
+
+
+def dtype_of(name: str) -> "torch.dtype":
+    """PyTorch's name of a number format: `fp32`, `bf16` or `fp16`."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+class Precision:
+    """The number formats of a training step.
+
+    Args:
+        name: the knob's value.
+        device: where.
+        ranks: ranks that take a step together; with float16 they must agree on whether to skip it.
+
+    Raises:
+        WorkloadError: the device has no such format, or torchao is missing.
+    """
+
+    pure: bool
+    """Whether the weights are in it too."""
+
+    def __init__(self, name: str, device: "torch.device", ranks: int = 1) -> None:
+        import torch
+
+        known = [each for each in FORMATS if each != "fp16" or device.type == "cuda"]
+        if name not in known:
+            raise WorkloadError(f"{unknown('precision', name, known)} These work on {device.type}.")
+        formats = FORMATS[name]
+        self.float8 = formats.scaling
+        """What of 8-bit numbers shares a scale; None where nothing is computed in 8 bits."""
+        if self.float8 and (why := not_installed("torchao", "fp8")):
+            raise WorkloadError(f"precision={name}: {why}")
+        self.pure = formats.weights == "bf16"
+        self.scaled = formats.autocast == "fp16"
+        """Whether the loss is scaled, as float16 needs it."""
+        self._name, self._device = name, device
+        self._dtype = dtype_of(formats.autocast) if formats.autocast else None
+        self._fixed: float | None = None
+        self._scaler: Any = None
+        if self.scaled and ranks > 1:
+            # A rank that alone sees an infinity (in its piece of a layer, its shard of the gradients) would
+            # alone skip the step: this one takes the maximum over all ranks.
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            self._scaler = ShardedGradScaler(device.type)
+        elif self.scaled:
+            self._scaler = torch.amp.GradScaler(device.type)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """For the forward pass."""
+        import torch
+
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
+
+    def convert(self, blocks: "Sequence[Schedule]") -> None:
+        """Has linear layers of repeated blocks compute in 8 bits, where asked for; a CPU emulates it.
+
+        Raises:
+            WorkloadError: nothing in them can.
+        """
+        if not self.float8:
+            return
+        from ..models.families.standard import unconvertible
+        from ..schedule.primitives.float8 import convertible
+
+        if why := unconvertible(blocks):
+            raise WorkloadError(f"precision={self._name}: {why}")
+        for each in blocks:
+            if convertible(each.module):
+                each.float8(self.float8, emulate=self._device.type != "cuda")
+
+    def roundoff(self, model: "nn.Module") -> float:
+        """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
+        import torch
+
+        if self.float8:
+            # Where gradients are in e5m2, the other factors of their products are not.
+            return torch.finfo(torch.float8_e4m3fn).eps / 2
+        if self._dtype is not None or self.pure:
+            return torch.finfo(self._dtype or torch.bfloat16).eps / 2
+        if self._device.type == "cuda":
+            # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
+            convolves = any(isinstance(each, torch.nn.modules.conv._ConvNd) for each in model.modules())
+            if torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and convolves):
+                return torch.finfo(torch.float16).eps / 2
+        return torch.finfo(torch.float32).eps / 2
+
+    def scale(self, loss: "torch.Tensor") -> "torch.Tensor":
+        """The loss whose gradients are representable."""
+        if self._fixed is not None:
+            return loss * self._fixed
+        return self._scaler.scale(loss) if self._scaler is not None else loss
+
+    @contextlib.contextmanager
+    def scaling(self, factor: float | None) -> Iterator[None]:
+        """Scales the loss by this factor instead of the one that training is at; None leaves it."""
+        self._fixed = factor
+        try:
+            yield
+        finally:
+            self._fixed = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What training scales the loss by; smaller after a step that was skipped."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def step(self, optimizer: "torch.optim.Optimizer") -> None:
+        """The optimizer's step; skipped by all ranks where a gradient overflowed."""
+        if self._scaler is None:
+            optimizer.step()
+            return
+        # Fused optimizers would look at their own rank's gradients only, unless these are unscaled before.
+        self._scaler.unscale_(optimizer)
+        self._scaler.step(optimizer)
+        self._scaler.update()

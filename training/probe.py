@@ -1,0 +1,374 @@
+"""Runs one fixed batch through a built candidate, for what it computes: loss, logits, gradients.
+
+Notation:
+
+| symbol | meaning |
+|---|---|
+| P | samples of the probe, the same whatever the configuration |
+| k | those of this replica, P / dp of them, the same on all ranks of it |
+| T, V | positions of a sample and logits of a position |
+| R | random projections |
+
+First every replica trains on its k samples as it would in a step. If that drew random numbers (dropout), the
+pass is repeated with everything random off, and what is kept of the first is by how much its logits departed.
+A rank tells its part; sums over ranks are made where all parts have arrived (`runners.truth.together`).
+
+The samples are few, so that a probe costs little, in smaller micro-batches than training's. What the whole
+size does is seen in the first step (`first_step`).
+"""
+
+import contextlib
+import math
+import random
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..models.batches import Batch, each_tensor, make_batch, part, to_device
+from .gradients import ComputedPart, computed
+from .stir import stirred
+
+if TYPE_CHECKING:
+    import torch
+
+    from .training import Training
+
+PROJECTIONS = 16
+"""R. Enough for a departure of the logits to show in one of them, few enough to keep with every trial."""
+ROOMY = 8
+"""Samples of a step for every device from which on the probe has two for each of them instead of one."""
+LOSS_SCALES = (2.0**16, 2.0**11, 2.0**6)
+"""What float16 scales the probe's loss by: the first at which no gradient overflows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbePart:
+    """What one rank contributes to a `Probe`."""
+
+    quiet: ComputedPart
+    """On the probe's samples, with nothing random."""
+    logits: tuple[float, ...]
+    """Its part of each projection; empty on ranks that see no logits."""
+    changed: float
+    """Its part of the squared departure of the logits in training."""
+    size: float
+    """Its part of their square."""
+    noise_numbers: int
+    """See `Probe`; 0 on ranks that see no logits."""
+    by_batch: bool
+    """Whether training computes statistics over the samples of a micro-batch, so that their number decides what it
+    computes, as batch normalisation does: then only what it does without them can be compared."""
+    brought: tuple[str, ...]
+    """Parameters that the schedule brought in, as far as this rank holds them."""
+    depth: int
+    """See `Probe`."""
+    roundoff: float
+    """See `Probe`."""
+    loss_roundoff: float
+    """See `Probe`; 0 on ranks that see no loss."""
+
+
+def samples(world: int, global_batch: int) -> int:
+    """P: one or two samples for every rank, so that any number of replicas can share them."""
+    return 2 * world if global_batch >= ROOMY * world else world
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a replica's samples fill micro-batches: position j holds sample j mod k."""
+
+    size: int
+    """Samples of a micro-batch."""
+    count: int
+    """Micro-batches."""
+
+    @staticmethod
+    def of(samples: int, micro: int, *, least: int, exact: bool) -> "Cut":
+        """The least work in which every sample occurs equally often.
+
+        Args:
+            samples: k.
+            micro: samples of a micro-batch, which are not exceeded.
+            least: micro-batches come in multiples of it: the stages of a pipeline, or 2 where gradients are
+                accumulated, so that this is seen.
+            exact: only micro-batches of that size, for which compiled code is made.
+        """
+        sizes = [micro] if exact else range(1, micro + 1)
+        ways = [
+            Cut(size, count)
+            for size in sizes
+            for count in range(least, least * samples + 1, least)
+            if size * count % samples == 0
+        ]
+        return min(ways, key=lambda each: (each.size * each.count, each.count))
+
+    def positions(self, number: int, samples: int) -> "torch.Tensor":
+        """The samples of a micro-batch."""
+        import torch
+
+        return torch.arange(number * self.size, (number + 1) * self.size) % samples
+
+
+def take(training: "Training") -> ProbePart:
+    """Probes a candidate before its first step, and leaves weights, buffers, random streams as they were.
+
+    Every rank calls it alike.
+
+    Raises:
+        WorkloadError: the workload's batch or loss is not what it must be.
+    """
+    probed = _Probed(training)
+    by_batch = any(getattr(each, "track_running_stats", False) for each in training.model.modules())
+    with _undisturbed(training), stirred(training):
+        lively = None if by_batch else probed.run(as_trained=True)
+        if lively is not None and not probed.agree(lively.random):
+            quiet = lively
+        else:
+            with _quiet(training):
+                quiet = probed.run(as_trained=False)
+    changed, size = probed.departure(lively or quiet, quiet)
+    roundoff = training.precision.roundoff(training.model)
+    names = training.outline.names
+    return ProbePart(
+        quiet=quiet.computed,
+        logits=probed.projected(quiet),
+        changed=changed,
+        size=size,
+        noise_numbers=probed.noise_numbers(quiet),
+        by_batch=by_batch,
+        brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
+        depth=training.outline.depth,
+        roundoff=roundoff,
+        # A loss of somebody's own is computed as they like.
+        loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    computed: ComputedPart
+    logits: "torch.Tensor | None"
+    """Projected over V, (positions, T, R), float32; None where this rank sees none."""
+    random: bool
+    """Whether random numbers were drawn."""
+
+
+class _Probed:
+    """A candidate's samples, and passes over them."""
+
+    def __init__(self, training: "Training") -> None:
+        self.training, world = training, training.world
+        self.total = samples(world.size, training.workload.global_batch)
+        self.mine = self.total // world.dp
+        self.first = world.dp_rank * self.mine
+        batch = make_batch(training.workload, self.total, training.seed_of(-1))
+        self.share = part(batch, self.first, self.first + self.mine)
+        self.width = 0
+        """V."""
+        self.loss_roundoff = 0.0
+        self._signs: dict[tuple[str, int], torch.Tensor] = {}
+
+    def run(self, *, as_trained: bool) -> _Pass:
+        """One pass over the samples. The gradients are gone after it.
+
+        Args:
+            as_trained: what is compiled runs as that, for which micro-batches are of the size it is made for.
+        """
+        import torch
+
+        training = self.training
+        cut = self._cut(as_trained)
+        batches = self._batches(cut)
+        seen: list[torch.Tensor] = []
+        for scale in LOSS_SCALES if training.precision.scaled else (None,):
+            seen.clear()
+            before = _random_state(training.device)
+            with training.precision.scaling(scale):
+                loss = training.passes(batches, watch=lambda output: self._see(output, cut.size, seen))
+            drew = before != _random_state(training.device)
+            found = computed(training, loss, self.total, scale or 1.0)
+            training.optimizer.zero_grad(set_to_none=True)
+            if scale is None or not self.agree(not math.isfinite(sum(found.squares))):
+                break
+        return _Pass(computed=found, logits=torch.cat(seen) if seen else None, random=drew)
+
+    def _cut(self, as_trained: bool) -> Cut:
+        training, pp = self.training, self.training.world.pp
+        exact = as_trained and training.compiled
+        # Code that runs as written keeps more activations than compiled code.
+        micro = 1 if training.compiled and not exact else training.micro_batch
+        accumulates = training.grad_accum > 1 and not exact
+        return Cut.of(self.mine, micro, least=pp if pp > 1 else 2 if accumulates else 1, exact=exact)
+
+    def _batches(self, cut: Cut) -> list[Batch]:
+        """The micro-batches on the device; for a pipeline, these as one batch."""
+        training = self.training
+        pipeline = training.model.__dict__.get("pipeline")
+        if pipeline is not None:
+            pipeline.micro_batches = cut.count
+            cut = Cut(cut.size * cut.count, 1)
+        picked = [cut.positions(number, self.mine) for number in range(cut.count)]
+        return [to_device(each_tensor(self.share, lambda t, at=at: t[at]), training.device) for at in picked]
+
+    def agree(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank."""
+        if self.training.world.size == 1:
+            return flag
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(float(flag), device=self.training.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return bool(tensor)
+
+    def projected(self, kept: _Pass) -> tuple[float, ...]:
+        """This rank's part of the projections over samples, positions and logits."""
+        if kept.logits is None:
+            return ()
+        import torch
+
+        over, positions = kept.logits.shape[:2]
+        samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
+        by_sample = self._sign("samples", self.total)[samples].double()
+        by_position = self._sign("positions", positions).double()
+        found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
+        copies = over / self.mine
+        # Over a number of terms the sum grows as its root. Ranks that share a layer have the same.
+        scale = 1.0 / self.training.world.tp / copies / math.sqrt(self.total * positions * self.width)
+        return tuple((found * scale).tolist())
+
+    def departure(self, lively: _Pass, kept: _Pass) -> tuple[float, float]:
+        """This rank's part of the squared departure of the logits in training, and of their square."""
+        if lively.logits is None or kept.logits is None:
+            return 0.0, 0.0
+        quiet = kept.logits.unflatten(0, (-1, self.mine)).mean(0)
+        if lively is kept:
+            return 0.0, float(quiet.square().mean())
+        change = lively.logits.unflatten(0, (-1, self.mine)) - quiet
+        return float(change.square().mean()), float(quiet.square().mean())
+
+    def noise_numbers(self, kept: _Pass) -> int:
+        """How many numbers `departure` is made of, at most: of many logits no more than are projected on."""
+        return 0 if kept.logits is None else self.total * kept.logits.shape[1] * min(self.width, PROJECTIONS)
+
+    def _see(self, output: Any, size: int, seen: "list[torch.Tensor]") -> None:
+        """Projects the logits of a micro-batch over V, which may be cut over ranks."""
+        import torch
+
+        from ..schedule.parallel.collectives import all_reduce
+        from ..schedule.parallel.vocabulary import SplitLogits
+        from ..schedule.unformed import UnformedLogits
+
+        loss = output if isinstance(output, torch.Tensor) else _named(output, "loss")
+        if loss is not None:
+            self.loss_roundoff = torch.finfo(loss.dtype).eps / 2
+        logits, axis = _logits_of(output), None
+        if logits is None or logits.dim() < 2 or logits.shape[0] != size:
+            return  # nothing tells which of them belong to which sample
+        self.width, columns = logits.shape[-1], logits.shape[-1]
+        pieces: Iterable[torch.Tensor]
+        if isinstance(logits, UnformedLogits):
+            # As the loss forms them, a few tokens at a time.
+            axis, self.width, pieces = logits.product.axis, logits.product.vocabulary, logits.chunks()
+        elif isinstance(logits, SplitLogits):
+            axis, self.width = logits.axis, logits.vocabulary
+            pieces = [logits.as_subclass(torch.Tensor).detach()]
+        else:
+            pieces = [logits.detach()]
+        low = 0 if axis is None else axis.rank * columns
+        signs = self._sign("logits", self.width)[low : low + columns]
+        with torch.no_grad(), torch.autocast(self.training.device.type, enabled=False):
+            # Signs are exact in any format. Columns with which a piece is filled up have none.
+            columns = signs.shape[0]
+            found = torch.cat([(each[..., :columns] @ signs.to(each.dtype)).float() for each in pieces])
+            found = found if axis is None else all_reduce(found, axis)
+            seen.append(found.reshape(size, -1, PROJECTIONS))
+
+    def _sign(self, what: str, count: int) -> "torch.Tensor":
+        import torch
+
+        if (what, count) not in self._signs:
+            generator = torch.Generator().manual_seed(zlib.crc32(what.encode()))
+            drawn = torch.randint(2, (count, PROJECTIONS), generator=generator)
+            self._signs[what, count] = (2.0 * drawn - 1).to(self.training.device)
+        return self._signs[what, count]
+
+
+@contextlib.contextmanager
+def _undisturbed(training: "Training") -> Iterator[None]:
+    """Random streams and buffers are as before after it."""
+    import numpy as np
+    import torch
+
+    buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
+    python, numpy = random.getstate(), np.random.get_state()
+    pipeline = training.model.__dict__.get("pipeline")
+    usual = None if pipeline is None else pipeline.micro_batches
+    devices = [training.device] if training.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if pipeline is not None:
+            pipeline.micro_batches = usual
+        with torch.no_grad():
+            for each, value in buffers:
+                each.copy_(value)
+
+
+@contextlib.contextmanager
+def _quiet(training: "Training") -> Iterator[None]:
+    """Nothing random, no statistics over the batch; what is compiled runs as it was written.
+
+    Compiled code is made for training's mode: for another it would be compiled anew, which takes long.
+    """
+    import torch
+
+    modes = [(each, each.training) for each in training.model.modules()]
+    dropping = []
+    for each, _ in modes:
+        if isinstance(each, torch.nn.RNNBase):
+            # cuDNN has no backward in evaluation.
+            dropping.append((each, each.dropout))
+            each.dropout = 0.0
+        else:
+            each.training = False
+    try:
+        with torch.compiler.set_stance("force_eager") if training.compiled else contextlib.nullcontext():
+            yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+        for each, rate in dropping:
+            each.dropout = rate
+
+
+def _random_state(device: "torch.device") -> tuple[bytes, ...]:
+    import torch
+
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return tuple(each.numpy().tobytes() for each in states)
+
+
+def _named(output: Any, name: str) -> "torch.Tensor | None":
+    """A floating-point tensor of a model's output by name."""
+    import torch
+
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+
+
+def _logits_of(output: Any) -> "torch.Tensor | None":
+    """The logits among what a model returned: what is called so, or its first floating-point tensor."""
+    import torch
+
+    if (named := _named(output, "logits")) is not None:
+        return named
+    flat = list(output.values()) if isinstance(output, Mapping) else output
+    flat = flat if isinstance(flat, tuple | list) else [flat]
+    return next((each for each in flat if isinstance(each, torch.Tensor) and each.is_floating_point()), None)

@@ -1,0 +1,341 @@
+"""Training a workload in one configuration: builds everything, then runs optimizer steps."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..device import liger_obstacle
+from ..errors import ScheduleError, WorkloadError, unknown
+from ..models.batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
+from ..models.families import StandardSchedule, generic_schedule, indices_of
+from ..models.flops import flops_of
+from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
+from ..models.workload import Workload
+from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
+from .outline import Outline
+from .passes import Accumulation, Pipelined, check_pipeline
+from .precision import Precision, dtype_of
+from .world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..schedule import Schedule
+
+MAX_STEPS_OF_DATA = 8
+"""Steps whose data is made ahead of time and then repeated."""
+MAX_BYTES_OF_DATA = 64 * 1024 * 1024
+"""Data kept on the device; more than this stays in host memory and is copied for each micro-batch."""
+
+
+class Training:
+    """A workload's model, optimizer and data on a device, in one configuration.
+
+    Steps are numbered from 0; the samples of step s depend on the seed and s alone, not on how they are cut
+    into micro-batches or shared among ranks, so that losses of configurations can be compared.
+
+    Args:
+        workload: what is trained.
+        config: its configuration. Knobs that it does not hold have their neutral value.
+        device: where.
+        seed: of weights and data.
+        rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
+        world_size: processes, tp * pp * dp of them.
+        fresh_data: make the data of every step anew, for training; otherwise that of the first few is repeated,
+            so that a dry run times steps and not its data.
+        collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
+            torch's default.
+
+    Raises:
+        WorkloadError: the workload does not return what it must, or the configuration does not fit it.
+        ScheduleError: its schedule cannot be applied.
+    """
+
+    model: "nn.Module"
+    """The module, scheduled and materialised: this rank's part of it."""
+    optimizer: "torch.optim.Optimizer"
+    """The optimizer."""
+    world: World
+    """What this rank is."""
+    precision: Precision
+    """The number formats."""
+    outline: Outline
+    """The model before its schedule rewrote it."""
+    compiled: bool
+    """Whether torch.compile is part of its schedule."""
+    micro_batch: int
+    """Samples of one forward pass of one replica."""
+    grad_accum: int
+    """Micro-batches of one optimizer step."""
+    samples_per_step: int
+    """Samples of one optimizer step over all ranks."""
+    tokens_per_step: int | None
+    """Tokens of one optimizer step over all ranks; None where samples are not made of tokens."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: Mapping[str, Any],
+        device: "torch.device",
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        fresh_data: bool = False,
+        collective_timeout_s: float | None = None,
+    ) -> None:
+        import torch
+
+        self.workload = workload
+        self.config = config
+        self.device = torch.device(device)
+        self._seed = seed
+        self.world = World.of(config, rank, world_size)
+        self._sizes()
+        self.precision = Precision(str(config.get("precision", "fp32")), self.device, world_size)
+        self._check_composition()
+        self._mesh = self.world.mesh(self.device, collective_timeout_s)
+        self.model, self.optimizer = self._build()
+        self.model.train()
+        self._resident = False
+        self._data = [] if fresh_data else self._make_data()
+        self._step = 0
+        # Dropout follows from the seed. Replicas and stages differ; the ranks that share a layer draw alike
+        # except where its schedule forks their streams.
+        torch.manual_seed(self.seed_of(self.world.dp_rank * self.world.pp + self.world.pp_rank))
+
+    def step(self) -> "torch.Tensor":
+        """Runs one optimizer step over the global batch.
+
+        Returns:
+            Its mean loss over the global batch, the same on all ranks, float32, a scalar on the device. Reading
+            it waits for the device.
+        """
+        total = self.passes()
+        self.update()
+        return total
+
+    def update(self) -> None:
+        """The optimizer's part of a step; the gradients are gone after it."""
+        self.precision.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def passes(
+        self, batches: list[Batch] | None = None, watch: Callable[[Any], None] | None = None
+    ) -> "torch.Tensor":
+        """The forward and backward passes of a step, without the optimizer's part: gradients stay in place.
+
+        Args:
+            batches: this replica's micro-batches, on the device; None for those of the next step.
+            watch: called with what the model returned for each of them; in a pipeline, on the last stage.
+
+        Returns:
+            As `step`.
+        """
+        on_device = batches is not None or self._resident
+        if batches is None:
+            data = self._data[self._step % len(self._data)] if self._data else None
+            batches = data if data is not None else self._micro_batches(self._share_of(self._step))
+            self._step += 1
+        total = self._passes(batches, None if on_device else self.device, watch)
+        if self.world.dp > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(total, group=self._mesh.get_group("dp"))
+            total /= self.world.dp
+        return total
+
+    def flops_per_step(self) -> float | None:
+        """Model FLOPs of one optimizer step over all ranks, recomputation not included; None where the model
+        cannot be traced (`flops_of(workload).reason` says why)."""
+        per_sample = flops_of(self.workload).per_sample
+        return None if per_sample is None else per_sample * self.samples_per_step
+
+    def seed_of(self, number: int) -> int:
+        """The seed of a step's data, by its number."""
+        # NumPy's older generators take 32 bits.
+        return (self._seed * 1_000_003 + number) % 2**31
+
+    def _sizes(self) -> None:
+        config, workload = self.config, self.workload
+        zero, offload = config.get("zero", 0), config.get("offload", "none")
+        if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+            raise WorkloadError(f"zero must be a stage from 0 to 3, but is {zero!r}")
+        if offload not in ("none", "optimizer"):
+            raise WorkloadError(unknown("offload", offload, ("none", "optimizer")))
+        if (reduced := config.get("reduce_dtype", "fp32")) not in REDUCED:
+            raise WorkloadError(unknown("reduce_dtype", reduced, REDUCED))
+        ranks, groups = self.world.dp, config.get("hsdp", 1)
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
+        if obstacle := hsdp_obstacle(groups, ranks, zero):
+            raise WorkloadError(obstacle)
+        share, rest = divmod(workload.global_batch, ranks)
+        if rest and not ("micro_batch" in config and "grad_accum" in config):
+            raise WorkloadError(
+                f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}"
+            )
+        self.micro_batch = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
+        self.grad_accum = int(config.get("grad_accum", share // max(self.micro_batch, 1)))
+        if self.micro_batch < 1 or self.grad_accum < 1:
+            raise WorkloadError(
+                f"micro_batch and grad_accum must be at least 1, but are {self.micro_batch} and "
+                f"{self.grad_accum} with {share} samples a replica"
+            )
+        if "grad_accum" not in config and self.micro_batch * self.grad_accum != share:
+            raise WorkloadError(f"micro_batch must divide a replica's samples, {share}, but is {self.micro_batch}")
+        self.samples_per_step = self.micro_batch * self.grad_accum * ranks
+        self.tokens_per_step = workload.seq_len * self.samples_per_step if workload.seq_len else None
+
+    def _check_composition(self) -> None:
+        """Refuses what does not go together; the default space declares the same."""
+        kernels, zero = self.config.get("kernels", False), int(self.config.get("zero", 0))
+        least = 2 if self.world.pp > 1 else 3 if self.workload.loss is not None else 4
+        if kernels and self.world.dp > 1 and zero >= least:
+            raise WorkloadError(f"kernels=true does not go with zero={zero} here: {HEAD_IS_CUT_AGAIN}")
+        if not self.precision.scaled:
+            return
+        if kernels:
+            raise WorkloadError(f"kernels=true does not go with precision=fp16: {SCALED_TOO_LATE}; use bf16")
+        for name, value in (("pp", self.world.pp > 1), ("offload", self.config.get("offload", "none") != "none")):
+            if value:
+                raise WorkloadError(
+                    f"precision fp16 scales the loss, which {name}={self.config[name]} does not follow; use bf16"
+                )
+
+    def _build(self) -> tuple["nn.Module", "torch.optim.Optimizer"]:
+        from ..schedule import deferred
+
+        try:
+            with seeded(self._seed, self.device):
+                return self._build_within(deferred(self.device))
+        except ScheduleError:
+            # Not every model can be made without its weights: its constructor may look at values. Such a model is
+            # made in place; what is really wrong shows again.
+            pass
+        with seeded(self._seed, self.device):
+            return self._build_within(self.device)
+
+    def _build_within(self, making: Any) -> tuple["nn.Module", "torch.optim.Optimizer"]:
+        """Builds a model whose constructor runs in the context `making`."""
+        import torch
+
+        from ..schedule import build, create_schedule
+        from ..schedule.deferred import stray
+        from ..schedule.liger import replace_modules
+
+        with making:
+            module = self.workload.build_model(self.config)
+        if left := stray(module):
+            raise ScheduleError(f"{left} is a tensor on the meta device that is no parameter and no buffer")
+        sch = create_schedule(module, self._mesh)
+        schedule = self.workload.schedule or generic_schedule
+        standard = schedule if isinstance(schedule, StandardSchedule) else generic_schedule
+        self.outline = Outline.of(module, [each.path for each in standard.blocks(sch)])
+        if schedule is standard and self.config.get("kernels") and not liger_obstacle(self.device.type):
+            replace_modules(sch)  # before it is cut
+        schedule(sch, self.config)
+        self._distribute(sch)
+        self.compiled = any(step.primitive in ("compile", "fuse") for step in sch.tree.steps)
+        if self.precision.pure and not any(s.primitive == "cast" and not s.path for s in sch.tree.steps):
+            sch.cast(torch.bfloat16)
+        if not any(step.primitive == "float8" for step in sch.tree.steps):
+            self.precision.convert([sch[path] for path in self.outline.blocks])
+        fused = bool(self.config.get("fused_optimizer", True))
+        if self.world.pp > 1:
+            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
+        else:
+            exchange = exchange_of(self.config, self.world.dp)
+            self._passes = Accumulation(self.workload, module, self.precision, exchange)
+        own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
+        return build(
+            sch,
+            optimizer=lambda params: self.workload.make_optimizer(params, fused=fused),
+            loss=self._passes.loss if own_loss else None,
+            device=self.device,
+            seed=self._seed,
+        )
+
+    def _distribute(self, sch: "Schedule") -> None:
+        """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.
+
+        A schedule of somebody's own may have done any of it.
+        """
+        done = {step.primitive for step in sch.tree.steps if not step.path}
+        if self.world.pp > 1:
+            check_pipeline(self.workload, len(sch.tree.cuts), self.world.pp)
+            if "pipeline" not in done:
+                # The standard way of splitting the batch: its micro-batches are the pipeline's.
+                held = (len(sch.tree.cuts) + 1) // self.world.pp
+                kind = order_of({**self.config, "virtual_stages": held}, self.grad_accum)
+                sch.pipeline(kind, self.grad_accum)
+        if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
+            sch.offload("optimizer")
+        if self.world.dp > 1 and "shard_data" not in done:
+            formats, exchange = formats_of(self.config), exchange_of(self.config, self.world.dp)
+            sch.shard_data(
+                cut=exchange.cut,
+                gather=exchange.gathered if "gradients" in exchange.cut else None,
+                hsdp=exchange.hsdp,
+                gathered=self._gathered(),
+                param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
+                reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
+            )
+
+    def _gathered(self) -> list[str]:
+        """Paths of the blocks that `gathered_blocks` names."""
+        blocks = self.outline.blocks
+        named = indices_of(self.config.get("gathered_blocks", "none"), len(blocks))
+        return [blocks[index] for index in named]
+
+    def _make_data(self) -> list[list[Batch]]:
+        """For each step of the cycle this replica's micro-batches; for a pipeline, these as one batch."""
+        steps: list[Batch] = []
+        held = 0
+        while len(steps) < MAX_STEPS_OF_DATA:
+            mine = self._share_of(len(steps))
+            held += num_bytes(mine)
+            steps.append(mine)
+            if held + num_bytes(mine) > MAX_BYTES_OF_DATA:
+                break
+        self._resident = held <= MAX_BYTES_OF_DATA
+        if self._resident:
+            steps = [to_device(each, self.device) for each in steps]
+        elif self.device.type == "cuda":
+            steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
+        return [self._micro_batches(each) for each in steps]
+
+    def _share_of(self, step: int) -> Batch:
+        """This replica's samples of a step, on the CPU."""
+        share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
+        # Made for all replicas and then cut, so that the samples do not depend on their number.
+        whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
+        mine = part(whole, replica * share, (replica + 1) * share)
+        return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
+
+    def _micro_batches(self, share: Batch) -> list[Batch]:
+        if self.world.pp > 1:
+            return [share]
+        return [
+            part(share, number * self.micro_batch, (number + 1) * self.micro_batch)
+            for number in range(self.grad_accum)
+        ]
+
+
+@contextmanager
+def seeded(seed: int, device: "torch.device") -> Iterator[None]:
+    """Seeds PyTorch's, NumPy's and Python's global generators, which are as they were at the end."""
+    import numpy
+    import torch
+
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

@@ -1,0 +1,194 @@
+"""Writing into a run's folder: atomically, and with a little space kept back for the last record."""
+
+import contextlib
+import enum
+import errno
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
+
+import yaml
+
+from .errors import StudyError
+from .reading import path_of
+
+MIB = 1024 * 1024
+MIN_FREE_MIB = 16
+"""Free space below which no run is started, MiB."""
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replaces the file at `path` by `data` in one step: a reader sees the old file or the new one.
+
+    Args:
+        path: the file; its folder exists.
+        data: its new contents.
+        durable: whether the contents survive a power cut as well. Costs an fsync.
+
+    Raises:
+        OSError: it cannot be written; the old file is untouched.
+    """
+    # One name a file, so that a killed process leaves at most one behind, and the next write takes it over.
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+            write_all(file, data)
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # what failed above is what the caller needs to hear
+            temporary.unlink()
+        raise
+
+
+def append(path: Path, data: bytes, *, at: int) -> bool:
+    """Appends `data` in one write where the file at `path` is nobody else's and has `at` bytes; whether that was so.
+
+    Raises:
+        OSError: it cannot be written; a part of `data` may have been.
+    """
+    try:
+        file = open_plain(path, os.O_WRONLY | os.O_APPEND)
+    except OSError:  # it is gone, or a link
+        return False
+    with file:
+        about = os.fstat(file.fileno())
+        if about.st_size != at or about.st_nlink != 1:
+            return False
+        write_all(file, data)
+    return True
+
+
+def open_plain(path: Path, flags: int) -> BinaryIO:
+    """Opens a file of a run's folder to write it, never through a link (O_NOFOLLOW), unbuffered.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or no regular file.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{path.name} is a symbolic link, and links are not followed", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, f"{path.name} is not a regular file", str(path))
+    return os.fdopen(fd, "r+b" if flags & os.O_RDWR else "wb", buffering=0)
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Writes all of `data` to an unbuffered file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def make_folder(path: Path) -> bool:
+    """Creates a run's folder, with its parents; whether it was not there before.
+
+    Raises:
+        StudyError: it is a file, cannot be created, or its disk has less than `MIN_FREE_MIB` free;
+            nothing is created then.
+    """
+    path = path_of(path)
+    if path.exists() and not path.is_dir():
+        raise StudyError(f"'{path}' is a file, and a run needs a folder; give another --out")
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    try:
+        disk = os.statvfs(existing)
+        free = disk.f_bavail * disk.f_frsize / MIB
+        if free < MIN_FREE_MIB:
+            raise StudyError(
+                f"only {free:.1f} MiB are free where '{path}' lies, and a run needs {MIN_FREE_MIB} MiB "
+                "to start; free some space or give another --out"
+            )
+        new = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        return new
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> StudyError:
+    """The error for a folder that cannot be written, with the system's own words."""
+    return StudyError(
+        f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out"
+    )
+
+
+class Reserve:
+    """A file that only takes up space, so that the last results still fit once the disk is full.
+
+    Args:
+        path: the file.
+        size: the bytes it holds back: many records of a finished trial (some KiB each).
+    """
+
+    def __init__(self, path: Path, size: int = MIB) -> None:
+        self.path = path
+        self.size = size
+        self.held = False
+
+    def fill(self) -> None:
+        """Takes up the space.
+
+        Raises:
+            OSError: there is not enough; none is taken up then.
+        """
+        try:
+            with open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+                write_all(file, os.urandom(self.size))  # random, so that no file system compresses it away
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
+        self.held = True
+
+    def release(self) -> bool:
+        """Gives the space back; whether there was any."""
+        was, self.held = self.held, False
+        with contextlib.suppress(OSError):  # on a disk turned read-only nothing helps; the retry will say so
+            self.path.unlink(missing_ok=True)
+        return was
+
+
+def plain(value: Any) -> Any:
+    """`value` in what YAML and JSON know: dict, list, str, int, float, bool, None.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(each) for each in value)
+    if isinstance(value, Sequence):
+        return [plain(each) for each in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return plain(value.tolist())
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as YAML")
+
+
+def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes `document` as YAML, atomically and durably, in its own order.
+
+    Raises:
+        OSError: it cannot be written; the old file is untouched.
+    """
+    text = yaml.safe_dump(plain(document), sort_keys=False, allow_unicode=True, width=110)
+    write_atomic(path, text.encode("utf-8", "backslashreplace"))
