@@ -8,7 +8,7 @@ from .values import listing
 
 
 def describe(
-    knobs: Sequence[Knob], constraints: Sequence[Constraint], *, size: int | None, combinations: int
+    knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None, combinations: int
 ) -> str:
     """See `Space.describe`.
 

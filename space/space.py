@@ -48,10 +48,11 @@ class Space:
     def __init__(self) -> None:
         self._chosen: dict[str, Knob] = {}
         self._derived: dict[str, DerivedKnob] = {}
-        self._all: dict[str, Knob] = {}  # as declared, so that each comes after those it depends on
+        self._all: dict[str, Knob] = {}  # as declared: each after those it depends on
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
-        self._witness: Mapping[str, Any] = {}  # choices that were valid when last looked: they answer most checks
+        # Choices that were valid when last looked: they answer most checks.
+        self._witness: Mapping[str, Any] = {}
 
     # -- declaration -----------------------------------------------------------------------------------------
 
@@ -81,17 +82,8 @@ class Space:
             SpaceError: the name is taken, or the values are none, mixed, or listed twice.
         """
         rule = None if when is None else read_condition(when, f"when= of knob '{name}'", self._all)
-        return self._declare(
-            Knob(
-                name,
-                values,
-                default=default,
-                when=rule,
-                help=help,
-                others=others,
-                monotone_memory=monotone_memory,
-            )
-        )
+        options = {"default": default, "when": rule, "help": help, "others": others}
+        return self._declare(Knob(name, values, monotone_memory=monotone_memory, **options))
 
     def integer(
         self,
@@ -418,7 +410,7 @@ class Space:
     def describe(self) -> str:
         """Knobs, derived knobs, constraints and sizes, for people."""
         size = self.size if self.enumerable else None
-        return describe(self.knobs, self._constraints, size=size, combinations=self.combinations)
+        return describe(self.knobs, self._constraints, size, self.combinations)
 
     def __repr__(self) -> str:
         derived, constraints = len(self._derived), len(self._constraints)

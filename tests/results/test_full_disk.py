@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from redline import writing
 from redline.errors import StudyError
-from redline.results import Ledger, Measurement, Status, files, read_table
+from redline.results import Ledger, Measurement, Status, read_table
 
 MIB = 1024 * 1024
 
@@ -45,7 +46,7 @@ def crash(size: int = 0) -> Measurement:
 
 
 def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, open_run, monkeypatch):
-    monkeypatch.setattr(files, "MIN_FREE_MIB", 10**9)
+    monkeypatch.setattr(writing, "MIN_FREE_MIB", 10**9)
     with pytest.raises(StudyError, match=r"only [0-9.]+ MiB are free .* needs 1000000000 MiB"):
         open_run(tmp_path / "runs" / "a")
     assert list(tmp_path.iterdir()) == []

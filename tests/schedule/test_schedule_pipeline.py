@@ -7,7 +7,8 @@ import torch.distributed as dist
 from redline.errors import ScheduleError
 from redline.models.families import schedule_of
 from redline.orders import ORDERS, Placement
-from redline.schedule import build, create_schedule, full_state_dict, split, verify
+from redline.schedule import build, create_schedule, full_state_dict, verify
+from redline.schedule.parallel import split
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.training import numerics
 from torch import nn
