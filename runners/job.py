@@ -57,6 +57,8 @@ class Job:
     """Further programs, which are in memory with the first and take turns with it (see `turns`)."""
     turn_s: float = 0.5
     """How long a turn is, s."""
+    turns: int = 12
+    """How many turns each program has, unless they take too long."""
     turns_s: float = 0.0
     """How long all turns together may take, s."""
 

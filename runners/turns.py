@@ -22,8 +22,8 @@ from .job import Job, RankOutcome
 from .process import die_with_parent
 
 YOURS, ENOUGH = "yours", "enough"
-FEWEST_TURNS, TURNS = 2, 12
-"""Turns of each program: however long they take, and if they take no longer than they are to."""
+FEWEST_TURNS = 2
+"""Turns of each program, however long they take."""
 
 Member = Callable[[int, Job, Connection, "Turn"], None]
 """Runs a program's job in the process forked for it, given the program's number; never returns."""
@@ -127,7 +127,7 @@ def run_in_turns(job: Job, rank: int, reports: Connection, run: Member) -> RankO
             each.give(YOURS, reports.send)
         reports.send(("phase", "turns"))
         end, number = time.monotonic() + job.turns_s, 0
-        while number < FEWEST_TURNS or number < TURNS and time.monotonic() < end:
+        while number < FEWEST_TURNS or number < job.turns and time.monotonic() < end:
             alive = [each for each in every if each.outcome is None]
             if not alive:
                 break
