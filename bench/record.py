@@ -28,6 +28,7 @@ from redline.device import usable_cores
 from redline.errors import RedlineError, UsageError
 from redline.estimator.measuring import measure
 from redline.models import flops_of
+from redline.models.request import TrainingRequest
 from redline.results.environment import versions
 from redline.runners import LocalRunner, Reference, Runner, TimingPlan, TrialRequest, TrialTerms
 from redline.space import Config, Space
@@ -279,12 +280,14 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     watch = Stopwatch(parse_duration(options.time))
     task = resolve_task(
-        options.model,
-        devices=options.devices,
-        seq_len=options.seq_len,
-        global_batch=options.global_batch,
-        override=values_of(tuple(options.overrides), "--set"),
-        fix=fixes_of(tuple(options.fixed)),
+        TrainingRequest(
+            options.model,
+            devices=options.devices,
+            seq_len=options.seq_len,
+            global_batch=options.global_batch,
+            override=values_of(tuple(options.overrides), "--set"),
+            fix=fixes_of(tuple(options.fixed)),
+        )
     )
     points = list(task.space)
     objective = "tokens_per_second" if task.workload.seq_len else "samples_per_second"

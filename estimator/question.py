@@ -1,15 +1,15 @@
 """What is estimated: a model, on some hardware, trained somehow, over a space."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..models import Workload
-from ..models.global_batch import shared, too_few
-from ..models.spaces import checked_allowance, make_space, nothing_allowed
-from ..models.spaces import fix as fix_knob
+from ..models.global_batch import too_few
+from ..models.request import TrainingRequest, resolve
+from ..models.spaces import checked_allowance, nothing_allowed
 from ..space import Space
 from .estimator import Estimator
 from .hardware import Hardware, find_hardware
@@ -49,84 +49,69 @@ def ask(
     target: str | Path | Workload | Shape,
     hardware: str | Path | Hardware | None = None,
     *,
-    devices: int | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    data: str | Path | None = None,
-    lora: str | None = None,
-    space: Space | None = None,
-    allow: str | Sequence[str] = (),
-    override: Mapping[str, Sequence[Any]] | None = None,
-    fix: Mapping[str, Any] | None = None,
     memory_limit_mib: float | None = None,
+    **asked: Any,
 ) -> Question:
     """What the arguments come to. Nothing is run; a model is traced when it is first estimated.
 
     Args:
         target: whatever `redline.workload` takes, or the shape of a model one does not have.
         hardware: a name in the table, a YAML file, or `Hardware`; None for this machine.
-        devices: how many of it; None for those of this machine, or of a node.
-        seq_len, global_batch, data, lora: as in `redline.tune`.
-        space: what may vary; None for the default space of that hardware and so many devices.
-        allow: `lossy` adds values that trade accuracy for speed to the default space.
-        override: values of knobs, in place of the space's.
-        fix: knobs that do not vary.
         memory_limit_mib: of a device; None for what it has.
+        asked: the other fields of `redline.models.request.TrainingRequest`; without `devices` those of this machine,
+            or of a node, without `space` the default one of that hardware.
 
     Raises:
         UsageError: one of them is unknown or impossible.
     """
-    for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
-    allow = checked_allowance(allow, own_space=space is not None)
-    machine, count = machine_of(hardware, devices)
+    request = TrainingRequest(target, **asked)
+    request.check_numbers()
+    machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
     if isinstance(target, Shape):
-        if lora is not None or data is not None:
-            raise UsageError("lora and data belong to a model, not to shape numbers")
-        length, total = seq_len or DEFAULT_SEQ_LEN, global_batch or SAMPLES_A_DEVICE * count
-        if global_batch is None:
-            notes += (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
-        notes += too_few(total, count)
-        made = (
-            space.copy()
-            if space is not None
-            else shape_space(target, machine, count, total, length, allow)
-        )
+        space, length, total, said = _of_shape(request, target, machine, count)
         workload, name = None, target.name
     else:
-        from ..models import workload as resolve
-
-        workload = resolve(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
-        workload, said = shared(workload, count, target=target, asked=global_batch)
-        notes += said
-        device = device_of(machine)
-        made = (
-            space.copy() if space is not None else make_space(workload, device, devices=count, allow=allow)
-        )
-        length, total, name = workload.seq_len, workload.global_batch, workload.name
-    notes += nothing_allowed(made, allow)
-    for knob, values in (override or {}).items():
-        made.override(knob, values)
-    for knob, value in (fix or {}).items():
-        fix_knob(made, knob, value)
+        found = resolve(request, device_of(machine), count)
+        workload, space, said = found.workload, found.space, found.notes
+        length, name = workload.seq_len, workload.name
+        total = None if found.free_batch else workload.global_batch
     setup = TrainingSetup(
         devices=count,
         seq_len=length,
         global_batch=total,
         memory_limit_mib=memory_limit_mib,
-        **without_knobs(made),
+        **without_knobs(space),
     )
     return Question(
         name=name,
         estimator=Estimator(workload if workload is not None else target, machine, setup),
-        space=made,
+        space=space,
         hardware=machine,
         devices=count,
         workload=workload,
-        notes=notes,
+        notes=notes + said,
     )
+
+
+def _of_shape(
+    request: TrainingRequest, shape: Shape, machine: Hardware, devices: int
+) -> tuple[Space, int, int, tuple[str, ...]]:
+    """The space of shape numbers, tokens of a sample, samples of a step, and what is to be said of them."""
+    if request.lora is not None or request.data is not None:
+        raise UsageError("lora and data belong to a model, not to shape numbers")
+    length, total = request.seq_len or DEFAULT_SEQ_LEN, request.global_batch or SAMPLES_A_DEVICE * devices
+    notes: tuple[str, ...] = ()
+    if request.global_batch is None:
+        notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
+    notes += too_few(total, devices)
+    space = None if request.given_space is None else request.given_space.copy()
+    allow = checked_allowance(request.allow, own_space=space is not None)
+    if space is None:
+        space = shape_space(shape, machine, devices, total, length, allow)
+    notes += nothing_allowed(space, allow)
+    request.narrow(space)
+    return space, length, total, notes
 
 
 def machine_of(

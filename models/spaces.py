@@ -157,7 +157,7 @@ def default_space(
     return space
 
 
-def fix(space: Space, name: str, value: Any) -> None:
+def fix_knob(space: Space, name: str, value: Any) -> None:
     """Leaves a knob of a space one value. One that names blocks is added to it, with that value alone.
 
     Raises:

@@ -9,14 +9,14 @@ from ..models.families.standard import BLOCK_KNOBS
 from ..models.shape import shape_of
 from ..results import RunFolder, summary
 from ..runners import Runner
-from .budget import Budget
 from .listener import SearchPlan
+from .request import Request
 
 if TYPE_CHECKING:
     from .task import Task
 
 
-def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, Any]:
+def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     """What run.yaml keeps of the request."""
     workload = task.workload
     what = {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name}
@@ -31,11 +31,11 @@ def asked_of(task: "Task", limit_mib: float | None, **others: Any) -> dict[str, 
         "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
         "global_batch": workload.global_batch if workload else None,
-        "memory_limit_mib": limit_mib,
-        "sampler": others["sampler"],
-        "seed": others["seed"],
-        "runner": others["runner"],
-        "trial_timeout_s": others["timeout_s"],
+        "memory_limit_mib": request.limit_mib,
+        "sampler": request.sampler,
+        "seed": request.seed,
+        "runner": request.runs_on,
+        "trial_timeout_s": request.timeout_s,
         **({"simulated": True} if task.simulated else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
     }
@@ -47,46 +47,36 @@ def _per_host(task: "Task") -> int:
 
 
 def plan_of(
-    task: "Task", budget: Budget, folder: RunFolder, sampler: str, runner: Runner, *, default: Mapping[str, Any], kept: bool
+    request: Request, task: "Task", folder: RunFolder, runner: Runner, default: Mapping[str, Any]
 ) -> SearchPlan:
-    """What the search sets out to do, for who listens. `default` is what it begins with, unless it has begun;
-    `kept` is whether the folder stays."""
+    """What the search sets out to do, for who listens. `default` is what it begins with, unless it has begun."""
     count = f"{task.devices} x " if task.devices > 1 else ""
     begun = summary.default(folder.trials())
     return SearchPlan(
         name=task.name,
         where=f"{count}{task.device.name}",
         valid=len(task.space) if task.space.enumerable else None,
-        trials=budget.trials,
-        seconds=budget.seconds,
+        trials=request.budget.trials,
+        seconds=request.budget.seconds,
         done=sum(not trial.pending for trial in folder.trials()),
-        sampler=sampler,
+        sampler=request.sampler,
         runner=runner.name,
         default=default if begun is None else begun.config,
         derived=frozenset(knob.name for knob in task.space.knobs if knob.derived),
-        folder=folder.path if kept else None,
+        folder=folder.path if request.out is not None else None,
     )
 
 
-def command_of(
-    task: "Task",
-    target: Any,
-    limit_mib: float | None,
-    seed: int,
-    made_of: Sequence[Any],
-    given: Mapping[str, Any],
-) -> list[str]:
+def command_of(request: Request, task: "Task", limit_mib: float | None, made_of: Sequence[Any]) -> list[str]:
     """The command line that measures the winner again.
 
     Args:
+        request: what was asked: a winner's values may be ones that only a space or values given there allow.
         task: what was tuned.
-        target: as `tune` was given it.
         limit_mib: memory of a device, MiB.
-        seed: of weights and data.
         made_of: the trials.
-        given: of the request `space` (a file), `data`, `set` (values of knobs) and `fix`; a winner's values may be ones
-            that only these allow.
     """
+    target = request.target
     if task.workload is None or not isinstance(target, (str, Path)):
         return [Path(sys.executable).name, *sys.argv]
     text = str(target)
@@ -99,8 +89,10 @@ def command_of(
     lora = getattr(task.workload.model, "lora", None)
     if lora is not None:
         command += ["--lora", str(lora)]
-    command += [each for name in ("space", "data") if given[name] for each in (f"--{name}", str(given[name]))]
-    for name, values in (given["set"] or {}).items():
+    for name, given in (("space", request.space), ("data", request.data)):
+        if isinstance(given, (str, Path)):
+            command += [f"--{name}", str(given)]
+    for name, values in (request.override or {}).items():
         command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
     if limit_mib is not None:
         command += ["--memory-limit", f"{limit_mib:g}MiB"]
@@ -111,7 +103,7 @@ def command_of(
             if name in winner.config:
                 command += ["--fix", f"{name}={_text(winner.config[name])}"]
         command += ["--trials", "1"]
-    return [*command, "--seed", str(seed)]
+    return [*command, "--seed", str(request.seed)]
 
 
 def _text(value: Any) -> str:

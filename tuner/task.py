@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError
 from ..models import Workload
-from ..models.global_batch import free_accumulation, shared
-from ..models.spaces import checked_allowance, lossy_of_space, make_space, nothing_allowed
-from ..models.spaces import fix as fix_knob
+from ..models.request import TrainingRequest, resolve
+from ..models.spaces import checked_allowance, lossy_of_space
 from ..space import Config, Space
 
 if TYPE_CHECKING:
     from ..estimator import Hardware
 
+_OF_A_WORKLOAD = ("seq_len", "global_batch", "data", "lora")
 CPU_RANKS_PER_CORE = 4
 MIN_CPU_RANKS = 8
 """On a CPU ranks are processes: some more than cores are of use to try things out, dozens are a mistake."""
@@ -42,104 +42,74 @@ class Task:
 
 
 def resolve_task(
-    target: Any,
-    space: Space | None = None,
-    *,
-    devices: int | None = None,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    data: str | Path | None = None,
-    lora: str | None = None,
-    allow: str | Sequence[str] = (),
-    override: Mapping[str, Sequence[Any]] | None = None,
-    fix: Mapping[str, Any] | None = None,
-    cluster: bool = False,
-    simulated: "Hardware | None" = None,
+    request: TrainingRequest, *, cluster: bool = False, simulated: "Hardware | None" = None
 ) -> Task:
-    """What the arguments of `tune` of these names come to.
+    """What a request comes to on the devices at hand.
 
     With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
     are this hardware's, of a node where no number is given.
 
     Raises:
-        UsageError: one of them is invalid.
+        UsageError: something that is asked is invalid.
     """
-    for what, value in (("devices", devices), ("seq_len", seq_len), ("global_batch", global_batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
-    allow = checked_allowance(allow, own_space=space is not None)
+    request.check_numbers()
+    target = request.target
     if simulated is not None:
         from ..estimator.planning import device_of
 
         device = device_of(simulated)
-        count = devices or device.count
+        count = request.devices or device.count
         notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
     else:
         device = detect()
-        count = devices or device.count
+        count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
+    where = {"device": device, "devices": count, "simulated": simulated is not None}
     if isinstance(target, (str, Path, Workload)):
-        from ..models import workload as resolve_workload
-
-        workload = resolve_workload(target, seq_len=seq_len, global_batch=global_batch, data=data, lora=lora)
-        accumulation = free_accumulation(workload, space, global_batch, override, fix)
-        if accumulation is None:
-            workload, said = shared(workload, count, target=target, asked=global_batch)
-            notes += said
-        made = (
-            space.copy()
-            if space is not None
-            else make_space(workload, device, devices=count, grad_accum=accumulation, allow=allow)
+        found = resolve(request, device, count)
+        _check_effects(found.space, request.fix)
+        return Task(
+            name=found.workload.name,
+            space=found.space,
+            workload=found.workload,
+            free_batch=found.free_batch,
+            lossy=lossy_of_space(found.space),
+            notes=notes + found.notes,
+            **where,
         )
-        notes += nothing_allowed(made, allow)
-        name, function = workload.name, None
-    elif callable(target):
-        if simulated is not None:
-            raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
-        if space is None:
-            raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
-        if any(each is not None for each in (seq_len, global_batch, data, lora)):
-            raise UsageError("seq_len, global_batch, data and lora belong to a workload, not to a callable")
-        workload, function, made, accumulation = None, target, space.copy(), None
-        name = getattr(target, "__name__", type(target).__name__)
-    else:
+    if not callable(target):
         raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
-    for knob, values in (override or {}).items():
-        made.override(knob, values)
-    for knob, value in (fix or {}).items():
-        fix_knob(made, knob, value)
-    for knob, value in (fix or {}).items():
-        _check_effect(made, knob, value)
-    return Task(
-        name=name,
-        space=made,
-        device=device,
-        devices=count,
-        workload=workload,
-        function=function,
-        free_batch=accumulation is not None,
-        simulated=simulated is not None,
-        lossy=lossy_of_space(made) if workload is not None else {},
-        notes=notes,
-    )
+    if simulated is not None:
+        raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
+    checked_allowance(request.allow, own_space=request.given_space is not None)
+    if request.given_space is None:
+        raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
+    space = request.given_space.copy()
+    if any(getattr(request, name) is not None for name in _OF_A_WORKLOAD):
+        names = f"{', '.join(_OF_A_WORKLOAD[:-1])} and {_OF_A_WORKLOAD[-1]}"
+        raise UsageError(f"{names} belong to a workload, not to a callable")
+    request.narrow(space)
+    _check_effects(space, request.fix)
+    name = getattr(target, "__name__", type(target).__name__)
+    return Task(name=name, space=space, function=target, notes=notes, **where)
 
 
-def _check_effect(space: Space, name: str, value: Any) -> None:
+def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:
     """Refuses to fix a knob that no configuration has.
 
     Raises:
-        UsageError: so it is.
+        UsageError: one of them is fixed.
     """
-    when = space[name].when
-    if when is None:
-        return
-    try:
-        space.copy().require(when)
-    except SpaceError:
-        raise UsageError(
-            f"{name}={value} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
-            "left has that"
-        ) from None
+    for name, value in (fix or {}).items():
+        if (when := space[name].when) is None:
+            continue
+        try:
+            space.copy().require(when)
+        except SpaceError:
+            raise UsageError(
+                f"{name}={value} would have no effect: {name} exists where `{when.text}`, and no configuration that is "
+                "left has that"
+            ) from None
 
 
 def _check_devices(count: int, device: Device, cluster: bool) -> tuple[str, ...]:

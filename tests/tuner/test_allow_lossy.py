@@ -10,6 +10,7 @@ from redline.estimator import Shape
 from redline.estimator.answer import answer
 from redline.estimator.hardware import find_hardware
 from redline.estimator.question import ask
+from redline.models.request import TrainingRequest
 from redline.results import Measurement, Status, Trial
 from redline.space import Config
 from redline.tuner.cli import main
@@ -34,7 +35,7 @@ def run(capsys, *arguments):
 
 
 def precisions(**how):
-    task = resolve_task("gpt2-tiny", simulated=H100, **how)
+    task = resolve_task(TrainingRequest("gpt2-tiny", **how), simulated=H100)
     return task.space["precision"].values, dict(task.lossy)
 
 
@@ -54,7 +55,7 @@ def test_every_command_refuses_what_cannot_be_allowed(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, command, "gpt2-tiny", "--allow", "lossi")
     assert code == 2 and "did you mean 'lossy'" in err
-    resolve_task("gpt2-tiny").space.to_yaml("space.yaml")
+    resolve_task(TrainingRequest("gpt2-tiny")).space.to_yaml("space.yaml")
     code, _, err = run(capsys, command, "gpt2-tiny", "--space", "space.yaml", "--allow", "lossy")
     assert code == 2 and "allow=lossy would have no effect" in err
     assert [each.name for each in tmp_path.iterdir()] == ["space.yaml"]
@@ -68,7 +69,7 @@ def test_a_callable_has_no_default_space_to_add_to():
 
 
 def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
-    gpu = resolve_task("gpt2-tiny", simulated=H100).device
+    gpu = resolve_task(TrainingRequest("gpt2-tiny"), simulated=H100).device
     monkeypatch.setattr("redline.tuner.task.detect", lambda: gpu)
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "lossy, and so left out: precision=bf16_pure (see --allow lossy)" in out
@@ -82,7 +83,7 @@ def test_space_says_what_is_left_out_and_how_to_have_it(capsys, monkeypatch):
 def test_space_says_why_it_is_without_fp8_and_modules_by_triton(capsys, monkeypatch):
     _, out, _ = run(capsys, "space", "gpt2-tiny", "--devices", 1)
     assert "without fp8: a CPU does not multiply numbers of 8 bits" in out and "the loss alone" not in out
-    described = resolve_task("llama-tiny", simulated=H100).device
+    described = resolve_task(TrainingRequest("llama-tiny"), simulated=H100).device
     lacking = lambda package, extra: f"no {package}, {extra}"  # noqa: E731
     monkeypatch.setattr("redline.device.not_installed", lacking)
     present = replace(described, features=frozenset())

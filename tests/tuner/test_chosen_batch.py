@@ -6,13 +6,14 @@ import pytest
 from redline.estimator import Shape
 from redline.estimator.hardware import find_hardware
 from redline.estimator.question import ask
+from redline.models.request import TrainingRequest
 from redline.tuner.cli import main
 from redline.tuner.task import resolve_task
 
 
 def test_the_commands_choose_alike_and_say_so():
     h100 = find_hardware("h100-80gb")
-    searched = resolve_task("gpt2-tiny", devices=64, simulated=h100)
+    searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
     asked = ask("gpt2-tiny", h100, devices=64)
     said = (
         "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the "
@@ -38,7 +39,7 @@ def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named()
 
 def test_free_accumulation_has_no_batch_to_choose():
     h100 = find_hardware("h100-80gb")
-    task = resolve_task("gpt2-tiny", devices=64, simulated=h100, override={"grad_accum": [1, 2]})
+    task = resolve_task(TrainingRequest("gpt2-tiny", devices=64, override={"grad_accum": [1, 2]}), simulated=h100)
     assert task.workload.global_batch == 32 and not [note for note in task.notes if "batch" in note]
 
 

@@ -135,7 +135,7 @@ def test_what_can_be_refused_is_before_anything_is_predicted(capsys, tmp_path, m
         pytest.fail("predicted first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("redline.tuner.tuning.estimate_to_begin_with", predicted)
+    monkeypatch.setattr("redline.tuner.beginning.estimate_to_begin_with", predicted)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "trials.csv").write_text("trial,status,throughput\n")
     code, _, err = run(capsys, "tune", "gpt2-tiny", *arguments)
@@ -159,7 +159,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
     assert ("--set", "micro_batch=4,48") in pairs and ("--fix", "attention=eager") in pairs
     assert ("--fix", f"micro_batch={result.best.config['micro_batch']}") in pairs
     parsed = group.get_command(None, "tune").make_context("tune", words[2:])
-    assert parsed.params["overrides"] == ("micro_batch=4,48", "precision=fp32")
+    assert parsed.params["override"] == ("micro_batch=4,48", "precision=fp32")
 
 
 def test_more_gpus_than_there_are_is_refused_with_both_numbers(capsys, tmp_path, monkeypatch):

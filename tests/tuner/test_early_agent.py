@@ -10,8 +10,10 @@ import psutil
 import pytest
 import redline as rl
 from redline.estimator import measuring
+from redline.models.request import TrainingRequest
 from redline.runners.host import HostAgent
 from redline.tuner import running, tuning
+from redline.tuner.task import resolve_task
 from torch import nn
 
 
@@ -100,7 +102,7 @@ def test_a_workload_file_is_read_before_its_agent_starts(started, tmp_path, monk
     ("options", "compiles"), [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)]
 )
 def test_what_compiles_is_imported_where_something_may_compile(options, compiles):
-    task = tuning.resolve_task("gpt2-tiny", devices=1, **options)
+    task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))
     if "fusion" not in task.space.by_name:
         pytest.skip("nothing compiles on this machine")
     assert running.may_compile(task.workload, task.space) is compiles

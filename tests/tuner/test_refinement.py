@@ -188,14 +188,15 @@ def test_callables_and_schedules_that_do_not_follow_blocks_are_refused():
 
 
 def test_blocks_can_be_fixed_so_that_a_winner_can_be_measured_again():
+    from redline.models.request import TrainingRequest
     from redline.tuner.cli.options import fixes_of
     from redline.tuner.task import resolve_task
 
-    task = resolve_task("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4")))
+    task = resolve_task(TrainingRequest("gpt2-tiny", fix=fixes_of(("micro_batch=8", "checkpoint_blocks=0-1,4"))))
     config = task.space.default()
     assert (config["checkpoint_blocks"], config["checkpoint_ratio"], config["micro_batch"]) == ("0-1,4", 0.0, 8)
     with pytest.raises(SpaceError, match="indices such as 0-3,7"):
-        resolve_task("gpt2-tiny", fix={"checkpoint_blocks": "the first"})
+        resolve_task(TrainingRequest("gpt2-tiny", fix={"checkpoint_blocks": "the first"}))
 
 
 def test_a_simulated_search_refines_its_winner(tmp_path):

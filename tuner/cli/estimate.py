@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ...errors import UsageError
-from .options import fixes_of, target_of, values_of, workload_options
+from ...models.request import ModelRequest, SpaceRequest
+from .options import options_of, request_of, values_of
 
 EXAMPLES = """\b
 Examples:
@@ -44,7 +45,7 @@ def _shape_options(command: Any) -> Any:
 
 
 @click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
-@workload_options
+@options_of(ModelRequest, SpaceRequest)
 @click.option(
     "--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]"
 )
@@ -65,11 +66,6 @@ def _shape_options(command: Any) -> Any:
 @click.option("--explain", is_flag=True, help="What memory and time are made of.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def estimate(
-    model: str | None,
-    workload: str | None,
-    space_file: str | None,
-    overrides: tuple[str, ...],
-    fixed: tuple[str, ...],
     hardware: str | None,
     config: str | None,
     top: int,
@@ -88,7 +84,6 @@ def estimate(
     from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
     from ...estimator.question import ask
-    from ...space import Space
     from ..budget import parse_memory
     from . import estimate_text
 
@@ -96,16 +91,9 @@ def estimate(
     atexit.register(gc.freeze)
 
     sizes = {name: options.pop(name) for name in SHAPE}
-    target = _target(model, workload, sizes, gated, tied)
-    question = ask(
-        target,
-        hardware,
-        space=Space.from_yaml(space_file) if space_file else None,
-        override=values_of(overrides, "--set"),
-        fix=fixes_of(fixed),
-        memory_limit_mib=parse_memory(memory_limit),
-        **options,
-    )
+    shape = _shape(options, sizes, gated, tied)
+    given = request_of(options, shape)
+    question = ask(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
     answer = answer_of(
         question,
         config=config_of(config) if config else None,
@@ -120,16 +108,13 @@ def estimate(
     return 0 if answer.ranked else NOTHING_FITS
 
 
-def _target(
-    model: str | None, workload: str | None, sizes: dict[str, int | None], gated: bool, tied: bool
-) -> Any:
+def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
+    """The shape that is given in place of a model; None where a model is."""
     given = {name: value for name, value in sizes.items() if value is not None}
     if not given:
-        return target_of(model, workload)
-    if model is not None or workload is not None:
-        raise UsageError(
-            f"give either a model or shape numbers, but got '{model or workload}' and --{next(iter(given))}"
-        )
+        return None
+    if model := options["model"] or options["workload"]:
+        raise UsageError(f"give either a model or shape numbers, but got '{model}' and --{next(iter(given))}")
     missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
     if missing:
         raise UsageError(f"shape numbers need --{', --'.join(missing)} as well")

@@ -1,34 +1,65 @@
 """Options that several commands share, and how their values are read."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
 
 import click
 
 from ...errors import UsageError
+from ...models.request import Asked
+from ..request import Request
 
-_GLOBAL_BATCH = "Samples per optimizer step.  [default: the model's usual, or what the devices can share]"
-_ALLOW = "lossy: also values that trade accuracy for speed, such as bf16_pure."
 
-
-def workload_options(command: Callable) -> Callable:
-    """MODEL and what describes the workload; `target_of` reads them."""
-    options = [
+def options_of(*sections: type) -> Callable[[Callable], Callable]:
+    """MODEL, and an option for each field of these sections of a request; `request_of` reads what they give."""
+    made = [
         click.argument("model", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
-        click.option("--devices", type=int, metavar="N", help="Devices of one trial.  [default: all present]"),
-        click.option("--seq-len", type=int, metavar="S", help="Sequence length, tokens.  [default: the model's]"),
-        click.option("--global-batch", type=int, metavar="B", help=_GLOBAL_BATCH),
-        click.option("--data", metavar="FILE", help="Text to train on, instead of random tokens."),
-        click.option("--lora", metavar="r=16[,...]", help="Train adapters only: r, alpha, target=a+b, dropout."),
-        click.option("--space", "space_file", metavar="FILE", help="A space in YAML, instead of the model's own."),
-        click.option("--allow", multiple=True, metavar="WHAT", help=_ALLOW),
-        click.option("--set", "overrides", multiple=True, metavar="KNOB=A,B,C", help="The values of a knob."),
-        click.option("--fix", "fixed", multiple=True, metavar="KNOB=V", help="A knob that does not vary."),
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    for section in sections:
+        types = get_type_hints(section, include_extras=True)
+        for each in fields(section):
+            made += [_option(each, told) for told in getattr(types[each.name], "__metadata__", ())]
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(made):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _option(field: Field, told: Asked) -> Callable[[Callable], Callable]:
+    flag = f"--{(told.flag or field.name).replace('_', '-')}"
+    if field.default is False:
+        return click.option(flag, field.name, is_flag=True, help=told.help)
+    shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
+    if told.many:
+        return click.option(flag, field.name, multiple=True, **shared)
+    if field.default is not None:
+        shared |= {"default": field.default, "show_default": True}
+    kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
+    return click.option(flag, field.name, type=kind, **shared)
+
+
+def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
+    """What `options_of` gave, as the fields of a request; those of nothing else are left in `given`.
+
+    Args:
+        given: by the names of fields, and `model` and `workload`.
+        target: in place of these two.
+
+    Raises:
+        UsageError: neither or both of MODEL and `--workload` are given, or a knob's values are malformed.
+    """
+    named = given.pop("model"), given.pop("workload")
+    out = {"target": target if target is not None else target_of(*named)}
+    out["override"] = values_of(given.pop("override"), "--set")
+    out["fix"] = fixes_of(given.pop("fix"))
+    known = {each.name for each in fields(Request)}
+    out |= {name: given.pop(name) for name in list(given) if name in known}
+    return out
 
 
 def target_of(model: str | None, workload: str | None) -> str:

@@ -1,10 +1,12 @@
 """`redline space`: what may vary."""
 
 import json
+from typing import Any
 
 import click
 
-from .options import fixes_of, target_of, values_of, workload_options
+from ...models.request import ModelRequest, SpaceRequest, TrainingRequest
+from .options import options_of, request_of
 
 EXAMPLES = """\b
 Examples:
@@ -15,44 +17,18 @@ Examples:
 
 
 @click.command(epilog=EXAMPLES, short_help="Show what may vary for a model on the devices at hand.")
-@workload_options
+@options_of(ModelRequest, SpaceRequest)
 @click.option("-o", "--output", metavar="FILE", help="Write the space as YAML, for --space.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def space(
-    model: str | None,
-    workload: str | None,
-    space_file: str | None,
-    overrides: tuple[str, ...],
-    fixed: tuple[str, ...],
-    output: str | None,
-    as_json: bool,
-    devices: int | None,
-    seq_len: int | None,
-    global_batch: int | None,
-    data: str | None,
-    lora: str | None,
-    allow: tuple[str, ...],
-) -> None:
+def space(output: str | None, as_json: bool, **options: Any) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
     from ...device import DESCRIBED, liger_obstacle
     from ...models.kernels import kernels_obstacle
     from ...models.parallel import no_hsdp
     from ...models.spaces import lossy_beyond, without_float8
-    from ...space import Space
     from ..task import resolve_task
 
-    task = resolve_task(
-        target_of(model, workload),
-        Space.from_yaml(space_file) if space_file else None,
-        devices=devices,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        data=data,
-        lora=lora,
-        allow=allow,
-        override=values_of(overrides, "--set"),
-        fix=fixes_of(fixed),
-    )
+    task = resolve_task(TrainingRequest(**request_of(options)))
     if output:
         task.space.to_yaml(output)
     if as_json:

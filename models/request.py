@@ -1,0 +1,164 @@
+"""What is asked about a training: what is trained, on how many devices, and what of it may vary."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from ..device import Device
+from ..errors import UsageError
+from ..space import Space
+from .global_batch import free_accumulation, shared
+from .resolve import workload as resolve_workload
+from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed
+from .workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the command line asks for a field of a request, in its annotation; what has none is for Python alone."""
+
+    help: str
+    """What it says of it."""
+    flag: str = ""
+    """Its name there, where that is not the field's."""
+    type: Any = None
+    """What it reads it as, a range for numbers from its start on; None for text."""
+    metavar: str | None = None
+    """What stands for its value there."""
+    many: bool = False
+    """Whether it can be given there several times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """What is trained, and on how many devices.
+
+    Args:
+        target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, or any
+            callable `fn(config) -> throughput | Measurement`, which needs a `space`.
+        devices: devices of one trial; by default all that are present.
+        seq_len: tokens of a sample, in place of the workload's.
+        global_batch: samples of an optimizer step, in place of the workload's.
+        data: a text file to train on, in place of random tokens.
+        lora: train adapters of a Hugging Face model only, such as `r=16` or
+            `r=16,alpha=32,target=q_proj+v_proj`; the other weights are frozen.
+    """
+
+    target: Any = field(kw_only=False)
+    devices: Annotated[
+        int | None,
+        Asked("Devices of one trial.  [default: all present]", type=int, metavar="N"),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        Asked("Sequence length, tokens.  [default: the model's]", type=int, metavar="S"),
+    ] = None
+    global_batch: Annotated[
+        int | None,
+        Asked(
+            "Samples per optimizer step.  [default: the model's usual, or what the devices can share]",
+            type=int,
+            metavar="B",
+        ),
+    ] = None
+    data: Annotated[str | Path | None, Asked("Text to train on, instead of random tokens.", metavar="FILE")] = None
+    lora: Annotated[
+        str | None,
+        Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]"),
+    ] = None
+
+    def check_numbers(self) -> None:
+        """Raises UsageError unless what is a number of things is a whole one of at least 1."""
+        for what in ("devices", "seq_len", "global_batch"):
+            value = getattr(self, what)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{what} must be a whole number of at least 1, but got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceRequest:
+    """What may vary.
+
+    Args:
+        space: knobs and constraints, also as a YAML file; by default the workload's own for the devices at hand.
+        allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
+            fp32 master weights; the best without them stands beside the winner.
+        override: values of knobs, in place of the space's.
+        fix: knobs that do not vary.
+    """
+
+    space: Annotated[
+        Space | str | Path | None,
+        Asked("A space in YAML, instead of the model's own.", metavar="FILE"),
+    ] = field(default=None, kw_only=False)
+    allow: Annotated[
+        str | Sequence[str],
+        Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="WHAT", many=True),
+    ] = ()
+    override: Annotated[
+        Mapping[str, Sequence[Any]] | None,
+        Asked("The values of a knob.", flag="set", metavar="KNOB=A,B,C", many=True),
+    ] = None
+    fix: Annotated[Mapping[str, Any] | None, Asked("A knob that does not vary.", metavar="KNOB=V", many=True)] = None
+
+    @cached_property
+    def given_space(self) -> Space | None:
+        """The space that is given, read where it is a file, and not to be changed; None where it is the default one.
+
+        Raises:
+            SpaceError: the file is no space.
+        """
+        return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
+
+    def narrow(self, space: Space) -> None:
+        """Overrides and fixes the knobs of a space as asked.
+
+        Raises:
+            SpaceError: the space has no such knob or value, or no configuration is left.
+        """
+        for knob, values in (self.override or {}).items():
+            space.override(knob, values)
+        for knob, value in (self.fix or {}).items():
+            fix_knob(space, knob, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest(SpaceRequest, ModelRequest):
+    """What is trained, on how many devices, and what of it may vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What a request comes to on devices that are known."""
+
+    workload: Workload
+    """What is trained, with the global batch of these devices."""
+    space: Space
+    """What may vary."""
+    free_batch: bool
+    """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
+    notes: tuple[str, ...]
+    """What its user should know beforehand."""
+
+
+def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
+    """The workload and the space of a request, on so many devices of a kind.
+
+    Raises:
+        UsageError: something asked for is unknown, impossible, or contradicts the rest.
+    """
+    space = None if request.given_space is None else request.given_space.copy()
+    allow = checked_allowance(request.allow, own_space=space is not None)
+    sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
+    workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
+    accumulation = free_accumulation(workload, space, request.global_batch, request.override, request.fix)
+    notes: tuple[str, ...] = ()
+    if accumulation is None:
+        workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
+    if space is None:
+        space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
+    notes += nothing_allowed(space, allow)
+    request.narrow(space)
+    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=notes)

@@ -1,0 +1,60 @@
+"""One request: `redline.tune`, its help and the command line have the same fields, defaults and words."""
+
+import re
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+import redline as rl
+from redline.errors import UsageError
+from redline.tuner.cli.main import redline
+from redline.tuner.request import SECTIONS, Request
+
+PYTHON_ONLY = {"target", "prior", "isolate", "listener"}
+
+
+def test_the_sections_are_the_request_in_the_order_of_its_constructor():
+    assert [each.name for section in SECTIONS for each in fields(section)] == [each.name for each in fields(Request)]
+    assert sorted(signature(rl.tune).parameters) == sorted(each.name for each in fields(Request))
+    by_place = [name for name, each in signature(rl.tune).parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert by_place == ["target", "space"]
+
+
+def test_every_field_is_documented_once():
+    told = re.findall(r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE)
+    assert sorted(told) == sorted(each.name for each in fields(Request)) and len(set(told)) == len(told)
+
+
+def test_the_command_line_has_every_field_but_those_for_python_alone():
+    command = redline.get_command(None, "tune")
+    options = {each.name: each for each in command.params}
+    assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
+    assert set(options) - {each.name for each in fields(Request)} == {"model", "workload", "as_json"}
+    parsed = command.make_context("tune", ["gpt2-tiny"]).params
+    for each in fields(Request):
+        if each.name in options and not options[each.name].multiple:
+            assert parsed[each.name] == each.default, each.name
+
+
+def test_what_is_given_is_what_is_not_the_default():
+    asked = Request("gpt2-tiny", trial_timeout="5m", concurrency=2, memory_limit=None)
+    assert asked.given("trial_timeout", "concurrency", "memory_limit", "ray_address") == {"concurrency": 2}
+    assert Request("gpt2-tiny", trial_timeout=None).given("trial_timeout") == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trials": 0}, "trials must be at least 1"),
+        ({"time": "soon"}, "such as 90s"),
+        ({"memory_limit": "big"}, "such as 8GiB"),
+        ({"trial_timeout": "-1s"}, "trial timeout must be more than 0"),
+        ({"measure_time": 0}, "measure time must be more than 0"),
+        ({"runner": "rays"}, "did you mean 'ray'"),
+        ({"space": "no_such.yaml"}, "no_such.yaml"),
+        ({"isolate": False}, "isolate=False belongs to a callable"),
+    ],
+)
+def test_what_can_be_seen_to_be_wrong_is_refused_before_anything_is_looked_at(options, words):
+    with pytest.raises(UsageError, match=words):
+        Request("no model of this name", **options).check()

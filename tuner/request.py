@@ -1,0 +1,247 @@
+"""What is asked of a search: the one form that `redline.tune` and the command line fill in, and the search reads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
+from inspect import Signature, cleandoc, signature
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
+
+from ..errors import UsageError, unknown
+from ..models import Workload
+from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest
+from .budget import Budget, parse_duration, parse_memory
+from .listener import SearchListener
+
+DEFAULT_TRIALS = 16
+DEFAULT_PATIENCE = 5
+RUNNERS = ("ray", "local", "simulate")
+IN_PROCESS = "function"
+"""The runner of a callable that is not isolated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """How candidates are chosen, and when the search ends.
+
+    Args:
+        trials: trials in all (16 where neither trials nor time is given).
+        time: wall time from this call to the winner, measuring the leaders again included, s or as in `30m`.
+            Nothing is started once it is up, so that it is exceeded by one trial at most.
+        device_hours: device time of all trials, h.
+        patience: stop once so many further trials together are unlikely (5 %) to bring another 1 %; 0 never does.
+            By default 5, and 0 for the sampler `grid`, of which all is wanted.
+        sampler: see `redline.tuner.sampler_names()`.
+        prior: an estimate to begin with: `prior(config) -> Estimate | throughput`, such as a `redline.Estimator`.
+            Where it is wrong the search finds out. Samplers other than `bayes` do without. By default a
+            workload's is made, where its model can be traced.
+        warm_start: folders of earlier runs, of this or another workload: what paid there is expected to pay here.
+        headroom: share of a device's memory that is to stay free.
+        layerwise: at the end, refine the winner block by block as predictions suggest, and try that beside it: one
+            trial more, which wins where it is measured faster.
+        seed: of weights, data and proposals.
+    """
+
+    trials: Annotated[
+        int | None,
+        Asked("Trials in all.  [default: 16, or no limit with --time or --device-hours]", type=int, metavar="N"),
+    ] = None
+    time: Annotated[
+        str | float | None,
+        Asked("Wall time to the winner, such as 90s, 30m or 1h30m.", metavar="TIME"),
+    ] = None
+    device_hours: Annotated[float | None, Asked("Device time of all trials, hours.", type=float, metavar="H")] = None
+    patience: Annotated[
+        int | None,
+        Asked(
+            "Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
+            type=range(0, 1 << 31),
+            metavar="N",
+        ),
+    ] = None
+    sampler: Annotated[str, Asked("Who proposes: bayes, random, grid, tpe, gp or hebo.")] = "bayes"
+    prior: Any = None
+    warm_start: Annotated[
+        str | Path | Sequence[str | Path],
+        Asked("An earlier run to learn from; repeatable.", metavar="RUN", many=True),
+    ] = ()
+    headroom: Annotated[float, Asked("Share of memory that is to stay free.", type=float)] = 0.05
+    layerwise: Annotated[bool, Asked("Refine the winner block by block, and try that beside it.")] = False
+    seed: Annotated[int, Asked("Of weights, data, proposals.", type=range(0, 1 << 63))] = 0
+
+    @cached_property
+    def budget(self) -> Budget:
+        """What the search may spend.
+
+        Raises:
+            UsageError: a limit is none.
+        """
+        trials, patience = self.trials, self.patience
+        if trials is None and self.time is None and self.device_hours is None:
+            trials = DEFAULT_TRIALS
+        if patience is None:
+            patience = 0 if self.sampler == "grid" else DEFAULT_PATIENCE
+        seconds = parse_duration(self.time)
+        return Budget(trials=trials, seconds=seconds, device_hours=self.device_hours, patience=patience)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """Who runs trials, on what, and within which limits.
+
+    Args:
+        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here.
+            By default `ray`, for a callable `local`.
+        isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
+            ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
+            it changes is gone afterwards. False calls it in this process, as it must be where it works on state
+            or devices that this process holds.
+        hardware: a name, a YAML file or a `redline.Hardware`: what is simulated; with other runners what the
+            machine at hand is taken for by the estimate. By default it is looked up, or measured for a second.
+        memory_limit: of each device, MiB or as in `8GiB`; by default what the device has.
+        trial_timeout: deadline of one trial, s or as in `5m`; None for none. Compilation does not count: it has
+            as long again, and five minutes at least.
+        measure_time: time for measuring a candidate's steps once they are steady, s or as in `3s`; fewer are
+            taken where they agree within 2 %, and never fewer than three.
+        concurrency: trials at once.
+        ray_address: a Ray cluster to join.
+    """
+
+    runner: Annotated[
+        str | None,
+        Asked("Who runs the trials: ray, local without Ray, or simulate.  [default: ray]", metavar="NAME"),
+    ] = None
+    isolate: bool = True
+    hardware: Annotated[
+        Any,
+        Asked("What is simulated, or what this machine is for the estimate.", metavar="NAME|FILE"),
+    ] = None
+    memory_limit: Annotated[
+        str | float | None,
+        Asked("Memory of a device, such as 8GiB.  [default: what it has]", metavar="SIZE"),
+    ] = None
+    trial_timeout: Annotated[
+        str | float | None,
+        Asked("Deadline of one trial, compilation apart.", metavar="TIME"),
+    ] = "5m"
+    measure_time: Annotated[str | float, Asked("For measuring one candidate.", metavar="TIME")] = "3s"
+    concurrency: Annotated[
+        int | None,
+        Asked("Trials at once.  [default: what the devices allow]", type=int, metavar="N"),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS"),
+    ] = None
+
+    @cached_property
+    def limit_mib(self) -> float | None:
+        """Memory of a device that was asked for, MiB. Raises UsageError where it is none."""
+        return parse_memory(self.memory_limit)
+
+    @cached_property
+    def timeout_s(self) -> float | None:
+        """Deadline of a trial, s; None for none. Raises UsageError where it is none."""
+        return parse_duration(self.trial_timeout, "trial timeout")
+
+    @cached_property
+    def measure_s(self) -> float:
+        """Time for measuring a candidate, s. Raises UsageError where it is none."""
+        return parse_duration(self.measure_time, "measure time") or 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputRequest:
+    """What is kept, and who hears of it.
+
+    Args:
+        out: folder for the run's files; None keeps none.
+        resume: go on with the run in `out`.
+        storage: URL of an Optuna storage for the ledger, in place of `study.log`.
+        log_to: trackers that each trial is written to: `mlflow`, `tensorboard`, `wandb`; needs `out`.
+        listener: hears of progress.
+    """
+
+    out: Annotated[
+        str | Path | None,
+        Asked("Folder for the results.  [default: runs/MODEL, or MODEL-2, ...]", metavar="DIR"),
+    ] = None
+    resume: Annotated[bool, Asked("Go on with the run in --out.")] = False
+    storage: Annotated[
+        str | None,
+        Asked("An Optuna storage for the ledger, instead of a file in --out.", metavar="URL"),
+    ] = None
+    log_to: Annotated[
+        str | Sequence[str] | None,
+        Asked("Log each trial to mlflow, tensorboard or wandb; repeatable.", metavar="TRACKER", many=True),
+    ] = ()
+    listener: SearchListener | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
+    """What is asked of a search, in five sections."""
+
+    @cached_property
+    def called(self) -> bool:
+        """Whether a callable is tuned rather than a model."""
+        return callable(self.target) and not isinstance(self.target, Workload)
+
+    @cached_property
+    def runs_on(self) -> str:
+        """The runner's name: where none is asked for `ray`, for a callable `local`, without isolation `function`.
+
+        Raises:
+            UsageError: there is no such runner, or it contradicts `isolate`.
+        """
+        if self.isolate:
+            if self.runner is not None and self.runner not in RUNNERS:
+                raise UsageError(unknown("runner", self.runner, RUNNERS))
+            return self.runner or ("local" if self.called else "ray")
+        if not self.called:
+            raise UsageError("isolate=False belongs to a callable: trials of a workload are processes of their own")
+        if self.runner is not None:
+            raise UsageError(
+                f"isolate=False calls the function in this process, where the runner '{self.runner}' has no part; "
+                "leave one of the two out"
+            )
+        return IN_PROCESS
+
+    def check(self) -> None:
+        """Raises UsageError where a value can be seen to be none before anything is looked at."""
+        for each in ("given_space", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
+            getattr(self, each)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields of these names that ask for something, and not for the default."""
+        defaults = {each.name: each.default for each in fields(self)}
+        return {
+            name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]
+        }
+
+
+SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, OutputRequest)
+"""Of a request, as they are read."""
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+def taking(made: Callable[Given, Request]) -> Callable[[Callable[[Request], Answer]], Callable[Given, Answer]]:
+    """Has a function that takes a request take what makes one, with the signature and the documentation of that."""
+
+    def decorate(function: Callable[[Request], Answer]) -> Callable[Given, Answer]:
+        @wraps(function)
+        def called(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+            return function(made(*args, **kwargs))
+
+        begin, _, rest = cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+        told = "\n".join(cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2] for each in SECTIONS)
+        called.__doc__ = f"{begin}\nArgs:\n{told}\n\n{rest.partition(chr(10) * 2)[2]}"
+        types = get_type_hints(made)
+        plain = [each.replace(annotation=types[each.name]) for each in signature(made).parameters.values()]
+        answers = signature(function).return_annotation
+        called.__signature__ = Signature(plain, return_annotation=answers)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
