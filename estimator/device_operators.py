@@ -37,12 +37,14 @@ def function_mode(device_type: str, attended: Callable[..., Any], grouped: Calla
     from torch.nn import functional as F
     from torch.overrides import TorchFunctionMode
 
+    from .._torch import grouped_mm
+
     fp32 = {getattr(F, name) for name in _UNDER_AUTOCAST_FP32}
     fp32 |= {torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.Tensor.softmax}
     fp32 |= {torch.Tensor.log_softmax}
     # Without values they are refused in float32, though the devices have them:
     # https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html
-    grouped_products = {F.grouped_mm, torch._grouped_mm}
+    grouped_products = {F.grouped_mm, grouped_mm}
 
     class AsOn(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from .._transformers import quiet
 from ..models import Workload
-from ..models._transformers import quiet
 from ..models.architecture import Architecture
 from .model_facts import ModelFacts, Part, PerToken
 from .trace_record import Product, Spec, Trace
@@ -31,7 +31,8 @@ def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", 
     Where a block cannot be compiled, or there is none, the facts stay and a note says so.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from .._torch import FakeTensorMode
 
     if not layout.blocks:
         return replace(facts, notes=(*facts.notes, "fusion: no repeated block to look at; as without it"))
@@ -91,10 +92,14 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
 
     import torch
     from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.utils._pytree import tree_map
+
+    from .._torch import (
+        aot_autograd,
+        dynamo,
+        min_cut_rematerialization_partition,
+        select_decomp_table,
+        tree_map,
+    )
 
     graphs = _Graphs()
 
@@ -119,12 +124,12 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
     with _opaque_attention(), autocast, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is left out of a graph; whether that matters is told below
         try:
-            torch._dynamo.reset()
+            dynamo.reset()
             out = torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(*args, **kwargs)
             total = sum(each.float().sum() for each in _differentiable(out))
             total.backward()
         except (
-            torch._dynamo.exc.TorchDynamoException,
+            dynamo.exc.TorchDynamoException,
             RuntimeError,
             AssertionError,
             TypeError,
@@ -132,7 +137,7 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
         ) as error:
             return " ".join(str(error).split())[:160] or type(error).__name__
         finally:
-            torch._dynamo.reset()
+            dynamo.reset()
     if graphs.forward is None or graphs.backward is None:
         return "it is more than one graph"
     return graphs
@@ -149,7 +154,8 @@ def _empty(value: Any) -> Any:
 
 def _differentiable(out: Any) -> "list[torch.Tensor]":
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from .._torch import tree_leaves
 
     return [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
 

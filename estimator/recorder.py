@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from .._torch import schema_of
 from .trace_record import AttentionCall, Product, Region, Spec, Trace
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Recorder:
         return stack
 
     def _entering(self, path: str) -> Callable[..., None]:
-        from torch.utils._pytree import tree_map
+        from .._torch import tree_map
 
         def enter(module: Any, args: Any, kwargs: Any) -> None:
             self._paths.append(path)
@@ -227,13 +228,13 @@ class Recorder:
             return
         stores = {id(each.untyped_storage()) for each in inputs}
         is_view = bool(outputs) and all(id(each.untyped_storage()) in stores for each in outputs)
-        if is_view and not func._schema.is_mutable:
+        if is_view and not schema_of(func).is_mutable:
             return
         aten = torch.ops.aten
         region = self._here()
         for each in outputs:
             self._track(each.untyped_storage())
-        if not inputs or func._schema.name in _ALLOCATIONS:
+        if not inputs or schema_of(func).name in _ALLOCATIONS:
             return
         for each in inputs:
             name = self._weights.get(id(each.untyped_storage()))
@@ -396,7 +397,8 @@ def _is_mask(tensor: "torch.Tensor") -> bool:
 
 def _tensors(value: Any) -> "list[torch.Tensor]":
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from .._torch import tree_leaves
 
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
@@ -419,7 +421,7 @@ _ALLOCATIONS = frozenset(
 
 
 def _operators(recorder: Recorder) -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from .._torch import TorchDispatchMode
 
     class Operators(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

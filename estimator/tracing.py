@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from .._torch import buffers_of, parameters_of
+from .._transformers import quiet
 from ..models import Workload
-from ..models._transformers import quiet
 from ..models.architecture import Architecture
 from ..models.batches import Step, each_tensor, make_batch
 from ..models.skeleton import skeleton
@@ -63,7 +64,8 @@ def trace(
         WorkloadError: the batch or the loss is not what it must be.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from .._torch import FakeTensorMode
 
     config: Mapping[str, Any] = {**workload.probe, "precision": precision}
     if isinstance(workload.model, Architecture):
@@ -132,16 +134,16 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
 
     done: dict[int, Any] = {}
     for module in model.modules():
-        for name, each in module._parameters.items():
+        for name, each in parameters_of(module).items():
             if each is not None:
                 if id(each) not in done:
                     done[id(each)] = torch.nn.Parameter(
                         change(each.detach()), requires_grad=each.requires_grad
                     )
-                module._parameters[name] = done[id(each)]
-        for name, each in module._buffers.items():
+                parameters_of(module)[name] = done[id(each)]
+        for name, each in buffers_of(module).items():
             if each is not None:
-                module._buffers[name] = change(each)
+                buffers_of(module)[name] = change(each)
 
 
 _FAILURES = (

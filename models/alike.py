@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._torch import children_of, parameters_of
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -37,7 +39,7 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
     """
     holders: dict[Any, set[int]] = {}
     for module in model.modules():
-        for param in module._parameters.values():
+        for param in parameters_of(module).values():
             if param is not None:
                 holders.setdefault(param, set()).add(id(module))
     gone = set()
@@ -46,7 +48,7 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
         block = model.get_submodule(path)
         inside = {id(each) for each in block.modules()}
         if all(holders[param] <= inside for param in block.parameters()):
-            del model.get_submodule(parent)._modules[name]
+            del children_of(model.get_submodule(parent))[name]
             gone.add(path)
     return [path for path in blocks if path not in gone]
 

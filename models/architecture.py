@@ -7,9 +7,9 @@ from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .._transformers import quiet, refusals, supports_flash, supports_sdpa
 from ..device import Device
 from ..errors import WorkloadError
-from ._transformers import quiet, refusals
 from .data import Task
 
 if TYPE_CHECKING:
@@ -127,13 +127,13 @@ class Architecture:
     @property
     def default_attention(self) -> str:
         """What `transformers.Trainer` would run with."""
-        return "sdpa" if self.model_class._supports_sdpa else "eager"
+        return "sdpa" if supports_sdpa(self.model_class) else "eager"
 
     def attentions(self, device: Device) -> tuple[str, ...]:
         """Implementations of attention that the architecture and the device have, the default first."""
-        found = ["sdpa", "eager"] if self.model_class._supports_sdpa else ["eager"]
+        found = ["sdpa", "eager"] if supports_sdpa(self.model_class) else ["eager"]
         if (
-            self.model_class._supports_flash_attn
+            supports_flash(self.model_class)
             and device.type == "cuda"
             and (device.capability or (0, 0)) >= (8, 0)
             and importlib.util.find_spec("flash_attn") is not None

@@ -188,7 +188,7 @@ def _read(path: Path) -> bytes:
 def _tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from ._transformers import quiet, refusals
+    from .._transformers import quiet, refusals
 
     with quiet() as transformers:
         try:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._transformers import quiet
 from ..errors import WorkloadError
-from ._transformers import quiet
 from .architecture import Architecture
 from .batches import Step, each_tensor, make_batch
 from .reduction import UNABLE, check_mean
@@ -38,10 +38,10 @@ def count_flops(workload: Workload) -> Flops:
         WorkloadError: the batch or the loss is not what it must be; a loss that adds up over samples.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
     from transformers.initialization import no_init_weights
 
+    from .._torch import FakeTensorMode
     from ..schedule.parallel.partition import by_shapes_alone
 
     config: Mapping[str, Any] = workload.probe

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .._transformers import quiet
 from ..errors import ScheduleError, WorkloadError
-from ._transformers import quiet
 from .batches import Step, each_tensor, make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
@@ -49,9 +49,9 @@ def formed_logits(workload: Workload) -> str:
     Its loss is computed for one sample of fake tensors, behind the first blocks of the model.
     """
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
 
+    from .._torch import FakeTensorMode
     from ..schedule import create_schedule
     from ..schedule.parallel.partition import by_shapes_alone
     from ..schedule.primitives.fused_loss import formed_for

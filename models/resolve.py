@@ -131,7 +131,7 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
 
 
 def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
-    from ._transformers import quiet, refusals
+    from .._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
 
@@ -170,7 +170,7 @@ def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
 
 
 def _hub(text: str, given: dict[str, Any]) -> Workload:
-    from ._transformers import quiet, refusals
+    from .._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from optuna.storages.journal import JournalFileBackend
-from optuna.storages.journal._file import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
 
+from .._optuna import LOCK_FILE_SUFFIX, RENAME_FILE_SUFFIX, get_lock_file
 from ..errors import StudyError
 from ..interrupts import late_interrupts
 from ..writing import Reserve, open_plain, write_all

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._optuna import study_ids
 from ..errors import StudyError, unknown
 from ..reading import path_of, read_named
 from ..writing import plain
@@ -158,7 +159,7 @@ class Ledger:
             return cls.parse(data, where=where, name=name, make_config=make_config, lossy=lossy)
         with quiet(), contained(where):
             storage, _ = open_storage(source, mend=False)
-            names = {study.study_name: study._study_id for study in storage.get_all_studies()}
+            names = study_ids(storage)
             name = _named(name, names, where)
             study = stored(storage, names[name], name)
             if storage is not source:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .._optuna import trial_id
 from ..errors import StudyError, UsageError
 from ..reading import Refused, parse_json
 from .again import judged
@@ -141,7 +142,7 @@ def stored(storage: "BaseStorage", study_id: int, name: str) -> Recorded:
         name,
         storage.get_study_user_attrs(study_id),
         [
-            Entry(each._trial_id, each.number, each.user_attrs, each.state.is_finished())
+            Entry(trial_id(each), each.number, each.user_attrs, each.state.is_finished())
             for each in storage.get_all_trials(study_id, deepcopy=False)
         ],
     )

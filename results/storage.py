@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._optuna import study_ids
 from ..errors import MissingDependency, StudyError, unknown
 from ..writing import Reserve
 
@@ -52,7 +53,7 @@ def open_study(
     import optuna
 
     stored: dict[str, Any] = {}
-    study_id = {study.study_name: study._study_id for study in storage.get_all_studies()}.get(name)
+    study_id = study_ids(storage).get(name)
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:

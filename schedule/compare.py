@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from .._torch import DropoutNd, tree_flatten, tree_map
 from ..errors import ScheduleError
 from .forward import layers_of
 from .parallel.collectives import Axis, all_gather
@@ -282,7 +282,7 @@ def _no_dropout(model: nn.Module) -> Iterator[None]:
     """Switches off dropout modules and the rates that models keep as attributes (`attention_dropout`)."""
     changed: list[tuple[nn.Module, str, float]] = []
     for module in model.modules():
-        names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        names = ["p"] if isinstance(module, DropoutNd) else []
         names += [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         changed += [(module, name, getattr(module, name)) for name in names]
     for module, name, _ in changed:

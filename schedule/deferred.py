@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import TorchDispatchMode
 from .held import loose, own
 from .random_state import full
 from .recording import Recording, Unrecordable, recorded, recording_of

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from .._torch import buffers_of, parameters_of, tree_leaves, tree_map
 
 _HOLDERS = (torch.Tensor, list, tuple, dict)
 Change = Callable[[torch.Tensor, str], torch.Tensor]
@@ -13,7 +14,7 @@ Change = Callable[[torch.Tensor, str], torch.Tensor]
 
 def own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers of a module itself, by name."""
-    both = [*module._parameters.items(), *module._buffers.items()]
+    both = [*parameters_of(module).items(), *buffers_of(module).items()]
     return [(name, tensor) for name, tensor in both if tensor is not None]
 
 
@@ -42,7 +43,7 @@ def exchange(root: nn.Module, change: Change, change_loose: Change) -> None:
     done: dict[torch.Tensor, torch.Tensor] = {}
     modules = [(f"{path}." if path else "", module) for path, module in root.named_modules()]
     for path, module in modules:
-        for held in (module._parameters, module._buffers):
+        for held in (parameters_of(module), buffers_of(module)):
             for name, tensor in held.items():
                 if tensor is not None:
                     if tensor not in done:

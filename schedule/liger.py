@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .._torch import buffers_of, children_of, parameters_of
 from .rounding import departure
 from .schedule import Schedule
 
@@ -75,11 +76,11 @@ def _layer_norm(old: nn.Module) -> nn.Module | None:
 
 def _gated_mlp(old: nn.Module) -> nn.Module | None:
     """down(act(gate(x)) * up(x)), where the activation is SiLU or the GELU by tanh."""
-    if not set(_PROJECTIONS) <= old._modules.keys() or not _takes_one(old) or old._parameters:
+    if not set(_PROJECTIONS) <= children_of(old).keys() or not _takes_one(old) or parameters_of(old):
         return None
     x, stand_ins = torch.linspace(-1, 1, 9), {name: _Times(n) for name, n in zip(_PROJECTIONS, (2, 3, 5))}
     try:
-        found = _run(old, x, _modules={**old._modules, **stand_ins})
+        found = _run(old, x, _modules={**children_of(old), **stand_ins})
     except (AttributeError, RuntimeError):  # it does more with its projections than to call them
         return None
     for act, kind in ((F.silu, SwiGLU), (lambda t: F.gelu(t, approximate="tanh"), GeGLU)):
@@ -186,8 +187,8 @@ def _run(module: nn.Module, x: torch.Tensor, **attributes: Any) -> torch.Tensor:
 
 def _only_vector(module: nn.Module) -> torch.Tensor | None:
     """A module's weight, where it is a vector and all that the module has."""
-    weight = module._parameters.get("weight")
-    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    weight = parameters_of(module).get("weight")
+    alone = len(parameters_of(module)) == 1 and not children_of(module) and not buffers_of(module)
     return weight if alone and weight is not None and weight.dim() == 1 and _takes_one(module) else None
 
 

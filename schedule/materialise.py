@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch import buffers_of, parameters_of
+from .._transformers import initialise
 from ..errors import ScheduleError
 from . import held
 from .deferred import going_on
@@ -174,7 +176,7 @@ class _Rules:
         if self.init is not None and self.init(module):
             return
         if hub is not None:
-            hub._init_weights(module)
+            initialise(hub, module)
             if not any(map(self.recording.lacks, own)):
                 return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -197,7 +199,7 @@ def _cut(root: nn.Module, fresh: dict[torch.Tensor, str]) -> None:
     cut: dict[torch.Tensor, torch.Tensor] = {}
     for module in root.modules():
         for name, shard in sharding.shards_of(module).items():
-            tensor = module._parameters.get(name, module._buffers.get(name))
+            tensor = parameters_of(module).get(name, buffers_of(module).get(name))
             if tensor in fresh:
                 if tensor not in cut:
                     cut[tensor] = sharding.cut_tensor(tensor, shard)

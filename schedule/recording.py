@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .._torch import schema_of
 from ..errors import ScheduleError
 from .random_state import RandomState, full
 
@@ -384,5 +385,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)

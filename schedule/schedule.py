@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from .._torch import children_of
 from ..errors import ScheduleError, unknown
 from .deferred import noted
 from .draw import draw
@@ -104,7 +105,7 @@ class Schedule:
     def __contains__(self, path: str) -> bool:
         module: nn.Module | None = self.module
         for part in str(path).split(".") if path != "" else ():
-            module = module._modules.get(part)
+            module = children_of(module).get(part)
             if module is None:
                 return False
         return True
@@ -185,10 +186,10 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
     """
     module, walked = root, ""
     for part in path.split(".") if path else ():
-        if part not in module._modules:
+        if part not in children_of(module):
             where = walked or type(root).__name__
-            raise ScheduleError(f"no module '{path}': {unknown(f'child of {where}', part, module._modules)}")
-        child = module._modules[part]
+            raise ScheduleError(f"no module '{path}': {unknown(f'child of {where}', part, children_of(module))}")
+        child = children_of(module)[part]
         if child is None:
             raise ScheduleError(f"no module '{path}': '{join(walked, part)}' is None in this model")
         module, walked = child, join(walked, part)
@@ -199,7 +200,7 @@ def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str
     """Every (parent, child name, path) at which a module stands in the tree; several when it is shared."""
     out = []
     for path, parent in root.named_modules():
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child is module:
                 out.append((parent, name, join(path, name)))
     return out

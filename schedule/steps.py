@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch import OpOverload
 from ..errors import ScheduleError
 
 Recipe = list[dict[str, Any]]
@@ -68,7 +69,7 @@ def as_plain(value: Any, label: str) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch._ops.OpOverload):
+    if isinstance(value, OpOverload):
         return {"op": str(value)}
     if hasattr(value, "to_recipe"):
         return value.to_recipe()

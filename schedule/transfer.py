@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from .._torch import buffers_of, copy_kind_of_backward_hooks, parameters_of
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -37,14 +39,13 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
             del fresh[path]
             parent, _, name = path.rpartition(".")
             holder = new.get_submodule(parent)
-            (holder._parameters if name in holder._parameters else holder._buffers)[name] = tensor
+            (parameters_of(holder) if name in parameters_of(holder) else buffers_of(holder))[name] = tensor
     notes.extend(f"{path} {tuple(tensor.shape)} has the value it came with" for path, tensor in fresh.items())
     for attribute in _HOOKS:
         kept = getattr(old, attribute, None)
         if kept:
             getattr(new, attribute).update(kept)
-    if old._is_full_backward_hook is not None:
-        new._is_full_backward_hook = old._is_full_backward_hook
+    copy_kind_of_backward_hooks(old, new)
     if "_syncs" in old.__dict__:
         new.__dict__["_syncs"] = old.__dict__["_syncs"]
     new.train(old.training)

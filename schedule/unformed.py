@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
+from .._torch import DisableTorchFunctionSubclass, tree_map_only, wrapper
 from ..errors import ScheduleError
 from .parallel.collectives import Axis, all_reduce
 from .parallel.vocabulary import SplitLogits
@@ -94,9 +94,7 @@ class UnformedLogits(torch.Tensor):
     def of(hidden: torch.Tensor, product: Product, dtype: torch.dtype | None = None) -> "UnformedLogits":
         """The logits of hidden states (..., H), said to be of `dtype`, by default what the product gives."""
         shape = (*hidden.shape[:-1], product.weight.shape[0])
-        made = torch.Tensor._make_wrapper_subclass(
-            UnformedLogits, shape, dtype=dtype or product.dtype, device=hidden.device
-        )
+        made = wrapper(UnformedLogits, shape, dtype or product.dtype, hidden.device)
         made.hidden, made.product = hidden, product
         return made
 
@@ -129,7 +127,7 @@ class UnformedLogits(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ABOUT or _is_property(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], cls) and func in _KEPT:
             kept = _KEPT[func](*args, **kwargs)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from .._torch import tree_leaves
 from ..errors import ScheduleError
 from .build import Context, complete, home, prepare
 from .compare import Mismatch, compare, localise, run

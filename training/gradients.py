@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .._torch import parameters_of
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -85,4 +87,4 @@ def _held_by_earlier_stages(model: "nn.Module") -> set[int]:
     if pipeline is None:
         return set()
     rank = pipeline.axis.rank
-    return {id(module._parameters[name]) for module, name, ranks in pipeline.ties if rank in ranks[1:]}
+    return {id(parameters_of(module)[name]) for module, name, ranks in pipeline.ties if rank in ranks[1:]}

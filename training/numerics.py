@@ -221,7 +221,9 @@ def departure(
     if config.get("fusion"):
         # The limit on compilations counts by function, and models share some; past it nothing would be compiled.
         torch.compiler.reset()
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        from .._torch import dynamo
+
+        with dynamo.config.patch(fail_on_recompile_limit_hit=True):
             found, _ = _train(workload, config, seed)
     else:
         found, _ = _train(workload, config, seed)

@@ -92,6 +92,8 @@ class Precision:
         """The unit roundoff of the products in a model: half the distance from 1 to the next number."""
         import torch
 
+        from .._torch import ConvNd
+
         if self.float8:
             # Where gradients are in e5m2, the other factors of their products are not.
             return torch.finfo(torch.float8_e4m3fn).eps / 2
@@ -99,7 +101,7 @@ class Precision:
             return torch.finfo(self._dtype or torch.bfloat16).eps / 2
         if self._device.type == "cuda":
             # Products of float32 may be made of TensorFloat-32, which has as many bits as float16.
-            convolves = any(isinstance(each, torch.nn.modules.conv._ConvNd) for each in model.modules())
+            convolves = any(isinstance(each, ConvNd) for each in model.modules())
             if torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and convolves):
                 return torch.finfo(torch.float16).eps / 2
         return torch.finfo(torch.float32).eps / 2

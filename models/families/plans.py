@@ -9,6 +9,7 @@ Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..._torch import children_of, parameters_of
 from ...errors import ScheduleError
 from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
 from .tensor_parallel import Regions, columns, is_adapted, rows, sequence, vocabulary
@@ -35,7 +36,7 @@ def _plan(model: "nn.Module", kind: str) -> dict:
     if not base:
         return {}
     prefix = getattr(model, "base_model_prefix", "")
-    prefix = f"{prefix}." if prefix and prefix in model._modules else ""
+    prefix = f"{prefix}." if prefix and prefix in children_of(model) else ""
     return {**{prefix + path: style for path, style in base.items()}, **(getattr(model, f"_{kind}_plan", None) or {})}
 
 
@@ -105,7 +106,7 @@ def _region(sch: "Schedule", places: dict[str, str], place: str) -> str:
     holders = [
         f"{parent}.{name}" if name else parent
         for name, module in sch[parent].module.named_modules()
-        if any(each is not None for each in module._parameters.values())
+        if any(each is not None for each in parameters_of(module).values())
     ]
     styles = [places.get(layer) for layer in {_layer(sch, each): None for each in holders}]
     if set(styles) <= set(WITHIN) and styles.count("rowwise") == 1 and set(styles) & set(COLUMNS):
@@ -159,7 +160,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
     """One place of a plan, with exchanges of its own, as transformers does it."""
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
-        dims = sch[holder].module._parameters[name].dim()
+        dims = parameters_of(sch[holder].module)[name].dim()
         if style in COLUMNS:
             sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
         else:
@@ -222,7 +223,7 @@ def _cut_sequence(sch: "Schedule", blocks: "Sequence[Schedule]", regions: Sequen
     norms = []
     for path, module in blocks[0].module.named_modules():
         full = f"{blocks[0].path}.{path}"
-        if module._parameters and not any(full == each or full.startswith(each + ".") for each in regions):
+        if parameters_of(module) and not any(full == each or full.startswith(each + ".") for each in regions):
             norms.append(path)
     for name in norms:
         if "norm" not in type(blocks[0][name].module).__name__.lower():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..._torch import parameters_of
 from ...errors import TraceError
 
 COMMUTATIVE = {
@@ -186,9 +187,9 @@ def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
 
 def _of_module(node: fx.Node, child: nn.Module) -> Operation:
     path, args = node.target, list(node.args)
-    attribute = {name: Attribute(f"{path}.{name}") for name in child._parameters}
+    attribute = {name: Attribute(f"{path}.{name}") for name in parameters_of(child)}
     own = [
-        attribute[name] if child._parameters[name] is not None else None
+        attribute[name] if parameters_of(child)[name] is not None else None
         for name in ("weight", "bias")
         if name in attribute
     ]

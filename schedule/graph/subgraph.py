@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..._torch import children_of, is_erased
 from ...errors import ScheduleError
 from ..forward import layers_of
 from ..schedule import Schedule, join
@@ -179,7 +180,7 @@ def chosen(sch: Schedule, primitive: str, given: Any) -> list[Subgraph]:
         label = f"{primitive} of {each.names} in '{each.path or sch.name}'"
         if each.layer not in here:
             raise ScheduleError(f"{label}: it must be a subgraph of '{sch.name}' or of a module below it")
-        if any(node._erased for node in each.nodes):
+        if any(is_erased(node) for node in each.nodes):
             raise ScheduleError(f"{label}: the graph has changed since find; find it again")
         for node in each.nodes:
             users = [user.name for user in node.users if user not in each.nodes]
@@ -230,7 +231,7 @@ def replace_subgraph(sch: Schedule, new: Any, given: Any) -> None:
     for each in handles:
         if isinstance(new, nn.Module):
             module = sch.tree.module.get_submodule(each.path)
-            taken = module._modules
+            taken = children_of(module)
             name = next(n for n in (f"replaced_{i}" for i in range(len(taken) + 1)) if n not in taken)
             module.add_module(name, new.train(module.training))
             _insert(each, name, list(each.inputs), with_module=False)

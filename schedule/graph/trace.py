@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..._torch import has_backward_hooks, has_forward_hooks
 from ...errors import ScheduleError, TraceError
 from ..forward import Layer
 
@@ -180,12 +181,7 @@ def _training_restored(module: nn.Module) -> Iterator[None]:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return has_forward_hooks(module) or has_backward_hooks(module)
 
 
 def _cause(error: Exception) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..._torch import functional_collectives, resolve_process_group, timeout_of
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -24,7 +26,7 @@ class Axis:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group of the ranks along the axis."""
-        return dist.distributed_c10d._resolve_process_group(self.group_name)
+        return resolve_process_group(self.group_name)
 
 
 # PyTorch 2.13 renamed these two.
@@ -49,7 +51,7 @@ def divided(mesh: Any, name: str, groups: int) -> Any:
 
     along = mesh[name].get_group()
     device = torch.device(mesh.device_type)
-    timeout = along._get_backend(device).options._timeout
+    timeout = timeout_of(along, device)
     lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, groups, along.size() // groups)
     made = []
     for axis, ranks in (("replicate", lines.transpose(1, 2)), ("shard", lines)):
@@ -98,8 +100,7 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 def _traced(name: str, *args: Any) -> torch.Tensor:
     """A collective that torch.compile takes into its graph: process groups by name, results out of place."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(getattr(functional, name)(*args))
+    return functional_collectives.wait_tensor(getattr(functional_collectives, name)(*args))
 
 
 def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..._torch import parameters_of, tree_flatten, tree_unflatten
 from . import collectives
 from .collectives import Axis
 from .sharding import shards_of
@@ -65,7 +65,7 @@ class ParameterSync:
         self.__init__(state["axis"])
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             if param is None or not param.requires_grad or name in shards_of(module) or param in self.hooked:
                 continue
             param.register_hook(partial(collectives.all_reduce, axis=self.axis))

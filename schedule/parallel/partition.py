@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..._torch import TreeSpec, buffers_of, call_of, parameters_of, tree_flatten, tree_unflatten
+from ..._transformers import experts_by_shapes_alone
 from ...errors import ScheduleError
 from ...orders import Placement
 from .. import held
@@ -99,7 +100,7 @@ class Gate:
 
     def __init__(self, unit: Unit, meta: nn.Module, board: Board) -> None:
         self.unit, self.meta, self.board = unit, meta, board
-        self.inner: Callable[..., Any] = unit.module._compiled_call_impl or unit.module._call_impl
+        self.inner: Callable[..., Any] = call_of(unit.module)
         self.known: dict[Any, Form] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +179,7 @@ def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str
     unit_of = {each: unit for unit in units for each in unit.module.modules()}
     found: dict[tuple[nn.Parameter, int], tuple[Unit, str]] = {}
     for path, module in root.named_modules():
-        for name, param in module._parameters.items():
+        for name, param in parameters_of(module).items():
             if param is None or module not in unit_of:
                 continue
             unit = unit_of[module]
@@ -200,7 +201,7 @@ def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
                 f"a pipeline cut must not lie inside of what runs as a whole, but '{name}' has {each.phase}; "
                 "apply it to the modules below"
             )
-    own = [key for key, value in module._parameters.items() if value is not None]
+    own = [key for key, value in parameters_of(module).items() if value is not None]
     if own:
         raise ScheduleError(
             f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds "
@@ -212,7 +213,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     """A copy on the meta device, hooks and layers included; the weights are not copied."""
     memo: dict[int, Any] = {}
     for each in module.modules():
-        for tensor in [*each._parameters.values(), *each._buffers.values()]:
+        for tensor in [*parameters_of(each).values(), *buffers_of(each).values()]:
             if isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = nn.Parameter(
                     tensor.detach().to("meta"), requires_grad=tensor.requires_grad
@@ -228,9 +229,7 @@ def by_shapes_alone(module: nn.Module) -> nn.Module:
     Of transformers' ways through a mixture of experts the others sort the tokens by expert.
     """
     for each in module.modules():
-        config = each.__dict__.get("config")
-        if getattr(config, "_experts_implementation", None):
-            config._experts_implementation = "batched_mm"
+        experts_by_shapes_alone(each.__dict__.get("config"))
     return module
 
 
@@ -246,5 +245,5 @@ def drop(module: nn.Module) -> None:
     held.exchange(module, form, lambda tensor, path: form(tensor, path) if tensor.is_meta else tensor)
     for each in module.modules():
         for name, tensor in held.own(each):
-            (each._parameters if name in each._parameters else each._buffers).pop(name)
+            (parameters_of(each) if name in parameters_of(each) else buffers_of(each)).pop(name)
             each.__dict__[name] = tensor

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ..._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...errors import ScheduleError
 from ...orders import ORDERS, Placement
 from ..schedule import Tree
@@ -60,7 +60,7 @@ class Pipeline:
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Those of this rank to whose gradients several stages add, of this rank or of others."""
-        tied = [module._parameters[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
+        tied = [parameters_of(module)[name] for module, name, ranks in self.ties if self.axis.rank in ranks]
         stages: dict[nn.Parameter, set[int]] = {}
         for unit in self.units:
             for param in unit.module.parameters():
@@ -89,7 +89,7 @@ class Pipeline:
         """Sets the gates, once compilation and data sharding have taken their places, and equals ties."""
         for unit, meta in zip(self.units, self.metas):
             if unit.ends or any(True for _ in meta.parameters()):
-                unit.module._compiled_call_impl = Gate(unit, meta, self.board)
+                set_call(unit.module, Gate(unit, meta, self.board))
         with torch.no_grad():
             for tensors in self._tied(lambda p: p.detach()):
                 self._share(tensors)
@@ -221,7 +221,7 @@ class Pipeline:
         for module, name, ranks in self.ties:
             if self.axis.rank not in ranks:
                 continue
-            param = module._parameters[name]
+            param = parameters_of(module)[name]
             value = read(param)
             if value is None:
                 # The other ranks wait for it.
@@ -345,7 +345,7 @@ def _ties(
     rank_of = {each: placement.rank(unit.stage) for unit in units for each in unit.module.modules()}
     out, seen = [], set()
     for module in root.modules():
-        for param in module._parameters.values():
+        for param in parameters_of(module).values():
             if param is None or param in seen:
                 continue
             seen.add(param)

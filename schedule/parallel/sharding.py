@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch import buffers_of, children_of, parameters_of
 from ..deferred import noted
 from .collectives import Axis, all_gather
 
@@ -76,7 +77,7 @@ def holders(root: nn.Module, tensor: torch.Tensor) -> list[tuple[str, nn.Module,
     return [
         (path, module, name)
         for path, module in walk(root)
-        for held in (module._parameters, module._buffers)
+        for held in (parameters_of(module), buffers_of(module))
         for name, each in held.items()
         if each is tensor
     ]
@@ -89,7 +90,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
         path, module = stack.pop()
         out.append((path, module))
         children = []
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None and child not in seen:
                 seen.add(child)
                 children.append((f"{path}.{name}" if path else name, child))
@@ -99,7 +100,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Puts a tensor in the place of a parameter or buffer."""
-    (module._parameters if name in module._parameters else module._buffers)[name] = tensor
+    (parameters_of(module) if name in parameters_of(module) else buffers_of(module))[name] = tensor
 
 
 def cut_tensor(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:

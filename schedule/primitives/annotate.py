@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..._torch import buffers_of, parameters_of
 from ...errors import ScheduleError, unknown
 from ..registry import register_primitive
 from ..schedule import Schedule
@@ -35,7 +36,7 @@ def tensor_of(sch: Schedule, name: str, primitive: str) -> torch.Tensor:
         ScheduleError: there is none of that name.
     """
     module = sch.module
-    held = {**module._parameters, **module._buffers}
+    held = {**parameters_of(module), **buffers_of(module)}
     tensor = held.get(name)
     if tensor is None:
         known = [each for each, value in held.items() if value is not None]

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from ..._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..registry import register_primitive
@@ -79,11 +79,11 @@ def _apply(sch: Schedule, module: nn.Module, context: Any, dtype: torch.dtype) -
 
 def _cast(module: nn.Module, dtype: torch.dtype, restore: bool) -> None:
     for each in module.modules():
-        for param in each._parameters.values():
+        for param in parameters_of(each).values():
             if param is not None and param.is_floating_point():
                 param.data = param.data.to(dtype)
-        for name, buffer in each._buffers.items():
-            saved = name not in each._non_persistent_buffers_set
+        for name, buffer in buffers_of(each).items():
+            saved = name not in unsaved_buffers_of(each)
             if buffer is not None and saved and buffer.is_floating_point():
-                each._buffers[name] = buffer.to(dtype)
+                buffers_of(each)[name] = buffer.to(dtype)
     add_layer(module, Cast(dtype, restore=restore))

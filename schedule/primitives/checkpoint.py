@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..._torch import OpOverload
 from ...errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
@@ -77,7 +78,7 @@ def _apply(sch: Schedule, module: nn.Module, context: Any, policy: Any) -> None:
 def _check_policy(policy: Any) -> None:
     if policy is None or callable(policy):
         return
-    if isinstance(policy, (list, tuple)) and all(isinstance(op, torch._ops.OpOverload) for op in policy):
+    if isinstance(policy, (list, tuple)) and all(isinstance(op, OpOverload) for op in policy):
         return
     raise ScheduleError(
         "checkpoint: policy must be None, a function or a list of operator overloads such as "

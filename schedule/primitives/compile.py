@@ -35,10 +35,10 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
     """Has `began` called whenever torch.compile starts to compile in this process, be it a forward or a backward
     pass, and `ended` when it is through, also by an error. A compilation within another is part of that one.
     """
-    import torch._dynamo
+    from ..._torch import dynamo
 
-    torch._dynamo.on_compile_start(lambda args: began())
-    torch._dynamo.on_compile_end(lambda args: ended())
+    dynamo.on_compile_start(lambda args: began())
+    dynamo.on_compile_end(lambda args: ended())
 
 
 def check_options(sch: Schedule, options: dict[str, Any]) -> None:
@@ -55,7 +55,9 @@ def check_options(sch: Schedule, options: dict[str, Any]) -> None:
             raise ScheduleError(f"compile on '{sch.name}': {unknown('option', name, known)}")
     backend = options.get("backend", "inductor")
     if isinstance(backend, str):
-        names = torch._dynamo.list_backends(exclude_tags=())
+        from ..._torch import dynamo
+
+        names = dynamo.list_backends(exclude_tags=())
         if backend not in names:
             raise ScheduleError(f"compile on '{sch.name}': {unknown('backend', backend, names)}")
 

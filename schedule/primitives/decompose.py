@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..._torch import has_forward_hooks
 from ...errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.pattern import operation
@@ -73,7 +74,7 @@ def _plans(sch: Schedule, label: str, node: fx.Node, wanted: list[str]) -> list[
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return has_forward_hooks(module) or "forward" in module.__dict__
 
 
 def _linear(module: nn.Module, graph: fx.Graph, node: fx.Node) -> None:

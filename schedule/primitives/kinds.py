@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch import ConvNd, parameters_of
 from ..forward import Layer, layers_of
 from ..parallel.collectives import Axis, through
 from ..parallel.sharding import Shard, shards_of
@@ -47,7 +48,7 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
         )
     if isinstance(module, nn.GroupNorm) and name == "weight":
         return Kind("", ("num_channels", "num_groups"))
-    plain = isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1 and not module.transposed
+    plain = isinstance(module, ConvNd) and module.groups == 1 and not module.transposed
     if plain and name == "weight" and dim < 2:
         return Kind("output", "out_channels") if dim == 0 else Kind("input", "in_channels", _bias_once)
     return Kind()
@@ -94,7 +95,7 @@ class BiasOnce(Layer):
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        bias = module._parameters.get("bias")
+        bias = parameters_of(module).get("bias")
         if bias is None:
             return inner(*args, **kwargs)
         once = through(bias, forward=None if self.axis.rank == 0 else torch.zeros_like)
@@ -103,11 +104,11 @@ class BiasOnce(Layer):
         if type(module) is nn.Linear:
             return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, once)
         # Other forwards read `self.bias`: for the call they find the stand-in there.
-        module._parameters["bias"] = once  # type: ignore[assignment]
+        parameters_of(module)["bias"] = once  # type: ignore[assignment]
         try:
             return inner(*args, **kwargs)
         finally:
-            module._parameters["bias"] = bias
+            parameters_of(module)["bias"] = bias
 
 
 def _bias_once(axis: Axis, shard: Shard) -> Layer:

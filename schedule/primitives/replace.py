@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch import children_of
 from ...errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
@@ -80,6 +81,6 @@ def put(sch: Schedule, old: nn.Module, new: nn.Module) -> None:
     if old is root:
         sch.tree.module = new
     for parent, name, _ in where:
-        parent._modules[name] = new
+        children_of(parent)[name] = new
     if notes:
         warnings.warn(f"replace on '{sch.name}': not kept: {'; '.join(notes)}", stacklevel=4)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..._torch import buffers_of, parameters_of
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
 from ..graph.trace import Traced
@@ -77,7 +78,7 @@ def shard(
     _check_traced(sch, [module for module, _, _ in follows])
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module, name, plan, _, layer in plans:
-        tensor = module._parameters.get(name, module._buffers.get(name))
+        tensor = parameters_of(module).get(name, buffers_of(module).get(name))
         if tensor not in made:
             made[tensor] = cut_tensor(tensor, plan)
         put(module, name, made[tensor])

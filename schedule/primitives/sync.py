@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._torch import parameters_of
 from ...errors import ScheduleError, unknown
 from ..parallel import collectives
 from ..parallel.collectives import Axis, through
@@ -81,7 +82,7 @@ def check_synced(sch: Schedule) -> None:
     for path, module in root.named_modules():
         if not shards_of(module):
             continue
-        bias = module._parameters.get("bias")
+        bias = parameters_of(module).get("bias")
         if output_of(module) == "split" and bias is not None and "bias" not in shards_of(module):
             raise ScheduleError(
                 f"build: the weight of '{path}' is cut along the output, so its bias must be too; "

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from redline._transformers import quiet
 from redline.models import Workload, workload
-from redline.models._transformers import quiet
 from redline.models.presets import PRESETS
 from redline.schedule import build, create_schedule, deferred, full_state_dict
 from redline.schedule.deferred import stray

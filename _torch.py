@@ -1,0 +1,123 @@
+"""What of torch is not public and is needed all the same: every such name is taken from here.
+
+Checked with torch 2.11 to 2.13. A name that a later torch has no longer is told in words where it is first needed;
+`tests/test_private_names.py` asks for all of them. Nothing here imports torch before that.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ._private import private_name
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CHECKED = "torch 2.11 to 2.13"
+NAMES: dict[str, tuple[str, str]] = {
+    # Tensors without values, and what happens to them.
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "unset_fake_temporarily"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    "DisableTorchFunctionSubclass": ("torch._C", "DisableTorchFunctionSubclass"),
+    "OpOverload": ("torch._ops", "OpOverload"),
+    # Arguments and results as trees.
+    "TreeSpec": ("torch.utils._pytree", "TreeSpec"),
+    "tree_flatten": ("torch.utils._pytree", "tree_flatten"),
+    "tree_leaves": ("torch.utils._pytree", "tree_leaves"),
+    "tree_map": ("torch.utils._pytree", "tree_map"),
+    "tree_map_only": ("torch.utils._pytree", "tree_map_only"),
+    "tree_unflatten": ("torch.utils._pytree", "tree_unflatten"),
+    # The compiler's parts.
+    "dynamo": ("torch", "_dynamo"),
+    "aot_autograd": ("torch._dynamo.backends.common", "aot_autograd"),
+    "min_cut_rematerialization_partition": ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
+    "select_decomp_table": ("torch._inductor.decomposition", "select_decomp_table"),
+    # Kinds of modules and operators.
+    "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
+    "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
+    "grouped_mm": ("torch", "_grouped_mm"),
+    # Collectives as torch.compile takes them into its graphs.
+    "functional_collectives": ("torch.ops", "_c10d_functional"),
+    "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+}
+"""Names here, and where torch has them."""
+OF_MODULES = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
+    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_compiled_call_impl", "_call_impl",
+)  # fmt: skip
+"""Attributes of a module that the functions below read or set."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = private_name(*NAMES[name], CHECKED)
+    globals()[name] = found
+    return found
+
+
+def parameters_of(module: "nn.Module") -> "dict[str, nn.Parameter | None]":
+    """A module's own parameters by name, to be read and changed; None where it declares one and has none."""
+    return module._parameters
+
+
+def buffers_of(module: "nn.Module") -> "dict[str, Tensor | None]":
+    """A module's own buffers by name, to be read and changed."""
+    return module._buffers
+
+
+def unsaved_buffers_of(module: "nn.Module") -> set[str]:
+    """Names of a module's own buffers that `state_dict` leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def children_of(module: "nn.Module") -> "dict[str, nn.Module | None]":
+    """A module's children by name, to be read and changed, shared ones included."""
+    return module._modules
+
+
+def has_forward_hooks(module: "nn.Module") -> bool:
+    """Whether something is to be called before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: "nn.Module") -> bool:
+    """Whether something is to be called before or after the module's backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def copy_kind_of_backward_hooks(old: "nn.Module", new: "nn.Module") -> None:
+    """Has backward hooks of the new module be of the kind of the old one's."""
+    if old._is_full_backward_hook is not None:
+        new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def call_of(module: "nn.Module") -> Any:
+    """What calling a module runs: its hooks and its forward, compiled where it was."""
+    return module._compiled_call_impl or module._call_impl
+
+
+def set_call(module: "nn.Module", call: Any) -> None:
+    """Has calling a module run something else."""
+    module._compiled_call_impl = call
+
+
+def timeout_of(group: Any, device: Any) -> Any:
+    """How long the collectives of a process group may take (a timedelta)."""
+    return group._get_backend(device).options._timeout
+
+
+def wrapper(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
+    """A tensor of a subclass, without memory of its own."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def is_erased(node: Any) -> bool:
+    """Whether a node has left its graph (torch.fx)."""
+    return node._erased
+
+
+def schema_of(operator: Any) -> Any:
+    """Names and arguments of an operator, and whether it changes them."""
+    return operator._schema

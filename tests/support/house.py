@@ -1,0 +1,54 @@
+"""The package's files, and what each imports."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = ("tests", "bench", "docs", "examples")
+"""Folders of the repository that are not of the package's house."""
+
+
+def sources(root):
+    """Every module of the package and its file: `{"redline.space.knob": Path}`."""
+    out = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in OUTSIDE or any(part.startswith((".", "build")) for part in parts):
+            continue
+        out[".".join(("redline", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+    return out
+
+
+def imports(name, path, known):
+    """Modules of the package that one names, in whatever function, for types too."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            for each in node.names:
+                found = f"{target}.{each.name}" if f"{target}.{each.name}" in known else target
+                if found in known:
+                    yield found
+
+
+def named(path):
+    """Packages that a file imports by their absolute names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name.split(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+
+
+def importers(package):
+    """Files of the package that import another one by its absolute name."""
+    return {path.relative_to(ROOT).as_posix() for path in sources(ROOT).values() if package in named(path)}
+
+
+def graph(root):
+    """What each module imports, itself left out."""
+    known = sources(root)
+    return {name: {each for each in imports(name, path, known) if each != name} for name, path in known.items()}
