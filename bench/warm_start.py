@@ -24,6 +24,7 @@ from redline.results import Trial
 from redline.runners.replay import Surface, read_folder
 from redline.tuner.earlier import EarlierRun, take
 from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.predictor import Predictor
 from redline.tuner.warm_start import WarmStart
 from search import estimator_of
 
@@ -59,7 +60,7 @@ def search(surface: Surface, prior: Any, trials: int, seed: int) -> list[Trial]:
         proposed = sampler.propose(done, 1) if done else [surface.space.default()]
         if not proposed:
             break
-        throughput, memory = sampler.prediction(proposed[0])
+        throughput, memory = Predictor(sampler.knowledge).prediction(proposed[0])
         told = {"predicted_throughput": throughput, "predicted_memory_mib": memory}
         measured = surface.rows[proposed[0]]
         done.append(Trial(number=len(done), config=proposed[0], measurement=measured, **told))

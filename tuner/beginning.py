@@ -13,6 +13,9 @@ from .request import Request
 from .running import make_work, memory_of_rank
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
+from .samplers.beliefs import Knowledge
+from .samplers.judge import Judge
+from .samplers.predictor import Predictor
 from .task import Task
 from .warm_start import WarmStart
 
@@ -34,8 +37,10 @@ class Beginning:
     """Trial 0."""
     sampler: Sampler
     """Proposes."""
-    judge: BayesSampler
-    """Says what a configuration is expected to be, and what is left to gain; the sampler itself where that is one."""
+    judge: Judge
+    """Says what is left to gain, whoever proposes."""
+    predictor: Predictor
+    """States what is expected of a trial."""
 
 
 def begin(
@@ -73,12 +78,13 @@ def begin(
         prior = WarmStart(task.space, earlier, prior, warn)
         for each in earlier:
             warn(each.said)
-    judge = BayesSampler(task.space, seed=request.seed, prior=prior, warn=warn, headroom=request.headroom)
-    sampler: Sampler = judge
-    if request.sampler != BayesSampler.name:
+    knowledge = Knowledge(task.space, seed=request.seed, prior=prior, warn=warn, headroom=request.headroom)
+    if request.sampler == BayesSampler.name:
+        sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=knowledge)
+    else:
         sampler = make_sampler(request.sampler, task.space, seed=request.seed)
         if request.prior is not None or earlier:
             warn(
                 f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does"
             )
-    return Beginning(work=work, limit_mib=limit_mib, estimator=estimator, first=first, sampler=sampler, judge=judge)
+    return Beginning(work=work, limit_mib=limit_mib, estimator=estimator, first=first, sampler=sampler, judge=Judge(knowledge), predictor=Predictor(knowledge))

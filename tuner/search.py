@@ -23,7 +23,8 @@ from .listener import SearchListener
 from .samplers import Sampler
 
 if TYPE_CHECKING:
-    from .samplers.bayes import BayesSampler
+    from .samplers.judge import Judge
+    from .samplers.predictor import Predictor
 
 ATTEMPTS = 3
 """How often a trial is tried when the machinery, not the candidate, fails."""
@@ -75,12 +76,12 @@ class Search:
     """Deadline of one trial, s."""
     listener: SearchListener | None = None
     """Hears of progress."""
-    judge: "BayesSampler | None" = None
+    judge: "Judge | None" = None
     """Tells what is left to gain, for `budget.patience`; None never stops early."""
     devices: int = 1
     """Devices of a trial, for device-hours."""
-    predictor: "BayesSampler | None" = None
-    """States the prediction of a trial where the sampler states none."""
+    predictor: "Predictor | None" = None
+    """States what is expected of a trial; None states nothing."""
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
     watch: Stopwatch | None = None
@@ -205,8 +206,7 @@ class Search:
             self.listener.finished(self.run_folder.finish(started.number, skipped))
 
     def _prediction(self, config: Config) -> tuple[float | None, float | None]:
-        predicted = getattr(self.sampler, "prediction", None) or getattr(self.predictor, "prediction", None)
-        return (None, None) if predicted is None else predicted(config)
+        return (None, None) if self.predictor is None else self.predictor.prediction(config)
 
     @cached_property
     def _knowledge(self) -> OutOfMemoryKnowledge:

@@ -158,7 +158,7 @@ def _search(
                 listener=told.listener,
                 judge=beginning.judge if request.budget.patience else None,
                 devices=task.devices,
-                predictor=beginning.judge,
+                predictor=beginning.predictor,
                 peak_rate=peak_rate(estimator) if estimator is not None else None,
                 watch=watch,
             )

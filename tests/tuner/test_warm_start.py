@@ -12,6 +12,7 @@ from redline.space import Config, Space
 from redline.tuner.earlier import EarlierRun, read_runs, take
 from redline.tuner.likeness import likeness
 from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.predictor import Predictor
 from redline.tuner.warm_start import WarmStart
 
 HERE = {
@@ -102,9 +103,9 @@ def test_the_level_of_an_earlier_run_says_nothing():
 def test_without_an_estimate_no_throughput_is_stated_since_only_ratios_mean_anything():
     space = make_space()
     sampler = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space)))
-    assert sampler.prediction(space.default()) == (None, None)
+    assert Predictor(sampler.knowledge).prediction(space.default()) == (None, None)
     based = make_sampler("bayes", space, seed=0, prior=warm_start(space, earlier(space), base=lambda config: 7.0))
-    assert based.prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
+    assert Predictor(based.knowledge).prediction(space.default())[0] == pytest.approx(7.0 * warm_start(
         space, earlier(space), base=lambda config: 1.0)(space.default()).throughput)  # fmt: skip
 
 

@@ -1,96 +1,34 @@
 """Bayesian optimisation over the valid set, guided by an estimate where there is one. The default sampler."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr
 
-from ...errors import UsageError
-from ...results import Measurement, Status, Trial
+from ...results import Trial
 from ...space import Config, Space
-from .candidates import Candidates, remaining
+from .beliefs import CAUTION, Beliefs, Knowledge
 from .containment import one_blas_thread
-from .encoding import Encoding
-from .features import Features
-from .gaussian_process import Kernel, Posterior, Scales
-from .model_based import SAMPLE
-from .observations import observe
-from .prior import Answers, Correction, Predictions, Prior
 from .sampler import Sampler, check_count
-from .surrogate import Belief, chance_below, expected_improvement, limit_model, throughput_model
+from .surrogate import expected_improvement, throughput_model
 
-LIMIT = 8192
-"""Largest space of which every candidate is scored in every round."""
-DRAWN = 4096
-"""Candidates of a larger one that are scored in a round, beside the prior's favourites."""
-CLIMBS = 24
-"""Rounds in which the neighbours of what the prior likes most are looked at, in a space larger than that."""
-CLIMBERS = 8
-"""Configurations whose neighbours are looked at in a round."""
-FAVOURITES = 512
-"""Of these, what is among the candidates of every round."""
 SET_ASIDE = 0.4
 """Chance of working below which a candidate is set aside, as long as there are others."""
-LEADERS = 5
-"""Best trials whose neighbours are always among the candidates."""
-CAUTION = 2.0
-"""Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
-nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
-LEVEL = 2.0
-"""How far off the common factor of all throughputs may be: so far that no model is judged by it."""
-STATED_LEVEL = 0.3
-"""The same of an estimate that names the factors it is unsure of: what they do not explain."""
-SLOPE = 0.1
-"""How far off the power may be to which the estimate's throughput is taken."""
-TRUST = 0.95
-"""Probability before any trial that the estimate is of use."""
-STATED_TRUST = 0.99
-"""The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
 FAILURE_COST = 0.005
 """What a failed trial is worth, in log throughput."""
-WORTHWHILE = 0.01
-"""Gain in log throughput for which a search goes on."""
-HOPELESS = 0.02
-"""Chance of working of what the estimate rules out without a number."""
-
-# Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
-# factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
-WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
-WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
-MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
-MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
-FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
-    """What is left to gain."""
-
-    gain: float
-    """Chance that any of the most promising candidates is faster than the best by `WORTHWHILE`; 1 as long as
-    nothing worked."""
-    works: float
-    """Largest chance of working among the candidates; 0 if none is left."""
-    need_mib: float | None
-    """Smallest predicted peak memory of a candidate, MiB; None where memory is not known."""
 
 
 class BayesSampler(Sampler):
     """Takes the candidate with the largest expected improvement x chance of working / expected cost.
 
-    Log throughput is the estimate, rescaled, plus a Gaussian process; beside it stands the process alone, and
-    the two are weighted by how well they explain the trials (`surrogate.Mixture`). Log peak memory likewise,
-    where an OOM says only "more than the limit"; other failures have a process of their own. Pending trials
-    and the members of a batch count as measured at their mean. See docs/search.md.
+    What it believes of candidates is in `beliefs.py`. Pending trials and the members of a batch count as measured
+    at their mean. See docs/search.md.
 
     Args:
         space: the valid configurations.
         seed: seed of every random choice.
-        prior: an estimate: `prior(config) -> Estimate | throughput`, with `.table(configs)` where it has it.
-        warn: told of what is wrong with the prior, once.
-        headroom: share of memory that is to stay free, 0 to 0.5.
+        prior, warn, headroom: of `Knowledge`.
+        knowledge: in place of these, one that is shared with others who ask.
 
     Raises:
         UsageError: an argument is out of range.
@@ -108,380 +46,67 @@ class BayesSampler(Sampler):
         prior: Any = None,
         warn: Callable[[str], None] | None = None,
         headroom: float = 0.0,
+        knowledge: Knowledge | None = None,
     ) -> None:
         super().__init__(space, seed=seed)
-        if not 0 <= headroom <= 0.5:
-            raise UsageError(f"headroom must be a share from 0 to 0.5, but got {headroom!r}")
-        self._encoding = Encoding(space)
-        self._features = Features(self._encoding)
-        listed = self._encoding.listed
-        count = None if listed is None else len(listed)
-        self._answers = None if prior is None else Answers(Prior(prior, warn=warn), count)
-        self._estimates: list[tuple[Answers, float]] = []
-        """Rival estimates, and the share of each in what estimates are trusted; `_answers` comes first."""
-        self._relative = False
-        if isinstance(prior, Correction):
-            self._relative = prior.beneath is None
-            self._estimates = [(self._answers, prior.weight)]
-            if prior.beneath is not None and prior.weight < 1:
-                # What is wrong with it the correction tells.
-                beneath = Prior(prior.beneath, warn=lambda message: None)
-                self._estimates.append((Answers(beneath, count), 1 - prior.weight))
-        elif self._answers is not None:
-            self._estimates = [(self._answers, 1.0)]
-        self._headroom = headroom
-        self._favourites: list[Config] | None = None
+        self.knowledge = knowledge or Knowledge(space, seed=seed, prior=prior, warn=warn, headroom=headroom)
 
     def propose(self, trials: Sequence[Trial], count: int = 1) -> list[Config]:
         check_count(count)
-        # Neither pending trials nor earlier members of a batch change what is drawn or fitted.
-        finished = [trial for trial in trials if not trial.pending]
         with one_blas_thread():
-            return _Round(self, trials, finished).choose(count)
-
-    def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
-        """What can still be expected after these trials of the `ahead` most promising candidates."""
-        finished = [trial for trial in trials if not trial.pending]
-        with one_blas_thread():
-            return _Round(self, trials, finished).outlook(ahead)
-
-    def prediction(self, config: Config) -> tuple[float | None, float | None]:
-        """Throughput and peak memory (MiB) that the prior states; None where it states none."""
-        if self._answers is None or self._relative:
-            return None, None
-        if not self._answers.knows(config) and self.small:
-            self._answers.of(list(self.space))  # all at once: what is wrong with the prior is said of all
-        found = self._answers.of([config])
-        logs = (found.log_throughput[0], found.log_memory[0])
-        return tuple(float(np.exp(each)) if np.isfinite(each) else None for each in logs)
-
-    @property
-    def small(self) -> bool:
-        """Whether every valid configuration is scored in every round."""
-        return self._encoding.listed is not None and len(self._encoding.listed) <= LIMIT
-
-    def favourites(self) -> list[Config]:
-        """What the prior likes most of a space too large to be scored, found by climbing from a sample."""
-        if self._answers is None or self.small:
-            return []
-        if self._favourites is None:
-            known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
-            expanded: set[Config] = set()
-            for _ in range(CLIMBS):
-                known = self._by_prior(known)[:FAVOURITES]
-                fresh = [config for config in known[:CLIMBERS] if config not in expanded]
-                if not fresh:
-                    break
-                expanded.update(fresh)
-                rows = [
-                    row for each in fresh for row in self._encoding.neighbours(self._encoding.encode(each))
-                ]
-                known = list(dict.fromkeys([*known, *self._encoding.valid(rows)]))
-            self._favourites = self._by_prior(known)[:FAVOURITES]
-        return self._favourites
-
-    def _by_prior(self, configs: list[Config]) -> list[Config]:
-        """The configurations, what the prior likes most first."""
-        assert self._answers is not None
-        said = self._answers.of(configs)
-        worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
-        chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
-        worth = worth + CAUTION * np.log(np.maximum(chance, 1e-6))
-        return [configs[i] for i in np.argsort(-worth, kind="stable")]
+            return _Choice(Beliefs(self.knowledge, trials, self.surrogate)).choose(count)
 
 
-class _Round:
-    """One call of `propose`: everything that is known and believed, and the choice."""
+class _Choice:
+    """One call of `propose`."""
 
-    def __init__(self, sampler: BayesSampler, trials: Sequence[Trial], finished: Sequence[Trial]) -> None:
-        self.sampler, self.encoding, self.features = sampler, sampler._encoding, sampler._features
-        self.rng = np.random.default_rng([sampler.seed, len(finished)])
-        self.known = [t for t in finished if self.encoding.encode(t.config) is not None]
-        self.seen = observe(self.encoding, self.known)
-        pending = {trial.config for trial in trials if trial.pending}
-        best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
-        left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
-        self.candidates = self._thin(left, best).joined(sampler.favourites())
-        # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
-        self.open = np.ones(len(self.candidates), dtype=bool)
-        self.pending: list[int] = []
-        if pending:
-            self.pending = self.candidates.find(pending)
-            self.open[self.pending] = False
-
-    def _thin(self, left: Candidates, best: np.ndarray) -> Candidates:
-        if len(left) <= LIMIT:
-            return left
-        near = [self.encoding.distances(left.codes, self.seen.codes[i]) for i in best]
-        rows = [np.argsort(each, kind="stable")[: DRAWN // (2 * len(best))] for each in near]
-        rows.append(self.rng.choice(len(left), size=DRAWN // 2, replace=False))
-        return left.take(np.unique(np.concatenate(rows)))
+    def __init__(self, beliefs: Beliefs) -> None:
+        self.beliefs = beliefs
 
     def choose(self, count: int) -> list[Config]:
         """Up to `count` candidates, best first."""
-        if not self.open.any():
-            return []
-        self._believe()
-        for index in self.pending:
-            self._observe(index)
+        beliefs = self.beliefs
+        for index in beliefs.pending if beliefs.open.any() else ():
+            beliefs.observe(index)
         chosen: list[Config] = []
-        while len(chosen) < count and self.open.any():
-            index = self._next(len(chosen) + len(self.pending))
-            self.open[index] = False
-            chosen.append(self.candidates.config(index))
+        while len(chosen) < count and beliefs.open.any():
+            index = self._next(len(chosen) + len(beliefs.pending))
+            beliefs.open[index] = False
+            chosen.append(beliefs.candidates.config(index))
             if len(chosen) < count:
-                self._observe(index)
+                beliefs.observe(index)
         return chosen
 
-    def outlook(self, ahead: int) -> Outlook:
-        """See `BayesSampler.outlook`."""
-        if not self.open.any():
-            return Outlook(gain=0.0, works=0.0, need_mib=None)
-        self._believe()
-        works = float(self.works[self.open].max())
-        need = None if self.need is None else float(np.exp(self.need[self.open].min()))
-        if self.speed is None or self.best is None:
-            return Outlook(gain=1.0, works=works, need_mib=need)
-        # The scales were fitted to few trials, so the tails are those of a Student t with few degrees of freedom.
-        degrees = max(2.0, self.seen.ok.sum() / 2)
-        better = sum(
-            weight * stdtr(degrees, (mean - self.best - WORTHWHILE / self.scale) / np.sqrt(variance))
-            for weight, mean, variance in self.speed.parts()
-        )
-        chances = np.sort((better * self.works)[self.open])[-ahead:]
-        return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)
-
-    def _observe(self, index: int) -> None:
-        self.taken.append(index)
-        if self.speed is not None:
-            self.speed.observe(index)
-
     def _next(self, ahead: int) -> int:
-        rows = np.flatnonzero(self.open)
-        rows = rows[self.works[rows] >= min(SET_ASIDE, float(self.works[rows].max()))]
-        if self.speed is None:
+        beliefs = self.beliefs
+        rows = np.flatnonzero(beliefs.open)
+        rows = rows[beliefs.works[rows] >= min(SET_ASIDE, float(beliefs.works[rows].max()))]
+        if beliefs.speed is None:
             # Nothing is known of speed: a spread of trials, where memory is likely to suffice.
-            rng = np.random.default_rng([self.sampler.seed, len(self.known), ahead])
+            rng = np.random.default_rng([beliefs.knowledge.seed, len(beliefs.known), ahead])
             draws = rng.choice(rows, size=min(16, len(rows)), replace=False)
-            codes = [*self.seen.codes, *(self.candidates.codes[i] for i in self.taken)]
+            codes = [*beliefs.seen.codes, *(beliefs.candidates.codes[i] for i in beliefs.taken)]
             if not codes:
-                return int(draws[np.argmax(self.works[draws] > 0.3)])
+                return int(draws[np.argmax(beliefs.works[draws] > 0.3)])
             apart = np.stack(
-                [self.encoding.distances(np.array(codes), self.candidates.codes[i]) for i in draws]
+                [beliefs.encoding.distances(np.array(codes), beliefs.candidates.codes[i]) for i in draws]
             )
-            return int(draws[np.argmax(apart.min(axis=1) * self.works[draws])])
-        score, promised = np.zeros(len(self.open)), 0.0
-        for weight, mean, variance in self.speed.outcomes():
-            if self.best is None:
+            return int(draws[np.argmax(apart.min(axis=1) * beliefs.works[draws])])
+        score, promised = np.zeros(len(beliefs.open)), 0.0
+        for weight, mean, variance in beliefs.speed.outcomes():
+            if beliefs.best is None:
                 score += weight * np.exp(np.clip(mean - mean.max(), -50, 0))
                 continue
-            best = max([self.best, *(mean[i] for i in self.taken)])
+            best = max([beliefs.best, *(mean[i] for i in beliefs.taken)])
             gain = expected_improvement(mean, variance, best)
             # Of rival models the vaguest promises most everywhere: each has a vote, not what it promises.
-            top = float((gain * self.works**CAUTION)[rows].max())
+            top = float((gain * beliefs.works**CAUTION)[rows].max())
             score += weight * gain / max(top, 1e-300)
             promised += weight * top
         # As long as nothing worked, finding what does comes first, the more so the more has failed.
-        caution = CAUTION if self.best is not None else CAUTION + len(self.known)
-        score = score * self.works**caution
-        if self.best is not None:
-            score = score - FAILURE_COST / max(promised, FAILURE_COST) * (1.0 - self.works)
-            score = np.where(score > 0, score / self.cost, score * self.cost)
+        caution = CAUTION if beliefs.best is not None else CAUTION + len(beliefs.known)
+        score = score * beliefs.works**caution
+        if beliefs.best is not None:
+            score = score - FAILURE_COST / max(promised, FAILURE_COST) * (1.0 - beliefs.works)
+            score = np.where(score > 0, score / beliefs.cost, score * beliefs.cost)
         return int(rows[np.argmax(score[rows])])
-
-    # -- beliefs ---------------------------------------------------------------------------------------------
-
-    def _believe(self) -> None:
-        self.taken: list[int] = []
-        self.need: np.ndarray | None = None
-        at = self.features.of(self.candidates.codes)
-        points = self.features.of(self.seen.codes)
-        everything = np.concatenate([points, at])
-        estimates = []
-        for answers, share in self.sampler._estimates:
-            ahead = answers.of_candidates(self.candidates)
-            estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
-        predictions = estimates[0][0] if estimates else None
-        self.cost = self._costs(points, at)
-        self.works = self._chance(points, at, everything, predictions)
-        self.best, self.speed = None, None
-        rows = np.flatnonzero(self.seen.ok)
-        values = self.seen.objective[rows]
-        estimated = predictions is not None and np.isfinite(predictions.log_throughput).any()
-        logs = all((t.measurement.throughput or 0) > 0 for t in self.known if t.ok)
-        if not len(rows) and not estimated:
-            return
-        scale = 1.0 if logs or not len(values) else max(float(values.std()), 1e-12)
-        centre = float(values.mean()) if len(values) else 0.0
-        values = (values - centre) / scale
-        self.scale = scale
-        n, count = len(rows), len(at)
-        ones = np.ones((n + count, 1))
-        order = np.concatenate([rows, len(self.known) + np.arange(count)])
-        beliefs = [
-            _estimated(each.rows(order), share)
-            for each, share in estimates
-            if logs and np.isfinite(each.log_throughput[order]).any()
-        ]
-        trust = sum(belief.weight for belief in beliefs)
-        none = np.zeros(n + count)
-        beliefs.append(Belief(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
-        if not n:
-            beliefs = beliefs[:1]
-        self.speed = self.sampler.surrogate(beliefs, points[rows], values, at)
-        self.best = float(values.max()) if n else None
-
-    def _chance(
-        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
-    ) -> np.ndarray:
-        """Chance that each candidate works, shape (m,)."""
-        memory = self._memory(points, at, everything, predictions)
-        return memory * self._others(points, at)
-
-    def _memory(
-        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
-    ) -> np.ndarray:
-        measured = [_need(trial.measurement) for trial in self.known]
-        limit = self._limit(predictions)
-        bound = 0.0 if limit is None else np.log(limit)
-        values, signs, rows = [], [], []
-        for row, (peak, over) in enumerate(measured):
-            if over:
-                values.append(max(np.log(peak), bound) if peak and limit else bound)
-                signs.append(1.0)
-            elif over is None:
-                continue  # another failure says nothing of memory
-            elif peak and limit:
-                values.append(np.log(peak))
-                signs.append(0.0)
-            else:
-                values.append(bound)
-                signs.append(-1.0)
-            rows.append(row)
-        estimated = (
-            predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
-        )
-        if not any(sign >= 0 for sign in signs) and not estimated:
-            return np.ones(len(at))
-        rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
-        here = everything[rows_all]
-        beliefs = []
-        middle_of = at.mean(axis=0)
-        sign = self.features.memory_sign
-        towards = (here - middle_of) * sign
-        beliefs.append(
-            Belief(
-                mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
-                basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
-                scales=MEMORY_WITHOUT,
-                weight=0.1 if estimated else 1.0,
-            )
-        )
-        if estimated:
-            # A measured peak is that of the device that reports; whether it fits, the fullest decides.
-            exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
-            estimate = np.where(exact, predictions.log_memory[rows_all], predictions.log_need[rows_all])
-            middle = np.nanmean(estimate)
-            estimate = np.where(np.isfinite(estimate), estimate, middle)
-            basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
-        mixture = limit_model(
-            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
-        )
-        if limit is not None:
-            self.need = mixture.mean
-        chance = chance_below(mixture, bound + np.log(1.0 - self.sampler._headroom))
-        if predictions is not None:
-            # No number but a plain no: more pipeline stages than blocks, say.
-            hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
-            chance = np.where(hopeless[-len(at) :], np.minimum(chance, HOPELESS), chance)
-        return chance
-
-    def _limit(self, predictions: Predictions | None) -> float | None:
-        """Memory of a device, MiB; None where nothing tells."""
-        told = [t.measurement.memory_limit_mib for t in self.known if t.measurement.memory_limit_mib]
-        if told:
-            return float(np.median(told))
-        peaks = [t.measurement.peak_memory_mib for t in self.known if t.ok and t.measurement.peak_memory_mib]
-        if predictions is not None and np.isfinite(predictions.log_memory).any():
-            # Where the estimate passes from fitting to not fitting.
-            fits, needs = predictions.fits, predictions.log_need
-            known = np.isfinite(needs)
-            under, over = needs[known & (fits >= 0.5)], needs[known & (fits < 0.5)]
-            if len(under) and len(over):
-                return float(np.exp(0.5 * (under.max() + over.min())))
-        return 1.1 * max(peaks) if peaks else None
-
-    def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Chance not to fail otherwise than by memory, shape (m,)."""
-        failed = np.array([_other_failure(t.measurement) for t in self.known], dtype=object)
-        rows = np.flatnonzero([each is not None for each in failed])
-        bad = np.array([bool(failed[row]) for row in rows])
-        if not bad.any():
-            return np.ones(len(at))
-        # The inclination to fail: 0 is even odds, and before any trial one in ten fails.
-        basis = np.zeros((len(rows) + len(at), 0))
-        belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
-        mixture = limit_model([belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
-        return chance_below(mixture, 0.0)
-
-    def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
-        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measurement.seconds_total or 0) > 0]
-        if len(rows) < 4:
-            return np.ones(len(at))
-        logs = np.log([self.known[row].measurement.seconds_total for row in rows])
-        if logs.std() < 0.1:  # all cost the same
-            return np.ones(len(at))
-        rows = rows[-200:]
-        logs = logs[-200:]
-        kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
-        none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
-        posterior = Posterior(
-            kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0))
-        )
-        return np.exp(posterior.mean)
-
-
-def _estimated(predictions: Predictions, share: float) -> Belief:
-    """The model of log throughput that rests on an estimate.
-
-    Args:
-        predictions: at every point that matters.
-        share: of the trust in estimates that is this one's.
-    """
-    estimate = predictions.log_throughput
-    middle = np.nanmean(estimate)
-    # Of what it knows nothing it may be anything, which is no reason to try that first.
-    low = np.nanquantile(estimate, 0.25) - middle
-    estimate = np.where(np.isfinite(estimate), estimate - middle, low)
-    effects = predictions.effects
-    stated = effects.shape[1] > 0
-    # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
-    level = np.full(len(estimate), STATED_LEVEL if stated else LEVEL)
-    own = None
-    if np.isfinite(predictions.log_std).all():
-        # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
-        rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
-        own = rest - rest.min()
-    return Belief(
-        mean=estimate,
-        basis=np.column_stack([level, SLOPE * estimate, effects]),
-        scales=WITH_ESTIMATE,
-        own=own,
-        weight=share * (STATED_TRUST if stated else TRUST),
-    )
-
-
-def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
-    """Peak memory, and whether it was too much; None where that is not known."""
-    if measurement.status is Status.OOM:
-        return measurement.peak_memory_mib, True
-    return measurement.peak_memory_mib, False if measurement.ok else None
-
-
-def _other_failure(measurement: Measurement) -> bool | None:
-    """Whether a trial failed for another reason than memory; None where that was not found out."""
-    if measurement.status in (Status.OOM, Status.SKIPPED):
-        return None
-    return not measurement.ok or measurement.throughput is None or not np.isfinite(measurement.throughput)

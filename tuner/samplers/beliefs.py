@@ -1,0 +1,384 @@
+"""What is believed of candidates: how fast they are and whether they work, from an estimate and the trials so far."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import UsageError
+from ...results import Measurement, Status, Trial
+from ...space import Config, Space
+from .candidates import Candidates, remaining
+from .encoding import Encoding
+from .features import Features
+from .gaussian_process import Kernel, Posterior, Scales
+from .model_based import SAMPLE
+from .observations import observe
+from .prior import Answers, Correction, Predictions, Prior
+from .surrogate import Belief, chance_below, limit_model, throughput_model
+
+LIMIT = 8192
+"""Largest space of which every candidate is scored in every round."""
+DRAWN = 4096
+"""Candidates of a larger one that are scored in a round, beside the prior's favourites."""
+CLIMBS = 24
+"""Rounds in which the neighbours of what the prior likes most are looked at, in a space larger than that."""
+CLIMBERS = 8
+"""Configurations whose neighbours are looked at in a round."""
+FAVOURITES = 512
+"""Of these, what is among the candidates of every round."""
+LEADERS = 5
+"""Best trials whose neighbours are always among the candidates."""
+LEVEL = 2.0
+"""How far off the common factor of all throughputs may be: so far that no model is judged by it."""
+STATED_LEVEL = 0.3
+"""The same of an estimate that names the factors it is unsure of: what they do not explain."""
+SLOPE = 0.1
+"""How far off the power may be to which the estimate's throughput is taken."""
+TRUST = 0.95
+"""Probability before any trial that the estimate is of use."""
+STATED_TRUST = 0.99
+"""The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
+HOPELESS = 0.02
+"""Chance of working of what the estimate rules out without a number."""
+CAUTION = 2.0
+"""Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
+nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
+
+# Natural logarithms throughout. With an estimate, what is left to learn is small; without, effects of a
+# factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
+WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
+WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
+MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
+MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
+FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
+
+
+class Knowledge:
+    """What is known of a space before any trial, and does not change in a search.
+
+    Args:
+        space: the valid configurations.
+        seed: seed of every random choice.
+        prior: an estimate: `prior(config) -> Estimate | throughput`, with `.table(configs)` where it has it.
+        warn: told of what is wrong with the prior, once.
+        headroom: share of memory that is to stay free, 0 to 0.5.
+
+    Raises:
+        UsageError: the headroom is out of range.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        seed: int = 0,
+        prior: Any = None,
+        warn: Callable[[str], None] | None = None,
+        headroom: float = 0.0,
+    ) -> None:
+        if not 0 <= headroom <= 0.5:
+            raise UsageError(f"headroom must be a share from 0 to 0.5, but got {headroom!r}")
+        self.space, self.seed = space, seed
+        self.encoding = Encoding(space)
+        self.features = Features(self.encoding)
+        listed = self.encoding.listed
+        count = None if listed is None else len(listed)
+        self.answers = None if prior is None else Answers(Prior(prior, warn=warn), count)
+        self.estimates: list[tuple[Answers, float]] = []
+        """Rival estimates, and the share of each in what estimates are trusted; `answers` comes first."""
+        self.relative = False
+        """Whether of what the prior states only ratios mean anything."""
+        if isinstance(prior, Correction):
+            self.relative = prior.beneath is None
+            self.estimates = [(self.answers, prior.weight)]
+            if prior.beneath is not None and prior.weight < 1:
+                # What is wrong with it the correction tells.
+                beneath = Prior(prior.beneath, warn=lambda message: None)
+                self.estimates.append((Answers(beneath, count), 1 - prior.weight))
+        elif self.answers is not None:
+            self.estimates = [(self.answers, 1.0)]
+        self.headroom = headroom
+        self._favourites: list[Config] | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether every valid configuration is scored in every round."""
+        return self.encoding.listed is not None and len(self.encoding.listed) <= LIMIT
+
+    def favourites(self) -> list[Config]:
+        """What the prior likes most of a space too large to be scored, found by climbing from a sample."""
+        if self.answers is None or self.small:
+            return []
+        if self._favourites is None:
+            known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
+            expanded: set[Config] = set()
+            for _ in range(CLIMBS):
+                known = self._by_prior(known)[:FAVOURITES]
+                fresh = [config for config in known[:CLIMBERS] if config not in expanded]
+                if not fresh:
+                    break
+                expanded.update(fresh)
+                rows = [
+                    row for each in fresh for row in self.encoding.neighbours(self.encoding.encode(each))
+                ]
+                known = list(dict.fromkeys([*known, *self.encoding.valid(rows)]))
+            self._favourites = self._by_prior(known)[:FAVOURITES]
+        return self._favourites
+
+    def _by_prior(self, configs: list[Config]) -> list[Config]:
+        """The configurations, what the prior likes most first."""
+        assert self.answers is not None
+        said = self.answers.of(configs)
+        worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
+        chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+        worth = worth + CAUTION * np.log(np.maximum(chance, 1e-6))
+        return [configs[i] for i in np.argsort(-worth, kind="stable")]
+
+
+class Beliefs:
+    """What is believed after some trials of what may be tried next.
+
+    Log throughput is the estimate, rescaled, plus a Gaussian process; beside it stands the process alone, and
+    the two are weighted by how well they explain the trials (`surrogate.Mixture`). Log peak memory likewise,
+    where an OOM says only "more than the limit"; other failures have a process of their own. See
+    docs/search.md.
+
+    Args:
+        knowledge: of the space.
+        trials: in the order of their numbers; those without a measurement are pending.
+        surrogate: makes the models of throughput.
+    """
+
+    def __init__(
+        self, knowledge: Knowledge, trials: Sequence[Trial], surrogate: Callable[..., Any] = throughput_model
+    ) -> None:
+        self.knowledge, self.surrogate = knowledge, surrogate
+        self.encoding, self.features = knowledge.encoding, knowledge.features
+        # Pending trials do not change what is drawn or fitted.
+        finished = [trial for trial in trials if not trial.pending]
+        self.rng = np.random.default_rng([knowledge.seed, len(finished)])
+        self.known = [t for t in finished if self.encoding.encode(t.config) is not None]
+        self.seen = observe(self.encoding, self.known)
+        pending = {trial.config for trial in trials if trial.pending}
+        best = np.argsort(-self.seen.objective)[: min(LEADERS, int(self.seen.ok.sum()))]
+        left = remaining(self.encoding, finished, self.rng, sample=SAMPLE, around=self.seen.codes[best])
+        self.candidates = self._thin(left, best).joined(knowledge.favourites())
+        # Pending trials stay among the candidates, so that they can be conditioned on, but are not open.
+        self.open = np.ones(len(self.candidates), dtype=bool)
+        self.pending: list[int] = []
+        if pending:
+            self.pending = self.candidates.find(pending)
+            self.open[self.pending] = False
+        self.taken: list[int] = []
+        """Candidates that count as measured."""
+        if self.open.any():
+            self._believe()
+
+    def _thin(self, left: Candidates, best: np.ndarray) -> Candidates:
+        if len(left) <= LIMIT:
+            return left
+        near = [self.encoding.distances(left.codes, self.seen.codes[i]) for i in best]
+        rows = [np.argsort(each, kind="stable")[: DRAWN // (2 * len(best))] for each in near]
+        rows.append(self.rng.choice(len(left), size=DRAWN // 2, replace=False))
+        return left.take(np.unique(np.concatenate(rows)))
+
+    def observe(self, index: int) -> None:
+        """Takes a candidate for measured at its mean."""
+        self.taken.append(index)
+        if self.speed is not None:
+            self.speed.observe(index)
+
+    def _believe(self) -> None:
+        self.need: np.ndarray | None = None
+        at = self.features.of(self.candidates.codes)
+        points = self.features.of(self.seen.codes)
+        everything = np.concatenate([points, at])
+        estimates = []
+        for answers, share in self.knowledge.estimates:
+            ahead = answers.of_candidates(self.candidates)
+            estimates.append((answers.of([trial.config for trial in self.known]).joined(ahead), share))
+        predictions = estimates[0][0] if estimates else None
+        self.cost = self._costs(points, at)
+        self.works = self._chance(points, at, everything, predictions)
+        self.best, self.speed = None, None
+        rows = np.flatnonzero(self.seen.ok)
+        values = self.seen.objective[rows]
+        estimated = predictions is not None and np.isfinite(predictions.log_throughput).any()
+        logs = all((t.measurement.throughput or 0) > 0 for t in self.known if t.ok)
+        if not len(rows) and not estimated:
+            return
+        scale = 1.0 if logs or not len(values) else max(float(values.std()), 1e-12)
+        centre = float(values.mean()) if len(values) else 0.0
+        values = (values - centre) / scale
+        self.scale = scale
+        n, count = len(rows), len(at)
+        ones = np.ones((n + count, 1))
+        order = np.concatenate([rows, len(self.known) + np.arange(count)])
+        beliefs = [
+            _estimated(each.rows(order), share)
+            for each, share in estimates
+            if logs and np.isfinite(each.log_throughput[order]).any()
+        ]
+        trust = sum(belief.weight for belief in beliefs)
+        none = np.zeros(n + count)
+        beliefs.append(Belief(mean=none, basis=LEVEL * ones, scales=WITHOUT, weight=1.0 - trust))
+        if not n:
+            beliefs = beliefs[:1]
+        self.speed = self.surrogate(beliefs, points[rows], values, at)
+        self.best = float(values.max()) if n else None
+
+    def _chance(
+        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
+    ) -> np.ndarray:
+        """Chance that each candidate works, shape (m,)."""
+        memory = self._memory(points, at, everything, predictions)
+        return memory * self._others(points, at)
+
+    def _memory(
+        self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
+    ) -> np.ndarray:
+        measured = [_need(trial.measurement) for trial in self.known]
+        limit = self._limit(predictions)
+        bound = 0.0 if limit is None else np.log(limit)
+        values, signs, rows = [], [], []
+        for row, (peak, over) in enumerate(measured):
+            if over:
+                values.append(max(np.log(peak), bound) if peak and limit else bound)
+                signs.append(1.0)
+            elif over is None:
+                continue  # another failure says nothing of memory
+            elif peak and limit:
+                values.append(np.log(peak))
+                signs.append(0.0)
+            else:
+                values.append(bound)
+                signs.append(-1.0)
+            rows.append(row)
+        estimated = (
+            predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
+        )
+        if not any(sign >= 0 for sign in signs) and not estimated:
+            return np.ones(len(at))
+        rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
+        here = everything[rows_all]
+        beliefs = []
+        middle_of = at.mean(axis=0)
+        sign = self.features.memory_sign
+        towards = (here - middle_of) * sign
+        beliefs.append(
+            Belief(
+                mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
+                basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
+                scales=MEMORY_WITHOUT,
+                weight=0.1 if estimated else 1.0,
+            )
+        )
+        if estimated:
+            # A measured peak is that of the device that reports; whether it fits, the fullest decides.
+            exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
+            estimate = np.where(exact, predictions.log_memory[rows_all], predictions.log_need[rows_all])
+            middle = np.nanmean(estimate)
+            estimate = np.where(np.isfinite(estimate), estimate, middle)
+            basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
+        mixture = limit_model(
+            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
+        )
+        if limit is not None:
+            self.need = mixture.mean
+        chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
+        if predictions is not None:
+            # No number but a plain no: more pipeline stages than blocks, say.
+            hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
+            chance = np.where(hopeless[-len(at) :], np.minimum(chance, HOPELESS), chance)
+        return chance
+
+    def _limit(self, predictions: Predictions | None) -> float | None:
+        """Memory of a device, MiB; None where nothing tells."""
+        told = [t.measurement.memory_limit_mib for t in self.known if t.measurement.memory_limit_mib]
+        if told:
+            return float(np.median(told))
+        peaks = [t.measurement.peak_memory_mib for t in self.known if t.ok and t.measurement.peak_memory_mib]
+        if predictions is not None and np.isfinite(predictions.log_memory).any():
+            # Where the estimate passes from fitting to not fitting.
+            fits, needs = predictions.fits, predictions.log_need
+            known = np.isfinite(needs)
+            under, over = needs[known & (fits >= 0.5)], needs[known & (fits < 0.5)]
+            if len(under) and len(over):
+                return float(np.exp(0.5 * (under.max() + over.min())))
+        return 1.1 * max(peaks) if peaks else None
+
+    def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Chance not to fail otherwise than by memory, shape (m,)."""
+        failed = np.array([_other_failure(t.measurement) for t in self.known], dtype=object)
+        rows = np.flatnonzero([each is not None for each in failed])
+        bad = np.array([bool(failed[row]) for row in rows])
+        if not bad.any():
+            return np.ones(len(at))
+        # The inclination to fail: 0 is even odds, and before any trial one in ten fails.
+        basis = np.zeros((len(rows) + len(at), 0))
+        belief = Belief(mean=np.full(len(basis), -0.7), basis=basis, scales=FAILURE)
+        mixture = limit_model([belief], points[rows], np.zeros(len(rows)), np.where(bad, 1.0, -1.0), at)
+        return chance_below(mixture, 0.0)
+
+    def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
+        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measurement.seconds_total or 0) > 0]
+        if len(rows) < 4:
+            return np.ones(len(at))
+        logs = np.log([self.known[row].measurement.seconds_total for row in rows])
+        if logs.std() < 0.1:  # all cost the same
+            return np.ones(len(at))
+        rows = rows[-200:]
+        logs = logs[-200:]
+        kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
+        none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
+        posterior = Posterior(
+            kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0))
+        )
+        return np.exp(posterior.mean)
+
+
+def _estimated(predictions: Predictions, share: float) -> Belief:
+    """The model of log throughput that rests on an estimate.
+
+    Args:
+        predictions: at every point that matters.
+        share: of the trust in estimates that is this one's.
+    """
+    estimate = predictions.log_throughput
+    middle = np.nanmean(estimate)
+    # Of what it knows nothing it may be anything, which is no reason to try that first.
+    low = np.nanquantile(estimate, 0.25) - middle
+    estimate = np.where(np.isfinite(estimate), estimate - middle, low)
+    effects = predictions.effects
+    stated = effects.shape[1] > 0
+    # The weights: a common factor, a power to which the estimate is raised, and what it is unsure of.
+    level = np.full(len(estimate), STATED_LEVEL if stated else LEVEL)
+    own = None
+    if np.isfinite(predictions.log_std).all():
+        # Of the rest, what the surest candidate has is common to all: how far off the whole estimate is.
+        rest = np.maximum(predictions.log_std**2 - (effects**2).sum(axis=1), 0.0)
+        own = rest - rest.min()
+    return Belief(
+        mean=estimate,
+        basis=np.column_stack([level, SLOPE * estimate, effects]),
+        scales=WITH_ESTIMATE,
+        own=own,
+        weight=share * (STATED_TRUST if stated else TRUST),
+    )
+
+
+def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
+    """Peak memory, and whether it was too much; None where that is not known."""
+    if measurement.status is Status.OOM:
+        return measurement.peak_memory_mib, True
+    return measurement.peak_memory_mib, False if measurement.ok else None
+
+
+def _other_failure(measurement: Measurement) -> bool | None:
+    """Whether a trial failed for another reason than memory; None where that was not found out."""
+    if measurement.status in (Status.OOM, Status.SKIPPED):
+        return None
+    return not measurement.ok or measurement.throughput is None or not np.isfinite(measurement.throughput)

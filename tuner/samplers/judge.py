@@ -1,0 +1,57 @@
+"""What is left to gain, whoever proposes: the search ends where that is not worth its time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtr
+
+from ...results import Trial
+from .beliefs import Beliefs, Knowledge
+from .containment import one_blas_thread
+
+WORTHWHILE = 0.01
+"""Gain in log throughput for which a search goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What is left to gain."""
+
+    gain: float
+    """Chance that any of the most promising candidates is faster than the best by `WORTHWHILE`; 1 as long as
+    nothing worked."""
+    works: float
+    """Largest chance of working among the candidates; 0 if none is left."""
+    need_mib: float | None
+    """Smallest predicted peak memory of a candidate, MiB; None where memory is not known."""
+
+
+class Judge:
+    """Says what can still be expected.
+
+    Args:
+        knowledge: of the space.
+    """
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+
+    def outlook(self, trials: Sequence[Trial], ahead: int = 5) -> Outlook:
+        """What can still be expected after these trials of the `ahead` most promising candidates."""
+        with one_blas_thread():
+            beliefs = Beliefs(self.knowledge, trials)
+            if not beliefs.open.any():
+                return Outlook(gain=0.0, works=0.0, need_mib=None)
+            works = float(beliefs.works[beliefs.open].max())
+            need = None if beliefs.need is None else float(np.exp(beliefs.need[beliefs.open].min()))
+            if beliefs.speed is None or beliefs.best is None:
+                return Outlook(gain=1.0, works=works, need_mib=need)
+            # The scales were fitted to few trials, so the tails are those of a Student t with few degrees of freedom.
+            degrees = max(2.0, beliefs.seen.ok.sum() / 2)
+            better = sum(
+                weight * stdtr(degrees, (mean - beliefs.best - WORTHWHILE / beliefs.scale) / np.sqrt(variance))
+                for weight, mean, variance in beliefs.speed.parts()
+            )
+            chances = np.sort((better * beliefs.works)[beliefs.open])[-ahead:]
+            return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)
