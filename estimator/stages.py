@@ -153,3 +153,74 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: Columns) -> list
 
 def _cost(part: Part) -> float:
     return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)
+
+
+def in_flight(rank: int, pp: int, cols: Columns) -> np.ndarray:
+    """Micro-batches, of m in all, whose activations rank r of a pipeline of p holds at once, with v chunks a rank.
+
+    - `gpipe`: m
+    - `1f1b`: p - r (Narayanan et al., arXiv:2104.04473, section 2.2)
+    - `interleaved`: (2 (p - 1 - r) + (v - 1) p + 1) / v, what goes forward before the first chunk comes back;
+      in the first rank 1 + (p - 1) / (p v) times as many as 1F1B (Korthikanti et al., arXiv:2205.05198, section
+      4.2.3)
+    - `zero_bubble`, `zbv`: p, since what 1F1B lets go in later ranks waits there for the gradients of its
+      weights (Qi et al., arXiv:2401.10241, sections 2.3 and 6)
+    """
+    accum, chunks = cols.grad_accum.astype(float), cols.virtual_stages
+    depth = np.full(len(cols), float(pp - rank))
+    rounds = (2 * (pp - 1 - rank) + (chunks - 1) * pp + 1) / chunks
+    depth = np.where(cols.order_that("in_rounds"), rounds, depth)
+    depth = np.where(cols.order_that("splits_backward"), float(pp), depth)
+    # Without stages every micro-batch is done with before the next.
+    return np.where((pp > 1) & cols.order_that("waits"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
+
+
+def waiting(rank: int, cols: Columns) -> np.ndarray:
+    """Micro-batches of a rank whose backward pass has gone by but for the gradients of weights.
+
+    `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al.,
+    arXiv:2401.10241, section 2.3); `zbv`: none while activations are at their peak.
+    """
+    late = cols.order_that("splits_backward") & ~cols.order_that("v_shaped")
+    delayed = np.where(late, rank / cols.virtual_stages, 0.0)
+    return np.minimum(cols.grad_accum, delayed)
+
+
+def crossings(pp: int, cols: Columns) -> np.ndarray:
+    """Boundaries between ranks that a micro-batch crosses on its way forward, at the rank that has most.
+
+    Two a chunk, but for the ends of the model and where a V turns within a rank: interleaving multiplies them
+    by the chunks (Narayanan et al., arXiv:2104.04473, section 2.2).
+    """
+    chunks = cols.virtual_stages.astype(float)
+    loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
+    return np.where(cols.order_that("v_shaped"), chunks * min(pp - 1, 2), loop)
+
+
+def idle_slot(
+    slot: np.ndarray, forward: np.ndarray, backward: np.ndarray, of_weights: np.ndarray, hop: np.ndarray,
+    cols: Columns,
+) -> np.ndarray:  # fmt: skip
+    """Seconds for which each other stage waits for this one while the pipeline fills and drains.
+
+    The bubble is their sum over the other stages: p - 1 times this where all are equal. With F the forward of a
+    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the rank's chunks:
+
+    - `1f1b`, `gpipe`: F + B + W (Narayanan et al., arXiv:2104.04473, section 2.2)
+    - `interleaved`: (F + B + W) / v (likewise)
+    - `zero_bubble`: (F + B - W) / v, a third of that where F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
+      section 2.3)
+    - `zbv`: the largest less the smallest of F, B and W, as there is no bubble where they are equal (section
+      6); but B / 2 at least, since torch computes B and W of the model's first stage together
+
+    The tests play through the order of actions that torch makes.
+    """
+    chunks = cols.virtual_stages
+    of_inputs = backward - of_weights
+    largest = np.maximum(np.maximum(forward, of_inputs), of_weights)
+    smallest = np.minimum(np.minimum(forward, of_inputs), of_weights)
+    plain = (slot + 2 * hop) / chunks
+    split = (np.maximum(slot - 2 * of_weights, 0.0) + 2 * hop) / chunks
+    turning = np.maximum(largest - smallest, of_inputs / 2) + 2 * hop
+    apart = np.where(cols.order_that("splits_backward"), split, plain)
+    return np.where(cols.order_that("v_shaped"), turning, apart)

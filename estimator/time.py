@@ -7,17 +7,19 @@ arXiv:2205.05198.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ..results.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
+from .collectives import Group, group
 from .columns import Columns
 from .constants import Constants
 from .hardware import Hardware
-from .memory import BYTES, Formats, cut, formats, gathered_at, local_parameters, per_token
 from .model_facts import Matmul, ModelFacts, Part
+from .rank import BYTES, Formats, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
-from .stages import Stage, staged
+from .stages import Stage, crossings, idle_slot, staged
 
 TIME_TERMS = (
     "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
@@ -33,67 +35,6 @@ BINDS = {
     "bubble": "bubble",
 }  # fmt: skip
 """What a term means when it is the largest kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that communicate: how many, and over what. Arrays of n."""
-
-    size: np.ndarray
-    bandwidth: np.ndarray
-    """Bytes/s of one rank in a ring."""
-    latency: np.ndarray
-    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest
-    link's."""
-    tree: np.ndarray
-    """Seconds that an empty all-reduce takes up and down a tree of nodes."""
-    crosses: np.ndarray
-    """Whether the ring leaves the node."""
-
-    def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
-        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many
-        pieces."""
-        steps = self.size - 1
-        return np.where(
-            self.size > 1, pieces * (fixed + self.latency) + total * steps / self.size / self.bandwidth, 0.0
-        )
-
-    def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
-        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is
-        nearer."""
-        moved = 2 * total * (self.size - 1) / self.size / self.bandwidth
-        latency = np.minimum(2 * self.latency, self.tree)
-        return np.where(self.size > 1, fixed + latency + moved, 0.0)
-
-
-def group(
-    size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants
-) -> Group:
-    """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
-
-    A ring that leaves its node uses the network share of each of its members there, and every one of its
-    steps waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link).
-    All-reduces can go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al.
-    2009).
-    """
-    per_node = hardware.devices_per_node
-    crosses = size * stride > per_node
-    local = np.clip(per_node // np.maximum(stride, 1), 1, size)
-    nodes = np.maximum(devices / per_node, 1.0)
-    inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
-    near = hardware.intra_node.latency_us / 4 * 1e-6
-    far = hardware.inter_node.latency_us * 1e-6
-    depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
-    share = np.minimum(local, constants.network_rails)
-    outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
-    outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
-    return Group(
-        size=size.astype(float),
-        bandwidth=np.where(crosses, outside, inside),
-        latency=(size - 1) * np.where(crosses, far, near),
-        tree=2 * (depth * far + (local - 1) * near),
-        crosses=crosses,
-    )
 
 
 def matmul_seconds(
@@ -262,153 +203,24 @@ def _stage_time(
     stage: Stage, pp: int, facts: ModelFacts, cols: Columns, work: Mapping[int, _Work], setup: TrainingSetup,
     hardware: Hardware, constants: Constants,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    tp, dp, zero = cols.tp.astype(float), cols.dp.astype(float), cols.zero
-    seq = setup.seq_len or 1
-    tokens = cols.micro_batch * float(seq)
-    accum = cols.grad_accum.astype(float)
-    none = np.zeros(len(tp))
-    devices = tp * dp * pp
-    tensor = group(cols.tp, np.ones(len(tp), int), devices, hardware, constants)
-    # Replicas that share pieces are neighbours; with HSDP there are several such groups.
-    share = cols.shares
-    data = group(share, cols.tp, devices, hardware, constants)
-    groups = group(cols.hsdp, cols.tp * share, devices, hardware, constants)
-    weights = local_parameters(stage, facts, tp)
-    form = formats(setup, facts.precision)
-
-    # Tensor parallel: two all-reduces a block each way, or as many pairs of all-gather and reduce-scatter (of
-    # the same bytes) under sequence parallelism, where backward gathers the inputs of products anew.
-    hidden = _hidden(facts)
-    width = 4 if facts.precision == "fp32" else 2
-    switch = constants.switch_us * 1e-6 if hardware.shares_cores else 0.0
-    moved, fixed_cost = tokens * hidden * width, constants.collective_us * 1e-6 + switch
-    pair = np.where(
-        cols.sequence_parallel, 2 * tensor.gather(moved, fixed_cost), tensor.reduce(moved, fixed_cost)
-    )
-    # What the host takes to start a pair of collectives.
-    start = np.where(tp > 1, 2 * constants.launch_us * 1e-6, 0.0)
-    if pp > 1:
-        crossing = devices > hardware.devices_per_node
-        start = start + np.where(crossing, 2 * (tp - 1) * constants.ring_step_with_pipeline_us * 1e-6, 0.0)
-    anew = np.where(cols.sequence_parallel, 1.0, 0.0)
-
-    # One micro-batch: device and links work one after the other, and at least as long as the host launches.
-    matmul, attention, memory, again, launches, tensor_time = none, none, none, none, none, none
-    forward, backward, of_weights = none, none, none
-    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
-        item = work[id(part)]
-        block = part.role == "block"
-        ratio = cols.checkpoint_ratio if block else none
-        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
-        ahead = pairs * pair
-        back = ahead * (1 + anew / 2)
-        rebuilt = ratio * item.forward
-        matmul = matmul + count * (item.matmul + item.matmul_back)
-        attention = attention + count * (item.attention + item.attention_back)
-        memory = memory + count * (item.memory + item.memory_back)
-        again = again + count * rebuilt
-        tensor_time = tensor_time + count * (ahead + back + ratio * ahead)
-        host = item.host + pairs * start
-        host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
-        slack = np.maximum(host - item.forward - ahead, 0.0)
-        slack_back = np.maximum(host_back - item.backward - rebuilt - back - ratio * ahead, 0.0)
-        launches = launches + count * (slack + slack_back)
-        of_weights = of_weights + count * (item.matmul_back - item.matmul)
-        forward = forward + count * (item.forward + ahead + slack)
-        backward = backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
-    slot = matmul + attention + memory + again + launches + tensor_time
-
-    # Pipeline.
-    transfer, bubble = none, none
-    if pp > 1:
-        far = tp * dp >= hardware.devices_per_node
-        rate = np.where(
-            far,
-            hardware.inter_node.gb_per_s * constants.network_efficiency,
-            hardware.intra_node.gb_per_s * constants.link_efficiency,
-        )
-        sequence = np.where(cols.sequence_parallel | setup.scatter_transfers, tp, 1.0)
-        hop = tokens * hidden * _residual(facts) / sequence / (rate * 1e9) + constants.hop_ms * 1e-3 + switch
-        transfer = accum * 2.0 * crossings(pp, cols) * hop
-        bubble = (pp - 1) * idle_slot(slot, forward, backward, of_weights, hop, cols)
-
-    # Data parallel.
-    gradient = weights * _travels(cols, form, setup, facts.precision)
-    weight = weights * form.gathered
-    # Shards of gradients and weights go block by block, and what is in no block by itself.
-    pieces = 1.0 + sum(count for _, count in stage.blocks)
-    scatter = data.gather(gradient, fixed_cost, np.where(zero >= 2, pieces, 1.0))
-    gather = data.gather(weights * form.parameter, fixed_cost)
-    reduce = np.where(zero == 0, data.reduce(gradient, fixed_cost), scatter)
-    overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
-    window = backward * overlap if setup.overlap_gradients else none
-    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
-    times = np.where(each_pass, accum, 1.0)
-    # With HSDP pieces are summed over the groups besides, with every micro-batch or the last.
-    summed = np.where(cols.hsdp > 1, pieces * groups.reduce(gradient / share / pieces, fixed_cost), 0.0)
-    alone, both = (
-        np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed)
-    )
-    sums = 1.0 if SUMMED[pp > 1] == "step" else times
-    exposed = (times - sums) * alone + sums * both
-    behind = gathered_at("update", zero)
-    ahead_of_step = gathered_at("step", zero)
-    if not setup.own:  # others collect all weights once they are updated
-        behind, ahead_of_step = behind | ahead_of_step, ahead_of_step & False
-    data_time = np.where(dp > 1, exposed + np.where(behind, gather, 0.0), 0.0)
-    nodes = np.maximum(devices / hardware.devices_per_node, 1.0)
-    # Ranks wait for the slowest of them.
-    data_time = data_time + np.where(devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
-    gathers = data.gather(weight, fixed_cost, pieces)
-    gather_forward = np.maximum(
-        gathers - forward * constants.max_overlap, gathers * (1 - constants.max_overlap)
-    )
-    # Backward finds the weights of some blocks still whole.
-    inside = sum(
-        (count * (each.parameters - each.sharded + each.sharded / tp) for each, count in stage.blocks), none
-    )
-    missing = gathers * (
-        1 - cols.gathered_ratio * np.divide(inside, weights, where=weights > 0, out=np.zeros(len(tp)))
-    )
-    if setup.own and pp == 1 and stage.blocks:
-        # It begins with the last block and what is in none, which are whole too.
-        last = stage.blocks[-1][0]
-        left = (inside - (last.parameters - last.sharded + last.sharded / tp)) * (1 - cols.gathered_ratio)
-        missing = data.gather(left * form.gathered, fixed_cost, (pieces - 2) * (1 - cols.gathered_ratio))
-    gather_backward = np.maximum(
-        missing - backward * constants.max_overlap, missing * (1 - constants.max_overlap)
-    )
-    gather_time = np.where(gathered_at("pass", zero), accum * (gather_forward + gather_backward), 0.0)
-    gather_time = np.where(ahead_of_step, gather_forward, gather_time) * (dp > 1)
-
-    # Update: reads and writes every state once, several times where operators are not fused.
-    owned = weights / np.where(cut("optimizer", zero), share, 1.0)
-    states = owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
-    passes = np.where(cols.fused_optimizer, 1.0, 3.0)
-    on_host = cols.offload == "optimizer"
-    update = np.where(on_host, 0.0, passes * states / _bandwidth(hardware, constants))
-    if setup.gradient_copy:
-        # Added to the accumulator after every micro-batch.
-        update = update + accum * weights * (2 * form.gradient + form.parameter) / _bandwidth(
-            hardware, constants
-        )
-    moved = owned * (form.gradient + form.parameter)
-    offload = np.where(
-        on_host, moved / (hardware.host_gb_per_s * 1e9) + states / (constants.host_update_gb_per_s * 1e9), 0.0
-    )
+    """Terms of one optimizer step, s, as a stage by itself would set them."""
+    rank = _Rank(stage, pp, facts, cols, setup, hardware, constants)
+    slot = _slot(rank, work)
+    transfer, bubble = _pipeline(rank, slot)
+    accum, none = rank.accum, rank.none
     terms = {
-        "matmul": accum * matmul,
-        "attention": accum * attention,
-        "memory-bound": accum * memory,
-        "recomputation": accum * again,
-        "launches": accum * launches,
-        "tensor parallel": accum * tensor_time,
-        "data parallel": data_time,
-        "parameter gathers": gather_time,
+        "matmul": accum * slot.matmul,
+        "attention": accum * slot.attention,
+        "memory-bound": accum * slot.memory,
+        "recomputation": accum * slot.again,
+        "launches": accum * slot.launches,
+        "tensor parallel": accum * slot.tensor,
+        "data parallel": _data_parallel(rank, slot.backward),
+        "parameter gathers": _parameter_gathers(rank, slot.forward, slot.backward),
         "pipeline transfers": transfer,
         "bubble": bubble,
-        "optimizer": update,
-        "offload": offload,
+        "optimizer": _update(rank),
+        "offload": _offload(rank),
         "stalls": none,
         "allocator retries": none,
         "fixed": none + constants.step_ms * 1e-3,
@@ -417,44 +229,212 @@ def _stage_time(
     return terms
 
 
-def crossings(pp: int, cols: Columns) -> np.ndarray:
-    """Boundaries between ranks that a micro-batch crosses on its way forward, at the rank that has most.
+@dataclass(frozen=True)
+class _Rank(Rank):
+    """A rank on its hardware."""
 
-    Two a chunk, but for the ends of the model and where a V turns within a rank: interleaving multiplies them
-    by the chunks (Narayanan et al., arXiv:2104.04473, section 2.2).
+    hardware: Hardware
+    constants: Constants
+
+    @cached_property
+    def devices(self) -> np.ndarray:
+        """Devices of the training."""
+        return self.tp * self.dp * self.pp
+
+    @cached_property
+    def switch(self) -> float:
+        """Seconds for which ranks on one core wait for each other at a collective or a hop."""
+        return self.constants.switch_us * 1e-6 if self.hardware.shares_cores else 0.0
+
+    @cached_property
+    def collective(self) -> float:
+        """Seconds that a collective takes beside what its bytes and its ring do."""
+        return self.constants.collective_us * 1e-6 + self.switch
+
+    @cached_property
+    def data(self) -> Group:
+        """Replicas that share pieces. They are neighbours; with HSDP there are several such groups."""
+        return group(self.cols.shares, self.cols.tp, self.devices, self.hardware, self.constants)
+
+    @cached_property
+    def pieces(self) -> float:
+        """Shards of gradients and weights go block by block, and what is in no block by itself."""
+        return 1.0 + sum(count for _, count in self.stage.blocks)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Seconds of one micro-batch on a rank, forward and backward, by kind; then either pass, and what of the
+    backward's products is for gradients of weights."""
+
+    matmul: np.ndarray
+    attention: np.ndarray
+    memory: np.ndarray
+    again: np.ndarray
+    """What is recomputed."""
+    launches: np.ndarray
+    """For which device and links wait for the host."""
+    tensor: np.ndarray
+    """Tensor parallelism's collectives."""
+    forward: np.ndarray
+    backward: np.ndarray
+    of_weights: np.ndarray
+
+    @property
+    def whole(self) -> np.ndarray:
+        return self.matmul + self.attention + self.memory + self.again + self.launches + self.tensor
+
+
+def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a pair of tensor parallelism's collectives, and of the host to start it.
+
+    Two all-reduces a block each way, or as many pairs of all-gather and reduce-scatter (of the same bytes) under
+    sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
     """
-    chunks = cols.virtual_stages.astype(float)
-    loop = np.where((chunks > 1) & (pp == 2), 2 * chunks - 1, chunks * min(pp - 1, 2))
-    return np.where(cols.order_that("v_shaped"), chunks * min(pp - 1, 2), loop)
+    tensor = group(rank.cols.tp, np.ones(len(rank.tp), int), rank.devices, rank.hardware, rank.constants)
+    moved = rank.tokens * _hidden(rank.facts) * (4 if rank.facts.precision == "fp32" else 2)
+    pair = np.where(
+        rank.cols.sequence_parallel, 2 * tensor.gather(moved, rank.collective), tensor.reduce(moved, rank.collective)
+    )
+    start = np.where(rank.tp > 1, 2 * rank.constants.launch_us * 1e-6, 0.0)
+    if rank.pp > 1:
+        crossing = rank.devices > rank.hardware.devices_per_node
+        step = rank.constants.ring_step_with_pipeline_us
+        start = start + np.where(crossing, 2 * (rank.tp - 1) * step * 1e-6, 0.0)
+    return pair, start
 
 
-def idle_slot(
-    slot: np.ndarray, forward: np.ndarray, backward: np.ndarray, of_weights: np.ndarray, hop: np.ndarray,
-    cols: Columns,
-) -> np.ndarray:  # fmt: skip
-    """Seconds for which each other stage waits for this one while the pipeline fills and drains.
+def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
+    """One micro-batch: device and links work one after the other, and at least as long as the host launches.
 
-    The bubble is their sum over the other stages: p - 1 times this where all are equal. With F the forward of a
-    micro-batch on a rank, B the gradients of its inputs, W those of its weights, and v the rank's chunks:
-
-    - `1f1b`, `gpipe`: F + B + W (Narayanan et al., arXiv:2104.04473, section 2.2)
-    - `interleaved`: (F + B + W) / v (likewise)
-    - `zero_bubble`: (F + B - W) / v, a third of that where F = B = W (ZB-H1 of Qi et al., arXiv:2401.10241,
-      section 2.3)
-    - `zbv`: the largest less the smallest of F, B and W, as there is no bubble where they are equal (section
-      6); but B / 2 at least, since torch computes B and W of the model's first stage together
-
-    The tests play through the order of actions that torch makes.
+    Under sequence parallelism backward gathers the inputs of products anew.
     """
-    chunks = cols.virtual_stages
-    of_inputs = backward - of_weights
-    largest = np.maximum(np.maximum(forward, of_inputs), of_weights)
-    smallest = np.minimum(np.minimum(forward, of_inputs), of_weights)
-    plain = (slot + 2 * hop) / chunks
-    split = (np.maximum(slot - 2 * of_weights, 0.0) + 2 * hop) / chunks
-    turning = np.maximum(largest - smallest, of_inputs / 2) + 2 * hop
-    apart = np.where(cols.order_that("splits_backward"), split, plain)
-    return np.where(cols.order_that("v_shaped"), turning, apart)
+    pair, start = _tensor_pair(rank)
+    anew = np.where(rank.cols.sequence_parallel, 1.0, 0.0)
+    out = _Slot(**dict.fromkeys(_Slot.__slots__, rank.none))
+    for part, count in (*rank.stage.blocks, *((each, each.count) for each in rank.stage.ends)):
+        item = work[id(part)]
+        block = part.role == "block"
+        ratio = rank.cols.checkpoint_ratio if block else rank.none
+        pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
+        ahead = pairs * pair
+        back = ahead * (1 + anew / 2)
+        rebuilt = ratio * item.forward
+        out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
+        out.attention = out.attention + count * (item.attention + item.attention_back)
+        out.memory = out.memory + count * (item.memory + item.memory_back)
+        out.again = out.again + count * rebuilt
+        out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
+        host = item.host + pairs * start
+        host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
+        slack = np.maximum(host - item.forward - ahead, 0.0)
+        slack_back = np.maximum(host_back - item.backward - rebuilt - back - ratio * ahead, 0.0)
+        out.launches = out.launches + count * (slack + slack_back)
+        out.of_weights = out.of_weights + count * (item.matmul_back - item.matmul)
+        out.forward = out.forward + count * (item.forward + ahead + slack)
+        out.backward = out.backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
+    return out
+
+
+def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
+    """Transfers between stages, m crossings of each boundary either way, and the bubble (`idle_slot`)."""
+    if rank.pp == 1:
+        return rank.none, rank.none
+    hardware, constants, cols = rank.hardware, rank.constants, rank.cols
+    far = rank.tp * rank.dp >= hardware.devices_per_node
+    rate = np.where(
+        far,
+        hardware.inter_node.gb_per_s * constants.network_efficiency,
+        hardware.intra_node.gb_per_s * constants.link_efficiency,
+    )
+    sequence = np.where(cols.sequence_parallel | rank.setup.scatter_transfers, rank.tp, 1.0)
+    moved = rank.tokens * _hidden(rank.facts) * _residual(rank.facts) / sequence
+    hop = moved / (rate * 1e9) + constants.hop_ms * 1e-3 + rank.switch
+    transfer = rank.accum * 2.0 * crossings(rank.pp, cols) * hop
+    idle = idle_slot(slot.whole, slot.forward, slot.backward, slot.of_weights, hop, cols)
+    return transfer, (rank.pp - 1) * idle
+
+
+def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
+    """What backward does not hide of the gradients' reduction, the gather of weights behind the update, and the wait
+    of all ranks for the slowest of them.
+
+    An all-reduce where replicas are whole, else a reduce-scatter, block by block from ZeRO 2 on (Rajbhandari et al.,
+    arXiv:1910.02054, section 7). With HSDP pieces are summed over the groups besides, with every micro-batch or the
+    last.
+    """
+    cols, setup, constants, zero = rank.cols, rank.setup, rank.constants, rank.cols.zero
+    share, form = cols.shares, rank.form
+    groups = group(cols.hsdp, cols.tp * share, rank.devices, rank.hardware, constants)
+    gradient = rank.weights * _travels(cols, form, setup, rank.facts.precision)
+    scatter = rank.data.gather(gradient, rank.collective, np.where(zero >= 2, rank.pieces, 1.0))
+    gather = rank.data.gather(rank.weights * form.parameter, rank.collective)
+    reduce = np.where(zero == 0, rank.data.reduce(gradient, rank.collective), scatter)
+    overlap = np.where(zero == 0, constants.overlap, constants.sharded_overlap)
+    window = backward * overlap if setup.overlap_gradients else rank.none
+    each_pass = np.array([each.reduced == "micro_batch" for each in EXCHANGES.values()])[zero]
+    times = np.where(each_pass, rank.accum, 1.0)
+    between = rank.pieces * groups.reduce(gradient / share / rank.pieces, rank.collective)
+    summed = np.where(cols.hsdp > 1, between, 0.0)
+    alone, both = (
+        np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed)
+    )
+    sums = 1.0 if SUMMED[rank.pp > 1] == "step" else times
+    exposed = (times - sums) * alone + sums * both
+    behind = gathered_at("update", zero)
+    if not setup.own:  # others collect all weights once they are updated
+        behind = behind | gathered_at("step", zero)
+    time = np.where(rank.dp > 1, exposed + np.where(behind, gather, 0.0), 0.0)
+    nodes = np.maximum(rank.devices / rank.hardware.devices_per_node, 1.0)
+    return time + np.where(rank.devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
+
+
+def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """What the passes do not hide of the gathers of weights: before each pass of a micro-batch (ZeRO 3; backward finds
+    the weights of some blocks still whole), or once a step (ZeRO 2)."""
+    cols, setup, zero, most = rank.cols, rank.setup, rank.cols.zero, rank.constants.max_overlap
+    form, stage = rank.form, rank.stage
+    gathers = rank.data.gather(rank.weights * form.gathered, rank.collective, rank.pieces)
+    ahead = np.maximum(gathers - forward * most, gathers * (1 - most))
+    inside = sum((count * rank.whole(each) for each, count in stage.blocks), rank.none)
+    missing = gathers * (
+        1 - cols.gathered_ratio * np.divide(inside, rank.weights, where=rank.weights > 0, out=np.zeros(len(cols)))
+    )
+    if setup.own and rank.pp == 1 and stage.blocks:
+        # It begins with the last block and what is in none, which are whole too.
+        left = (inside - rank.whole(stage.blocks[-1][0])) * (1 - cols.gathered_ratio)
+        few = (rank.pieces - 2) * (1 - cols.gathered_ratio)
+        missing = rank.data.gather(left * form.gathered, rank.collective, few)
+    again = np.maximum(missing - backward * most, missing * (1 - most))
+    time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
+    once = gathered_at("step", zero) & setup.own
+    return np.where(once, ahead, time) * (rank.dp > 1)
+
+
+def _states(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters that the rank updates, and the bytes of all their states read and written once."""
+    form = rank.form
+    owned = rank.weights / np.where(cut("optimizer", rank.cols.zero), rank.cols.shares, 1.0)
+    return owned, owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
+
+
+def _update(rank: _Rank) -> np.ndarray:
+    """The update on the device: every state over the memory's bandwidth, three times where operators are not fused."""
+    form, bandwidth = rank.form, _bandwidth(rank.hardware, rank.constants)
+    passes = np.where(rank.cols.fused_optimizer, 1.0, 3.0)
+    time = np.where(rank.cols.offload == "optimizer", 0.0, passes * _states(rank)[1] / bandwidth)
+    if rank.setup.gradient_copy:
+        # Added to the accumulator after every micro-batch.
+        time = time + rank.accum * rank.weights * (2 * form.gradient + form.parameter) / bandwidth
+    return time
+
+
+def _offload(rank: _Rank) -> np.ndarray:
+    """The update in host memory: gradients there and weights back over the host's link, states at the host's rate."""
+    owned, states = _states(rank)
+    moved = owned * (rank.form.gradient + rank.form.parameter)
+    there = moved / (rank.hardware.host_gb_per_s * 1e9) + states / (rank.constants.host_update_gb_per_s * 1e9)
+    return np.where(rank.cols.offload == "optimizer", there, 0.0)
 
 
 def _stalls(
@@ -465,6 +445,17 @@ def _stalls(
     hops = (cols.grad_accum + pp - 1) * 2.0 * min(pp - 1, 2)
     chance = stall_chance(cols, hardware, constants)
     return total * np.expm1(chance * np.log1p(hops * constants.stall_ms * 1e-3 / total))
+
+
+def _hidden(facts: ModelFacts) -> float:
+    """Elements of a token between blocks."""
+    boundary = next((part.boundary for part in facts.parts if part.role == "block"), 0.0)
+    return boundary / _residual(facts)
+
+
+def _residual(facts: ModelFacts) -> int:
+    """Bytes of an element between blocks: fp32 under autocast."""
+    return 2 if facts.precision == "bf16_pure" else 4
 
 
 def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.ndarray:
@@ -478,14 +469,3 @@ def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.
         chance = np.where((cols.zero == 0) & (cols.dp > 1), np.maximum(chance, rings), chance)
     possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)
     return np.where(possible, chance, 0.0)
-
-
-def _hidden(facts: ModelFacts) -> float:
-    """Elements of a token between blocks."""
-    boundary = next((part.boundary for part in facts.parts if part.role == "block"), 0.0)
-    return boundary / _residual(facts)
-
-
-def _residual(facts: ModelFacts) -> int:
-    """Bytes of an element between blocks: fp32 under autocast."""
-    return 2 if facts.precision == "bf16_pure" else 4

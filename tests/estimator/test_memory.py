@@ -89,7 +89,7 @@ def test_a_checkpointed_model_keeps_the_inputs_of_its_blocks():
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_1f1b_holds_as_many_micro_batches_as_stages_are_left(stage):
-    from redline.estimator.memory import in_flight
+    from redline.estimator.stages import in_flight
 
     def held(rank, pp, accum, kind):
         config = {"pp": pp, "dp": 1, "grad_accum": accum, "pipeline_schedule": kind}
@@ -226,7 +226,7 @@ def test_stages_share_out_all_blocks(blocks, pp, balance, head, expected):
 
 def test_a_tied_head_is_in_both_end_stages():
     facts = ModelFacts.from_shape(**GPT2)
-    from redline.estimator.memory import local_parameters
+    from redline.estimator.rank import local_parameters
 
     one = np.ones(1)
     whole = sum(

@@ -7,9 +7,7 @@ import pytest
 from redline.estimator import Estimator, ModelFacts, TrainingSetup
 from redline.estimator.columns import columns
 from redline.estimator.hardware import find_hardware
-from redline.estimator.memory import in_flight
-from redline.estimator.stages import stages
-from redline.estimator.time import crossings, idle_slot
+from redline.estimator.stages import crossings, idle_slot, in_flight, stages
 from redline.orders import ORDERS, Placement
 from torch.distributed import pipelining
 

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSetup
+from redline.estimator.collectives import group
 from redline.estimator.columns import columns
 from redline.estimator.constants import CPU, PROFILES, Constants
 from redline.estimator.hardware import find_hardware
 from redline.estimator.model_facts import Matmul
 from redline.estimator.stages import stages
-from redline.estimator.time import TIME_TERMS, group, matmul_seconds, stall_chance, step_time
+from redline.estimator.time import TIME_TERMS, matmul_seconds, stall_chance, step_time
 
 LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
 A100 = find_hardware("a100-80gb")

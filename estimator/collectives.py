@@ -1,0 +1,72 @@
+"""Time of collectives: rings by latency and bandwidth, and trees of nodes.
+
+Sources: Thakur et al. 2005; Sanders et al. 2009.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .constants import Constants
+from .hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that communicate: how many, and over what. Arrays of n."""
+
+    size: np.ndarray
+    bandwidth: np.ndarray
+    """Bytes/s of one rank in a ring."""
+    latency: np.ndarray
+    """Seconds that an empty message takes once around the ring: no step of it ends before its slowest
+    link's."""
+    tree: np.ndarray
+    """Seconds that an empty all-reduce takes up and down a tree of nodes."""
+    crosses: np.ndarray
+    """Whether the ring leaves the node."""
+
+    def gather(self, total: np.ndarray, fixed: float, pieces: "np.ndarray | float" = 1.0) -> np.ndarray:
+        """Seconds of all-gathers to `total` bytes on each rank, or of reduce-scatters of them, in so many
+        pieces."""
+        steps = self.size - 1
+        return np.where(
+            self.size > 1, pieces * (fixed + self.latency) + total * steps / self.size / self.bandwidth, 0.0
+        )
+
+    def reduce(self, total: np.ndarray, fixed: float) -> np.ndarray:
+        """Seconds of an all-reduce of `total` bytes: as a ring twice around, or as a tree where that is
+        nearer."""
+        moved = 2 * total * (self.size - 1) / self.size / self.bandwidth
+        latency = np.minimum(2 * self.latency, self.tree)
+        return np.where(self.size > 1, fixed + latency + moved, 0.0)
+
+
+def group(
+    size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants
+) -> Group:
+    """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
+
+    A ring that leaves its node uses the network share of each of its members there, and every one of its
+    steps waits for the network (Thakur et al. 2005: the latency of a step is that of the slowest link).
+    All-reduces can go by NCCL's double binary trees instead, whose depth is logarithmic (Sanders et al.
+    2009).
+    """
+    per_node = hardware.devices_per_node
+    crosses = size * stride > per_node
+    local = np.clip(per_node // np.maximum(stride, 1), 1, size)
+    nodes = np.maximum(devices / per_node, 1.0)
+    inside = hardware.intra_node.gb_per_s * 1e9 * constants.link_efficiency
+    near = hardware.intra_node.latency_us / 4 * 1e-6
+    far = hardware.inter_node.latency_us * 1e-6
+    depth = np.where(crosses, np.ceil(np.log2(np.maximum(np.ceil(size / local), 1))), 0)
+    share = np.minimum(local, constants.network_rails)
+    outside = hardware.inter_node.gb_per_s * 1e9 * constants.network_efficiency * share
+    outside = np.minimum(outside / (1 + constants.scale_loss * np.log2(nodes)), inside)
+    return Group(
+        size=size.astype(float),
+        bandwidth=np.where(crosses, outside, inside),
+        latency=(size - 1) * np.where(crosses, far, near),
+        tree=2 * (depth * far + (local - 1) * near),
+        crosses=crosses,
+    )

@@ -1,0 +1,150 @@
+"""A rank of a stage, and what several terms of its memory and its time have in common."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..results.meaning import EXCHANGES, FORMATS
+from .columns import Columns
+from .model_facts import ModelFacts, Part, PerToken
+from .setup import OPTIMIZERS, TrainingSetup
+from .stages import Stage
+
+MIB = 1024.0**2
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Bytes an element, at one precision of one setup."""
+
+    parameter: int
+    """Weights as they are stored."""
+    gradient: int
+    """Gradients as they are kept."""
+    master: int
+    """A further copy of the weights; 0 for none."""
+    optimizer: int
+    """All states of the optimizer."""
+    compute: int
+    """Weights in products."""
+    gathered: int
+    """Weights that are cut over replicas, where they are gathered."""
+
+
+def formats(setup: TrainingSetup, precision: str) -> Formats:
+    """What each element takes at `precision` under the setup's conventions."""
+    own = FORMATS[precision]
+    parameter = BYTES[setup.parameter_dtype or own.weights]
+    master = 0 if setup.master_weights in (None, "none") else BYTES[setup.master_weights]
+    kept = setup.gradient_dtype or setup.parameter_dtype or own.gradients
+    compute = parameter if own.compute == own.weights else 2
+    # torch's optimizers keep their states in the dtype of what they update.
+    state = BYTES[setup.optimizer_dtype] if master else min(parameter, BYTES[setup.optimizer_dtype])
+    return Formats(
+        parameter=parameter,
+        gradient=BYTES[kept],
+        master=master,
+        optimizer=OPTIMIZERS[setup.optimizer] * state,
+        compute=compute,
+        gathered=BYTES[own.gathered] if setup.own else compute,
+    )
+
+
+def cut(what: str, zero: np.ndarray) -> np.ndarray:
+    """Where replicas share `what` among them: booleans, of the shape of `zero`."""
+    return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
+
+
+def gathered_at(when: str, zero: np.ndarray) -> np.ndarray:
+    """Where weights are collected `when` an `Exchange` says so: booleans, of the shape of `zero`."""
+    return np.array([each.gathered == when for each in EXCHANGES.values()])[zero]
+
+
+def local_parameters(stage: Stage, facts: ModelFacts, tp: np.ndarray) -> np.ndarray:
+    """Parameters of a stage on one tensor-parallel rank; of a tied embedding both end stages have a copy."""
+    total = np.zeros(len(tp))
+    for part, count in (*stage.blocks, *((each, each.count) for each in stage.ends)):
+        total += count * (part.parameters - part.sharded + part.sharded / tp)
+    if facts.tied and stage.last and not stage.first:
+        for part in facts.parts:
+            if part.role == "embedding":
+                total += min(part.sharded, facts.vocabulary * _width(facts)) / tp
+    return total
+
+
+def _width(facts: ModelFacts) -> int:
+    heads = [item.k for part in facts.parts if part.role == "head" for item in part.matmuls]
+    return heads[0] if heads else 0
+
+
+def per_token(
+    bytes_: PerToken, part: Part, tp: np.ndarray, sequence: np.ndarray, seq_len: int, scores: bool = True
+) -> np.ndarray:
+    """Bytes of a token on one rank; `sequence` is what sequence parallelism divides by."""
+    out = bytes_.whole + bytes_.sequence / sequence + bytes_.sharded / tp
+    if scores and bytes_.scores and part.attention is not None:
+        keys = min(seq_len, part.attention.window or seq_len)
+        out = out + bytes_.scores * part.attention.heads * keys / tp
+    return out
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of one stage. Arrays of len(cols)."""
+
+    stage: Stage
+    pp: int
+    facts: ModelFacts
+    cols: Columns
+    setup: TrainingSetup
+
+    @cached_property
+    def none(self) -> np.ndarray:
+        """Zeros."""
+        return np.zeros(len(self.cols))
+
+    @cached_property
+    def tp(self) -> np.ndarray:
+        """Tensor-parallel degree."""
+        return self.cols.tp.astype(float)
+
+    @cached_property
+    def dp(self) -> np.ndarray:
+        """Replicas."""
+        return self.cols.dp.astype(float)
+
+    @cached_property
+    def accum(self) -> np.ndarray:
+        """Micro-batches of a step."""
+        return self.cols.grad_accum.astype(float)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample, 1 where samples are not made of tokens."""
+        return self.setup.seq_len or 1
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Tokens of a micro-batch."""
+        return self.cols.micro_batch * float(self.seq_len)
+
+    @cached_property
+    def sequence(self) -> np.ndarray:
+        """What sequence parallelism divides by."""
+        return np.where(self.cols.sequence_parallel, self.tp, 1.0)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Parameters of the rank, replicas' pieces put together."""
+        return local_parameters(self.stage, self.facts, self.tp)
+
+    @cached_property
+    def form(self) -> Formats:
+        """Bytes of an element of each state."""
+        return formats(self.setup, self.facts.precision)
+
+    def whole(self, part: Part) -> np.ndarray:
+        """Parameters of a part on the rank."""
+        return part.parameters - part.sharded + part.sharded / self.tp
