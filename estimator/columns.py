@@ -1,6 +1,6 @@
 """Configurations as arrays, one entry each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -141,10 +141,24 @@ def columns(
             batch; names the first such configuration.
     """
     table = _Table(configs)
-    size = table.size
-    values: dict[str, np.ndarray] = {}
-    for name, kind in _NUMBERS.items():
-        values[name] = table.numbers(name, kind, getattr(setup, name))
+    values = _knobs(table, setup)
+    tp, pp = values["tp"], values["pp"]
+    dp = _replicas(table, setup, tp * pp)
+    accum = _accumulation(table, setup, values["micro_batch"] * dp)
+    for name, array in (("dp", dp), ("grad_accum", accum)):
+        table.refuse(array < 1, lambda at, name=name: f"{name} must be at least 1")
+    for at in np.flatnonzero(values["hsdp"] > 1):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
+            raise UsageError(f"configuration {table.show(at)}: {why}")
+    several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
+    values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
+    named = {name: table.texts(name) for name in BLOCK_KNOBS}
+    return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
+
+
+def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
+    """The knobs that follow from no others, by their names, each of the values that it can have."""
+    values = {name: table.numbers(name, kind, getattr(setup, name)) for name, kind in _NUMBERS.items()}
     for name in _WORDS:
         default = {"pipeline_schedule": setup.pipeline, "reduce_dtype": setup.reduce_dtype or "fp32"}.get(name)
         default = getattr(setup, name) if default is None else default
@@ -153,52 +167,45 @@ def columns(
             for value in set(values[name].tolist()) - set(_KNOWN[name]):
                 at = values[name].tolist().index(value)
                 raise UsageError(f"configuration {table.show(at)}: {unknown(name, value, _KNOWN[name])}")
-    tp, pp, micro = values["tp"], values["pp"], values["micro_batch"]
-    for name, low, high in (
-        ("tp", 1, None), ("pp", 1, None), ("hsdp", 1, None), ("micro_batch", 1, None), ("zero", 0, 3),
-        ("checkpoint_ratio", 0, 1), ("virtual_stages", 1, None),
-    ):  # fmt: skip
+    for name, (low, high) in _BOUNDS.items():
+        rule = f"at least {low}" if high is None else f"from {low} to {high}"
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
-        if bad.any():
-            at = int(np.argmax(bad))
-            rule = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise UsageError(f"configuration {table.show(at)}: {name} must be {rule}")
+        table.refuse(bad, lambda at, name=name, rule=rule: f"{name} must be {rule}")
+    return values
+
+
+def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.ndarray:
+    """Data-parallel replicas: the knob, or the devices over those that a replica is split over."""
     if table.has("dp"):
-        dp = table.numbers("dp", int, 1)
-    else:
-        dp = setup.devices // (tp * pp)
-        bad = dp * tp * pp != setup.devices
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise UsageError(
-                f"configuration {table.show(at)}: tp * pp must divide the devices, {setup.devices}, "
-                f"but is {int(tp[at] * pp[at])}"
-            )
+        return table.numbers("dp", int, 1)
+    dp = setup.devices // split
+    table.refuse(
+        dp * split != setup.devices,
+        lambda at: f"tp * pp must divide the devices, {setup.devices}, but is {int(split[at])}",
+    )
+    return dp
+
+
+def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -> np.ndarray:
+    """Micro-batches of a step: the knob, or the global batch over the samples of a pass of all replicas."""
     if table.has("grad_accum"):
-        accum = table.numbers("grad_accum", int, 1)
-    elif setup.global_batch is not None:
-        accum = setup.global_batch // np.maximum(micro * dp, 1)
-        bad = accum * micro * dp != setup.global_batch
-        if bad.any():
-            at = int(np.argmax(bad))
-            raise UsageError(
-                f"configuration {table.show(at)}: micro_batch * dp must divide the global batch, "
-                f"{setup.global_batch}, but is {int(micro[at] * dp[at])}"
-            )
-    else:
-        accum = np.ones(size, int)
-    for name, array in (("dp", dp), ("grad_accum", accum)):
-        if (array < 1).any():
-            raise UsageError(
-                f"configuration {table.show(int(np.argmax(array < 1)))}: {name} must be at least 1"
-            )
-    for at in np.flatnonzero(values["hsdp"] > 1):
-        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
-            raise UsageError(f"configuration {table.show(at)}: {why}")
-    several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
-    values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
-    named = {name: table.texts(name) for name in BLOCK_KNOBS}
-    return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(size), **named, **values)
+        return table.numbers("grad_accum", int, 1)
+    total = setup.global_batch
+    if total is None:
+        return np.ones(table.size, int)
+    accum = total // np.maximum(together, 1)
+    table.refuse(
+        accum * together != total,
+        lambda at: f"micro_batch * dp must divide the global batch, {total}, but is {int(together[at])}",
+    )
+    return accum
+
+
+_BOUNDS = {
+    "tp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None), "zero": (0, 3),
+    "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
+}  # fmt: skip
+"""Least and largest values of knobs that are numbers."""
 
 
 class _Table:
@@ -254,6 +261,12 @@ class _Table:
         got = np.empty(self.size, dtype=object)
         got[:] = [None if each is None or each != each else str(each) for each in self._get(name, None)]
         return got
+
+    def refuse(self, bad: np.ndarray, why: Callable[[int], str]) -> None:
+        """Raises UsageError where any configuration is bad: says which is the first, and why."""
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise UsageError(f"configuration {self.show(at)}: {why(at)}")
 
     def show(self, at: int) -> str:
         if self._columns:
