@@ -5,7 +5,7 @@ Checked with Optuna 5.0. Nothing here imports it before it is needed.
 
 from typing import Any
 
-from ._private import private_name
+from ._private import resolver
 
 CHECKED = "optuna 5.0"
 NAMES: dict[str, tuple[str, str]] = {
@@ -18,13 +18,7 @@ NAMES: dict[str, tuple[str, str]] = {
 OVERRIDDEN = {"optuna.samplers.TPESampler": "_compute_acquisition_func"}
 """Methods of its classes that classes of redline's put their own in the place of."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = private_name(*NAMES[name], CHECKED)
-    globals()[name] = found
-    return found
+__getattr__ = resolver(NAMES, CHECKED, globals())
 
 
 def study_ids(storage: Any) -> dict[str, int]:

@@ -1,10 +1,29 @@
 """How a name that is not public is taken from a library: in words where it is gone."""
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 from .errors import MissingDependency
+
+
+def resolver(names: Mapping[str, tuple[str, str]], checked: str, namespace: dict[str, Any]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that looks a name up when it is first asked for.
+
+    Args:
+        names: of the module, and where the library has them: module and name.
+        checked: versions of the library that have them, as pip takes them.
+        namespace: the module's `globals()`, which keeps what was found.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        namespace[name] = private_name(*names[name], checked)
+        return namespace[name]
+
+    return find
 
 
 def private_name(module: str, name: str, checked: str) -> Any:

@@ -6,7 +6,7 @@ Checked with torch 2.11 to 2.13. A name that a later torch has no longer is told
 
 from typing import TYPE_CHECKING, Any
 
-from ._private import private_name
+from ._private import resolver
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,13 +46,7 @@ OF_MODULES = (
 )  # fmt: skip
 """Attributes of a module that the functions below read or set."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = private_name(*NAMES[name], CHECKED)
-    globals()[name] = found
-    return found
+__getattr__ = resolver(NAMES, CHECKED, globals())
 
 
 def parameters_of(module: "nn.Module") -> "dict[str, nn.Parameter | None]":

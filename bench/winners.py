@@ -94,11 +94,12 @@ def truth(workload, trials, winner: str, *, rounds: int, seconds: float) -> tupl
         # Who was not near stands to the others as at first.
         shift = statistics.fmean(found[name] - whole[name] for name in found)
         whole = {name: found.get(name, value + shift) for name, value in whole.items()}
-    best = max(whole, key=whole.get)
+    throughputs = {name: math.exp(each + level) for name, each in whole.items()}
+    best = max((trial.config.id for trial in near), key=whole.get)
     if best == winner:
-        return {name: math.exp(each + level) for name, each in whole.items()}, 1.0, 0.0
+        return throughputs, 1.0, 0.0
     middle, within = median_interval([mine - its for mine, its in zip(apart[winner], apart[best], strict=True)])
-    return {name: math.exp(each + level) for name, each in whole.items()}, math.exp(middle), within * math.exp(middle)
+    return throughputs, math.exp(middle), within * math.exp(middle)
 
 
 def one(model: str, seed: int, options: argparse.Namespace) -> dict:

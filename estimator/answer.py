@@ -48,7 +48,7 @@ class Answer:
             "hardware": self.question.hardware.name,
             "devices": self.question.devices,
             "seq_len": self.question.estimator.training.seq_len,
-            "global_batch": self.question.estimator.training.global_batch,
+            "global_batch": self.question.global_batch,
             "memory_limit_mib": _plain(self.question.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
             "best": [entry(each) for each in self.ranked],

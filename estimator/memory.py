@@ -13,7 +13,7 @@ from .constants import Constants
 from .model_facts import ModelFacts
 from .rank import MIB, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
-from .stages import Stage, in_flight, staged, waiting
+from .stages import Stage, staged, waiting
 
 _LOSS = ("head", "loss")
 """Roles of the parts that have to do with logits."""
@@ -110,20 +110,12 @@ def _copies(rank: Rank) -> dict[str, np.ndarray]:
     return {"weight copies": weights, "gradient copies": gradients}
 
 
-def _two_blocks(rank: Rank) -> np.ndarray:
-    """Parameters of two blocks, one at work and one fetched ahead, and of what is in none."""
-    block = rank.none
-    for each, _ in rank.stage.blocks:
-        block = np.maximum(block, rank.whole(each))
-    return 2 * block + sum((rank.whole(each) for each in rank.stage.ends), start=rank.none)
-
-
 def _gathered(rank: Rank) -> np.ndarray:
     """Weights that are whole for a while: with ZeRO 3 two blocks, what is in none, and blocks that stay whole; with
     ZeRO 2 all."""
     zero, form = rank.cols.zero, rank.form
     blocks = sum((count * rank.whole(each) for each, count in rank.stage.blocks), start=rank.none)
-    some = (_two_blocks(rank) + rank.cols.gathered_ratio * blocks) * form.gathered
+    some = (rank.two_blocks + rank.cols.gathered_ratio * blocks) * form.gathered
     every = rank.weights * form.gathered
     return np.where(_beside(rank), every, np.where(zero >= 3, np.minimum(some, every), 0.0))
 
@@ -133,7 +125,7 @@ def _exchanged(rank: Rank) -> np.ndarray:
     second copy of all where they are no views of buckets (DistributedDataParallel)."""
     zero, several = rank.cols.zero, rank.dp > 1
     whole = rank.weights * rank.form.gradient
-    scattered = np.minimum(_two_blocks(rank), rank.weights) * rank.form.gradient
+    scattered = np.minimum(rank.two_blocks, rank.weights) * rank.form.gradient
     bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)
     return np.maximum(
         np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0)
@@ -155,13 +147,12 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
     for each in rank.stage.ends:
         if each.role not in _LOSS:
             kept = kept + per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
-    flying = in_flight(rank.stage.ranks[0], rank.pp, rank.cols)
-    activations = kept * rank.tokens * flying
+    activations = kept * rank.tokens * rank.flying
     delayed = waiting(rank.stage.ranks[-1], rank.cols) if rank.pp > 1 else rank.none
     if delayed.any():
         outputs = _output_gradients(rank.stage, rank.tp)
         activations = activations + delayed * rank.tokens * outputs * rank.form.compute
-    return {"activations": activations, "checkpoints": boundaries * rank.tokens * flying}
+    return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
 
 
 def _recomputation(rank: Rank) -> np.ndarray:
@@ -186,8 +177,7 @@ def _loss(rank: Rank, constants: Constants) -> np.ndarray:
             spike = np.maximum(spike, own * np.minimum(0.5, each.chunk / rank.tokens) if each.chunk else own)
             # Of a single micro-batch it is the gradient that stays.
             formed = formed + np.where(cols.grad_accum > 1, each.transient_fixed / tp, 0.0)
-    flying = in_flight(rank.stage.ranks[0], rank.pp, cols)
-    flying = np.where(cols.order_that("waits"), flying, np.minimum(flying, 1.0))
+    flying = np.where(cols.order_that("waits"), rank.flying, np.minimum(rank.flying, 1.0))
     return (parts * flying + spike) * rank.tokens * constants.loss_factor + formed
 
 

@@ -9,7 +9,6 @@ from ..errors import UsageError
 from ..models import Workload
 from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
-from ..models.spaces import checked_allowance, nothing_allowed
 from ..space import Space
 from .estimator import Estimator
 from .hardware import Hardware, find_hardware
@@ -38,6 +37,8 @@ class Question:
     """On what."""
     devices: int
     """How many of it."""
+    global_batch: int | None
+    """Samples of a step; None where they vary with `grad_accum`."""
     workload: Workload | None = None
     """The workload, where it is one."""
     notes: tuple[str, ...] = ()
@@ -89,6 +90,7 @@ def ask(
         space=space,
         hardware=machine,
         devices=count,
+        global_batch=total,
         workload=workload,
         notes=notes + said,
     )
@@ -105,13 +107,8 @@ def _of_shape(
     if request.global_batch is None:
         notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
     notes += too_few(total, devices)
-    space = None if request.given_space is None else request.given_space.copy()
-    allow = checked_allowance(request.allow, own_space=space is not None)
-    if space is None:
-        space = shape_space(shape, machine, devices, total, length, allow)
-    notes += nothing_allowed(space, allow)
-    request.narrow(space)
-    return space, length, total, notes
+    space, said = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
+    return space, length, total, notes + said
 
 
 def machine_of(

@@ -9,7 +9,7 @@ from ..results.meaning import EXCHANGES, FORMATS
 from .columns import Columns
 from .model_facts import ModelFacts, Part, PerToken
 from .setup import OPTIMIZERS, TrainingSetup
-from .stages import Stage
+from .stages import Stage, in_flight
 
 MIB = 1024.0**2
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -144,6 +144,19 @@ class Rank:
     def form(self) -> Formats:
         """Bytes of an element of each state."""
         return formats(self.setup, self.facts.precision)
+
+    @cached_property
+    def flying(self) -> np.ndarray:
+        """Micro-batches whose activations it holds at once."""
+        return in_flight(self.stage.ranks[0], self.pp, self.cols)
+
+    @cached_property
+    def two_blocks(self) -> np.ndarray:
+        """Parameters of two blocks, one at work and one fetched ahead, and of what is in none."""
+        block = self.none
+        for each, _ in self.stage.blocks:
+            block = np.maximum(block, self.whole(each))
+        return 2 * block + sum((self.whole(each) for each in self.stage.ends), start=self.none)
 
     def whole(self, part: Part) -> np.ndarray:
         """Parameters of a part on the rank."""

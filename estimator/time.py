@@ -261,6 +261,17 @@ class _Rank(Rank):
         """Shards of gradients and weights go block by block, and what is in no block by itself."""
         return 1.0 + sum(count for _, count in self.stage.blocks)
 
+    @cached_property
+    def owned(self) -> np.ndarray:
+        """Parameters that the rank updates."""
+        return self.weights / np.where(cut("optimizer", self.cols.zero), self.cols.shares, 1.0)
+
+    @cached_property
+    def states(self) -> np.ndarray:
+        """Bytes of all states of these, read and written once."""
+        form = self.form
+        return self.owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -411,18 +422,11 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     return np.where(once, ahead, time) * (rank.dp > 1)
 
 
-def _states(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters that the rank updates, and the bytes of all their states read and written once."""
-    form = rank.form
-    owned = rank.weights / np.where(cut("optimizer", rank.cols.zero), rank.cols.shares, 1.0)
-    return owned, owned * (2 * form.optimizer + 2 * (form.master or form.parameter) + form.gradient)
-
-
 def _update(rank: _Rank) -> np.ndarray:
     """The update on the device: every state over the memory's bandwidth, three times where operators are not fused."""
     form, bandwidth = rank.form, _bandwidth(rank.hardware, rank.constants)
     passes = np.where(rank.cols.fused_optimizer, 1.0, 3.0)
-    time = np.where(rank.cols.offload == "optimizer", 0.0, passes * _states(rank)[1] / bandwidth)
+    time = np.where(rank.cols.offload == "optimizer", 0.0, passes * rank.states / bandwidth)
     if rank.setup.gradient_copy:
         # Added to the accumulator after every micro-batch.
         time = time + rank.accum * rank.weights * (2 * form.gradient + form.parameter) / bandwidth
@@ -431,9 +435,8 @@ def _update(rank: _Rank) -> np.ndarray:
 
 def _offload(rank: _Rank) -> np.ndarray:
     """The update in host memory: gradients there and weights back over the host's link, states at the host's rate."""
-    owned, states = _states(rank)
-    moved = owned * (rank.form.gradient + rank.form.parameter)
-    there = moved / (rank.hardware.host_gb_per_s * 1e9) + states / (rank.constants.host_update_gb_per_s * 1e9)
+    moved = rank.owned * (rank.form.gradient + rank.form.parameter)
+    there = moved / (rank.hardware.host_gb_per_s * 1e9) + rank.states / (rank.constants.host_update_gb_per_s * 1e9)
     return np.where(rank.cols.offload == "optimizer", there, 0.0)
 
 

@@ -1,6 +1,6 @@
 """What is asked about a training: what is trained, on how many devices, and what of it may vary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -112,16 +112,24 @@ class SpaceRequest:
         """
         return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
 
-    def narrow(self, space: Space) -> None:
-        """Overrides and fixes the knobs of a space as asked.
+    def space_or(self, default: Callable[[tuple[str, ...]], Space]) -> tuple[Space, tuple[str, ...]]:
+        """A space that is the caller's, knobs overridden and fixed as asked, and what is to be said of it.
+
+        Args:
+            default: makes it where none is given, with what is allowed.
 
         Raises:
-            SpaceError: the space has no such knob or value, or no configuration is left.
+            SpaceError: nothing of the name can be allowed; the space has no such knob or value, or no configuration is
+                left.
         """
+        allow = checked_allowance(self.allow, own_space=self.given_space is not None)
+        space = default(allow) if self.given_space is None else self.given_space.copy()
+        notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
             space.override(knob, values)
         for knob, value in (self.fix or {}).items():
             fix_knob(space, knob, value)
+        return space, notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +157,13 @@ def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
     Raises:
         UsageError: something asked for is unknown, impossible, or contradicts the rest.
     """
-    space = None if request.given_space is None else request.given_space.copy()
-    allow = checked_allowance(request.allow, own_space=space is not None)
     sizes = {"seq_len": request.seq_len, "global_batch": request.global_batch}
     workload = resolve_workload(request.target, **sizes, data=request.data, lora=request.lora)
-    accumulation = free_accumulation(workload, space, request.global_batch, request.override, request.fix)
+    accumulation = free_accumulation(workload, request.given_space, request.global_batch, request.override, request.fix)
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
-    if space is None:
-        space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
-    notes += nothing_allowed(space, allow)
-    request.narrow(space)
-    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=notes)
+    space, said = request.space_or(
+        lambda allow: make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
+    )
+    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=notes + said)

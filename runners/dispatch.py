@@ -26,8 +26,8 @@ MEMORY_SHARE = 0.7
 TURN_S, TURNS_OF_ALONE = 0.5, 5.0
 """How long a turn is at most, s, and in how many of them a candidate is measured as long as alone."""
 TURNS_A_SECOND, TURNS_SHARE = 4.0, 2.0
-"""Of what a candidate may be measured alone: how many turns it has for a second of that, and how long they may take
-together, in times of it."""
+"""Of what a candidate may be measured alone: how many turns it has for a second of that, where this is more than a job's
+default, and how long they may take together, in times of it."""
 LEAST_COMPILE_TIMEOUT_S = 300.0
 """What a trial's compilations may take at least, however short its own deadline is, s."""
 
@@ -79,7 +79,7 @@ class DryRunner(Runner):
             jobs[0],
             beside=tuple(each.program for each in jobs[1:]),
             turn_s=min(TURN_S, max(each.seconds_measure or TURN_S for each in alone) / TURNS_OF_ALONE),
-            turns=round(TURNS_A_SECOND * terms.plan.seconds),
+            turns=max(jobs[0].turns, round(TURNS_A_SECOND * terms.plan.seconds)),
             turns_s=turns_s,
             timeout_s=sum(each.timeout_s for each in jobs) + turns_s,
             compile_timeout_s=sum(each.compile_timeout_s for each in jobs),

@@ -5,7 +5,6 @@ import re
 from importlib import import_module
 
 import pytest
-import redline
 from house import ROOT, sources
 from redline import _optuna, _torch, _transformers
 from redline.errors import MissingDependency
@@ -74,4 +73,3 @@ def test_no_other_file_takes_such_a_name():
 def test_that_check_can_fail():
     planted = "import torch\nfrom torch._dynamo import reset\nmodule._parameters['weight'] = torch._C.nothing()"
     assert {"torch._dynamo.reset", "module._parameters", "torch._C.nothing"} <= set(private(planted))
-    assert redline.__file__

@@ -9,7 +9,7 @@ from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError
 from ..models import Workload
 from ..models.request import TrainingRequest, resolve
-from ..models.spaces import checked_allowance, lossy_of_space
+from ..models.spaces import lossy_of_space
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -81,17 +81,17 @@ def resolve_task(
         raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
     if simulated is not None:
         raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
-    checked_allowance(request.allow, own_space=request.given_space is not None)
-    if request.given_space is None:
-        raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
-    space = request.given_space.copy()
     if any(getattr(request, name) is not None for name in _OF_A_WORKLOAD):
         names = f"{', '.join(_OF_A_WORKLOAD[:-1])} and {_OF_A_WORKLOAD[-1]}"
         raise UsageError(f"{names} belong to a workload, not to a callable")
-    request.narrow(space)
+    space, _ = request.space_or(_no_default)
     _check_effects(space, request.fix)
     name = getattr(target, "__name__", type(target).__name__)
     return Task(name=name, space=space, function=target, notes=notes, **where)
+
+
+def _no_default(allow: Sequence[str]) -> Space:
+    raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
 
 
 def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import cloudpickle
@@ -13,7 +13,7 @@ import redline
 from redline.device import Device, detect
 from redline.results import Measurement, Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
-from redline.runners.job import Job, Rendezvous
+from redline.runners.job import Job, Outcome, Rendezvous
 from redline.space import Config
 
 
@@ -178,3 +178,16 @@ def test_candidates_on_gpus_are_measured_one_after_the_other():
     runner = LocalRunner.__new__(LocalRunner)
     runner.terms, runner.confirms = TrialTerms(device=device), True
     assert not runner.takes_turns
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(0.2, 12), (3.0, 12), (12.0, 48)])
+def test_a_longer_measurement_has_more_turns_and_a_shorter_one_no_fewer(seconds, turns, monkeypatch):
+    jobs = []
+    with local() as runner:
+        terms = replace(runner.terms, plan=TimingPlan(seconds=seconds))
+        monkeypatch.setattr(runner, "terms", terms)
+        monkeypatch.setattr(runner, "dispatch", lambda job: jobs.append(job) or Outcome(status=Status.CRASH))
+        alone = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", peak_memory_mib=1.0)
+        requests = [TrialRequest(config=Config(CONFIG), number=number) for number in range(2)]
+        assert runner.take_turns(requests, [alone] * 2) is None
+    assert [job.turns for job in jobs] == [turns]

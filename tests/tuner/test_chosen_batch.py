@@ -4,10 +4,12 @@ import json
 
 import pytest
 from redline.estimator import Shape
+from redline.estimator.answer import answer
 from redline.estimator.hardware import find_hardware
 from redline.estimator.question import ask
 from redline.models.request import TrainingRequest
 from redline.tuner.cli import main
+from redline.tuner.cli.estimate_text import render
 from redline.tuner.task import resolve_task
 
 
@@ -56,3 +58,11 @@ def test_space_and_estimate_print_what_was_chosen(capsys):
     with pytest.raises(SystemExit):
         main(["space", "gpt2-tiny", "--devices", "3", "--json"])
     assert any("global batch: 48" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_an_estimate_with_free_accumulation_names_no_batch():
+    asked = ask("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
+    assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
+    found = answer(asked)
+    assert found.to_dict()["global_batch"] is None and "global batch" not in render(found).splitlines()[0]
+    assert "global batch 32" in render(answer(ask("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]

@@ -44,8 +44,8 @@ def _head(answer: "Answer") -> list[str]:
     sizes = [f"{answer.facts.parameters:,} parameters"]
     if setup.seq_len:
         sizes.append(f"sequences of {setup.seq_len} tokens")
-    if setup.global_batch:
-        sizes.append(f"global batch {setup.global_batch}")
+    if question.global_batch:
+        sizes.append(f"global batch {question.global_batch}")
     machine = question.hardware
     lines = [
         f"{question.name} on {question.devices} x {machine.name}: {', '.join(sizes)}",
