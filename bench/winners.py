@@ -29,6 +29,8 @@ NEAR = 0.9
 """Share of the best at first from which a configuration is measured at length."""
 FIRST_SECONDS = 3.0
 """How long each configuration is measured at first, doubled, s."""
+PATIENCE_S = 60.0
+"""How much longer a round may take where something else keeps the machine busy after all, s."""
 
 
 def disturb(seed: int, shortest: float, longest: float) -> None:
@@ -59,7 +61,7 @@ def in_turns(workload, trials, *, rounds: int, seconds: float) -> tuple[dict[str
     with LocalRunner(workload, terms) as runner:
         runner.wait_ready()
         for _ in range(rounds):
-            found = runner.take_turns(requests, [trial.measurement for trial in trials])
+            found = runner.take_turns(requests, [trial.measurement for trial in trials], PATIENCE_S)
             if found is None:
                 raise SystemExit("the configurations of a search do not fit into memory together")
             ran = [(trial, turns) for trial, turns in zip(trials, found, strict=True) if turns[0].status is Status.OK]

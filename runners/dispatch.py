@@ -66,7 +66,7 @@ class DryRunner(Runner):
         return self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices) and self.confirms
 
     def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement]
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
     ) -> list[list[Measurement]] | None:
         terms = self.terms
         room = min(float(terms.device.memory_mib), psutil.virtual_memory().available / MIB)
@@ -81,7 +81,8 @@ class DryRunner(Runner):
             turn_s=min(TURN_S, max(each.seconds_measure or TURN_S for each in alone) / TURNS_OF_ALONE),
             turns=max(jobs[0].turns, round(TURNS_A_SECOND * terms.plan.seconds)),
             turns_s=turns_s,
-            timeout_s=sum(each.timeout_s for each in jobs) + turns_s,
+            patience_s=patience_s,
+            timeout_s=sum(each.timeout_s for each in jobs) + turns_s + patience_s,
             compile_timeout_s=sum(each.compile_timeout_s for each in jobs),
         )
         started, begin = time.time(), time.perf_counter()

@@ -61,6 +61,8 @@ class Job:
     """How many turns each program has, unless they take too long."""
     turns_s: float = 0.0
     """How long all turns together may take, s."""
+    patience_s: float = 0.0
+    """How much longer they may take while others keep cores busy, s: those turns count for nothing until then."""
 
     @property
     def collective_timeout_s(self) -> float | None:

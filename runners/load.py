@@ -3,9 +3,15 @@
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+CHANGED_CORES = 0.25
+"""Cores more or fewer that others keep busy, from which conditions count as changed."""
 
 _STAT = Path("/proc/stat")
 
@@ -21,26 +27,46 @@ class HostLoad:
     busy: float
     """Time in which its cores were not idle, summed over them, s; what a hypervisor gave to others counts."""
     own: float
-    """Processor time of this process, s."""
+    """Processor time of the process, or the processes, that measure, s."""
 
 
 class Watch:
-    """Begins a stretch when it is made."""
+    """Begins a stretch when it is made.
 
-    def __init__(self) -> None:
+    Args:
+        own_s: processor time so far of who measures, s; that of this process by default.
+    """
+
+    def __init__(self, own_s: Callable[[], float] = time.process_time) -> None:
+        self._own_s = own_s
         self.restart()
 
     def restart(self) -> None:
         """Begins the stretch anew."""
-        self._begin = _now()
+        self._begin = self._now()
 
     def load(self) -> HostLoad | None:
         """The stretch until now; None where the kernel does not tell."""
-        then, now = self._begin, _now()
+        then, now = self._begin, self._now()
         if then is None or now is None:
             return None
         seconds, busy, own = (b - a for a, b in zip(then, now))
         return HostLoad(socket.gethostname(), seconds, busy, own)
+
+    def _now(self) -> tuple[float, float, float] | None:
+        busy = _busy_s()
+        return None if busy is None else (time.monotonic(), busy, self._own_s())
+
+
+def family_s(pid: int) -> float:
+    """Processor time so far of a process and of all that descend from it, s; of those alive."""
+    first = psutil.Process(pid)
+    total = 0.0
+    for each in [first, *first.children(recursive=True)]:
+        with suppress(psutil.Error):  # it has ended meanwhile
+            used = each.cpu_times()
+            total += used.user + used.system
+    return total
 
 
 def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
@@ -58,12 +84,12 @@ def foreign_cores(loads: Sequence[HostLoad | None]) -> float | None:
     return max(0.0, *found) if found else None
 
 
-def _now() -> tuple[float, float, float] | None:
+def _busy_s() -> float | None:
+    """Time so far in which this host's cores were not idle, summed over them, s."""
     try:
         first = _STAT.read_text().partition("\n")[0]
     except OSError:
         return None
     # cpu  user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user already.
     ticks = [int(each) for each in first.split()[1:9]]
-    busy = sum(ticks) - sum(ticks[3:5])
-    return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time()
+    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")

@@ -71,7 +71,7 @@ class Runner(ABC):
         """
 
     def take_turns(
-        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement]
+        self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0
     ) -> list[list[Measurement]] | None:
         """Measures candidates in short turns while all are in memory.
 
@@ -79,6 +79,7 @@ class Runner(ABC):
             requests: one for each candidate.
             alone: what each measured when it was tried: its memory must fit beside the others', and its turns take
                 no longer together than that did, a few times over.
+            patience_s: how much longer they may take, s, to outlast a load that others put on the machine.
 
         Returns:
             Of each candidate what each of its turns brought, or the one measurement of how it failed. None where they

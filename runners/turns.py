@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from ..results import Status
 from . import failure
 from .job import Job, RankOutcome
+from .load import CHANGED_CORES, Watch, family_s, foreign_cores
 from .process import die_with_parent
 
 YOURS, ENOUGH = "yours", "enough"
@@ -126,16 +127,26 @@ def run_in_turns(job: Job, rank: int, reports: Connection, run: Member) -> RankO
         for each in every:
             each.give(YOURS, reports.send)
         reports.send(("phase", "turns"))
-        end, number = time.monotonic() + job.turns_s, 0
-        while number < FEWEST_TURNS or number < job.turns and time.monotonic() < end:
-            alive = [each for each in every if each.outcome is None]
-            if not alive:
-                break
-            # Another one goes first each time, so that no one's turn comes always after the same.
-            start = number % len(alive)
-            for each in [*alive[start:], *alive[:start]]:
-                each.give(YOURS, reports.send)
-            number += 1
+        _give_turns(job, every, reports)
     for each in every:
         each.give(ENOUGH, reports.send)
     return RankOutcome(rank=rank, status=Status.OK, report=tuple(each.outcome for each in every))
+
+
+def _give_turns(job: Job, every: list[_Program], reports: Connection) -> None:
+    """Gives turns until each program has had enough of them while the machine was theirs, or the time is up."""
+    supervisor = os.getppid()
+    watch = Watch(lambda: family_s(supervisor))
+    begin, number, calm = time.monotonic(), 0, 0
+    while number < FEWEST_TURNS or calm < job.turns:
+        allowed_s = job.turns_s + (job.patience_s if calm < number else 0.0)
+        alive = [each for each in every if each.outcome is None]
+        if not alive or number >= FEWEST_TURNS and time.monotonic() > begin + allowed_s:
+            break
+        watch.restart()
+        # Another one goes first each time, so that no one's turn comes always after the same.
+        start = number % len(alive)
+        for each in [*alive[start:], *alive[:start]]:
+            each.give(YOURS, reports.send)
+        number += 1
+        calm += (foreign_cores([watch.load()]) or 0.0) < CHANGED_CORES

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..results import Measurement, Trial
+from ..runners.load import CHANGED_CORES
 from .listener import SearchListener
 
-CHANGED_CORES = 0.25
-"""Cores more or fewer that others keep busy, from which conditions count as changed."""
 WORTH_SAYING = 0.1
 """Share by which the default configuration's speed must differ from the last one told."""
 

@@ -7,7 +7,8 @@ What is compared are logarithms of throughput, of contender i in round r:
 A round's own term takes in whatever the machine did to all of them, and the slope what the cores that others kept busy
 (`Measurement.foreign_cores`) did within a round, so that levels compare although the load comes and goes, and although
 not all take part in every round (a randomised block design with a covariate; Montgomery, Design and Analysis of
-Experiments, chapters 4 and 15). The noise's variance is that of the residuals, moderated by what the
+Experiments, chapters 4 and 15). A slope for all is an approximation: a load costs one candidate more than another. So where
+each has had enough rounds in which the machine was theirs, only these count. The noise's variance is that of the residuals, moderated by what the
 measurements say of themselves (Smyth 2004, Linear models and empirical Bayes methods, section 3).
 """
 
@@ -23,8 +24,9 @@ from ..results import Measurement, RunFolder, Status, Trial
 from ..results.again import Z95
 from ..results.columns import speed
 from ..results.summary import EQUAL
+from ..runners.load import CHANGED_CORES
 from .budget import Stopwatch
-from .conditions import CHANGED_CORES, at_first_speed, unsteady
+from .conditions import at_first_speed, unsteady
 from .listener import SearchListener
 
 LEADERS, LEADER_WITHIN = 3, 0.85
@@ -41,7 +43,9 @@ ERROR = 0.05
 ROUNDS_TO_TIE = 3
 """Rounds after which what is no farther apart than `EQUAL` is as good as equal."""
 SHARE_OF_SEARCH = 0.5
-"""Of the time the trials took, what further rounds than the fewest may take."""
+"""Of the time the trials took, what further rounds than the fewest, and waiting for the load of others to pass, may take."""
+CALM_ROUNDS = 5
+"""Rounds without others' load that each contender must have had for the rest to be left out."""
 FAR_OFF = 1.25
 """Ratio of a first measurement to what came of measuring again from which it is said."""
 ROBUST_ROUNDS = 8
@@ -59,9 +63,9 @@ class Confirmation:
     """Trials and files."""
     measure: Callable[[Trial], Measurement]
     """A trial's configuration measured anew, to the end."""
-    take_turns: Callable[[Sequence[Trial]], list[list[Measurement]] | None] | None
-    """Trials' configurations in memory together and measured in turns (see `Runner.take_turns`); None where the runner
-    measures one after the other only."""
+    take_turns: Callable[[Sequence[Trial], float], list[list[Measurement]] | None] | None
+    """Trials' configurations in memory together and measured in turns, given the patience in s (see
+    `Runner.take_turns`); None where the runner measures one after the other only."""
     listener: SearchListener
     """Hears of progress."""
     watch: Stopwatch
@@ -94,10 +98,10 @@ class Confirmation:
         try:
             while active and self._rounds_done < MOST_ROUNDS:
                 enough = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
-                late = self.watch.elapsed - begin > SHARE_OF_SEARCH * spent
-                if self.watch.left <= 0 or enough and late:
+                left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
+                if self.watch.left <= 0 or enough and left_s <= 0:
                     break
-                if not self._stretch(active):
+                if not self._stretch(active, left_s / 2):
                     if not self.rounds:
                         active = self._contenders(())
                     self._round(active)
@@ -123,13 +127,14 @@ class Confirmation:
         beside = [trial for trial in left if trial.sampler == "default" or trial is exact]
         return leaders + [trial for trial in beside if trial not in leaders]
 
-    def _stretch(self, active: Sequence[Trial]) -> bool:
-        """Has all of them take turns; False where they cannot, or in too little time for their fewest rounds."""
+    def _stretch(self, active: Sequence[Trial], patience_s: float) -> bool:
+        """Has all of them take turns, for so much longer where the load of others has to pass; False where they cannot,
+        or in too little time for their fewest rounds."""
         if self.take_turns is None or len(active) < 2 or self.watch.left < _fewest_s(active):
             return False
         total = self._done + FEWEST_ROUNDS * len(active)
         self.listener.remeasuring(list(active), self._done, total)
-        found = self.take_turns(active)
+        found = self.take_turns(active, max(0.0, min(patience_s, self.watch.left - _fewest_s(active))))
         if found is None:
             self.take_turns = None
             return False
@@ -211,9 +216,9 @@ class Confirmation:
         return compare_rounds(self._held())
 
     def _held(self) -> list[dict[int, Measurement]]:
-        """The rounds without those that failed in one of them."""
+        """The rounds that count, without those that failed in one of them."""
         rounds = [{n: each for n, each in taken.items() if n not in self.failed} for taken in self.rounds]
-        return [taken for taken in rounds if taken]
+        return calm_rounds([taken for taken in rounds if taken])
 
     def _keep(self) -> None:
         """Stores the re-measurements, each with what its round did to all taken off."""
@@ -267,6 +272,16 @@ class Comparison:
         error = math.sqrt(self.variance * (at[first, first] + at[other, other] - 2 * at[first, other]))
         looks = (MOST_ROUNDS - FEWEST_ROUNDS + 1) * max(1, comparisons)
         return self.gap(first, other) > error * t.ppf(1 - ERROR / looks, self.degrees)
+
+
+def calm_rounds(rounds: Sequence[dict[int, Measurement]]) -> list[dict[int, Measurement]]:
+    """Those in which others kept hardly more cores busy than in the calmest one; all of them where that would leave a
+    contender too few."""
+    loads = [max(each.foreign_cores or 0.0 for each in taken.values()) for taken in rounds]
+    calm = [taken for taken, load in zip(rounds, loads, strict=True) if load <= min(loads) + CHANGED_CORES]
+    counts = Counter(number for taken in calm for number in taken)
+    everyone = {number for taken in rounds for number in taken}
+    return calm if all(counts[number] >= CALM_ROUNDS for number in everyone) else list(rounds)
 
 
 def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:

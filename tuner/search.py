@@ -359,10 +359,10 @@ class Search:
             self.watch,
         )
 
-    def _take_turns(self, trials: Sequence[Trial]) -> list[list[Measurement]] | None:
+    def _take_turns(self, trials: Sequence[Trial], patience_s: float) -> list[list[Measurement]] | None:
         requests = [self._request(replace(trial, measurement=None), free=True) for trial in trials]
         try:
-            return self.runner.take_turns(requests, [trial.measurement for trial in trials])
+            return self.runner.take_turns(requests, [trial.measurement for trial in trials], patience_s)
         except RunnerError:
             if self.runner.closed:
                 raise

@@ -1,8 +1,10 @@
 """Programs of one job are in memory together and take turns; what becomes of one is no other's affair."""
 
+import multiprocessing
 import os
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -191,3 +193,44 @@ def test_a_longer_measurement_has_more_turns_and_a_shorter_one_no_fewer(seconds,
         requests = [TrialRequest(config=Config(CONFIG), number=number) for number in range(2)]
         assert runner.take_turns(requests, [alone] * 2) is None
     assert [job.turns for job in jobs] == [turns]
+
+
+def test_turns_outlast_what_keeps_a_core_busy_for_a_while(bench, tmp_path):
+    """Turns in which others compute do not count: they go on until enough have passed without, or patience ends."""
+    notes = tmp_path / "notes"
+    with beside(notes, 4.0):
+        take_turns(
+            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=15.0, patience_s=15.0
+        )
+    turns = noted(notes)
+    assert len(turns) > 2 * 5 and turns[-1][2] - turns[0][1] > 3.0
+
+
+def test_patience_ends(bench, tmp_path):
+    notes = tmp_path / "notes"
+    with beside(notes, 60.0):
+        take_turns(
+            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=1.0, patience_s=1.0
+        )
+    turns = noted(notes)
+    assert len(turns) > 2 * 5 and turns[-1][2] - turns[0][1] < 30.0
+
+
+@contextmanager
+def beside(notes, seconds):
+    """Another process that computes for so long from the first turn on."""
+
+    def compute():
+        while not notes.exists():
+            time.sleep(0.01)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(10_000))
+
+    other = multiprocessing.get_context("fork").Process(target=compute, daemon=True)
+    other.start()
+    try:
+        yield
+    finally:
+        other.kill()
+        other.join()

@@ -11,7 +11,7 @@ from redline.results.again import judged
 from redline.runners import Runner
 from redline.space import Config
 from redline.tuner.budget import Budget
-from redline.tuner.confirm import FEWEST_ROUNDS, MOST_ROUNDS, compare_rounds
+from redline.tuner.confirm import CALM_ROUNDS, FEWEST_ROUNDS, MOST_ROUNDS, calm_rounds, compare_rounds
 from redline.tuner.listener import SearchListener
 from redline.tuner.search import Search
 
@@ -79,7 +79,7 @@ class Turns(Machine):
         super().__init__(true, **machine)
         self._many, self._room, self.stretches = many, room, []
 
-    def take_turns(self, requests, alone):
+    def take_turns(self, requests, alone, patience_s):
         if len(requests) > self._room:
             return None
         self.stretches.append([each.number for each in requests])
@@ -272,7 +272,7 @@ def test_those_that_do_not_fit_into_memory_together_are_measured_one_after_the_o
 
 def test_where_the_machinery_fails_in_turns_the_leaders_are_measured_one_by_one():
     class Lost(Turns):
-        def take_turns(self, requests, alone):
+        def take_turns(self, requests, alone, patience_s):
             self.stretches.append([each.number for each in requests])
             raise RunnerError("the host agent was lost")
 
@@ -286,7 +286,7 @@ def test_a_runner_that_was_closed_in_turns_ends_the_search():
     class Closed(Turns):
         closed = True
 
-        def take_turns(self, requests, alone):
+        def take_turns(self, requests, alone, patience_s):
             raise RunnerError("the host agent was closed")
 
     with pytest.raises(RunnerError, match="closed"):
@@ -315,3 +315,39 @@ def test_of_many_turns_only_the_middle_ones_decide_a_tie():
     assert summary.tied([first, other]) == []
     few = trial(2, [98.2, 100.1])
     assert [each.number for each in summary.tied([trial(0, [100.0, 100.2]), few])] == [2]
+
+
+def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
+    """A load that slows the fastest one more than the others: its slope is not theirs."""
+    def ran(throughput, load):
+        return Measurement(status=Status.OK, throughput=throughput, foreign_cores=load)
+
+    loaded = [{0: ran(80.0, 1.0), 1: ran(60.0, 1.1)} for _ in range(20)]
+    calm = [{0: ran(90.0, 0.0), 1: ran(100.0, 0.1)} for _ in range(CALM_ROUNDS)]
+    assert calm_rounds(loaded + calm) == calm
+    assert compare_rounds(calm_rounds(loaded + calm)).gap(1, 0) == pytest.approx(math.log(100 / 90))
+    # One who was never measured without it can only be compared with what was measured beside it.
+    assert calm_rounds(loaded + calm[1:]) == loaded + calm[1:]
+    late = [{2: ran(70.0, 1.0), 0: ran(80.0, 1.0)}]
+    assert calm_rounds(calm + late) == calm + late
+    assert calm_rounds([]) == []
+
+
+def test_turns_may_last_longer_where_the_time_is_enough_for_it():
+    class Asked(Turns):
+        patience = []
+
+        def take_turns(self, requests, alone, patience_s):
+            self.patience.append(patience_s)
+            return super().take_turns(requests, alone, patience_s)
+
+    def asked(trials, **budget):
+        Asked.patience.clear()
+        confirm([60.0, 100.0, 90.0] + [10.0] * (trials - 3), kind=Asked, **budget)
+        return Asked.patience[0]
+
+    # A trial takes 1 s: half the time for further rounds, which is half of what the search took.
+    assert asked(40) == pytest.approx(10.0, abs=0.5)
+    # Three contenders, at least two rounds each.
+    assert asked(40, seconds=8.0) == pytest.approx(2.0, abs=0.5)
+    assert asked(3, seconds=6.1) < 0.2
