@@ -1,13 +1,11 @@
 """How a model is rewritten: the schedule tree and its primitives."""
 
-from . import primitives
 from .build import build
 from .deferred import deferred
 from .graph.pattern import call_module
 from .parallel.sharding import full_state_dict, load_full_state_dict
 from .recipe import apply_recipe
-from .registry import list_primitives, register_primitive
-from .schedule import Schedule, create_schedule
+from .schedule import Schedule, create_schedule, list_primitives, register_primitive
 from .verify import verify
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "full_state_dict",
     "list_primitives",
     "load_full_state_dict",
-    "primitives",
     "register_primitive",
     "verify",
 ]

@@ -12,7 +12,8 @@ from .materialise import materialise
 from .parallel.collectives import axis_of
 from .parallel.pipeline import Pipeline
 from .primitives.sync import check_synced
-from .schedule import PHASES, Schedule, find_module
+from .schedule import Schedule
+from .tree import PHASES, find_module
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from .parallel.replicas import whole_gradient
 from .parallel.sharding import owner, whole
 from .parallel.vocabulary import SplitLogits, whole_logits
 from .rounding import departure, largest
-from .schedule import find_module
+from .tree import find_module
 from .unformed import UnformedLogits, formed
 
 Loss = Callable[..., torch.Tensor]

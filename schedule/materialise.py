@@ -18,7 +18,7 @@ from .parallel import sharding
 from .random_state import full
 from .recording import Recording, recording_of
 from .replay import replay, tensor_of
-from .schedule import join
+from .tree import join
 
 Init = Callable[[nn.Module], Any]
 

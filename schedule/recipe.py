@@ -7,7 +7,7 @@ import torch
 
 from ..errors import ScheduleError, unknown
 from .graph.subgraph import from_recipe
-from .schedule import PRIMITIVES, Schedule
+from .schedule import Schedule, list_primitives
 from .steps import imported
 
 
@@ -27,8 +27,9 @@ def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule
                 f"step {number} of the recipe must have path and primitive, and may have args and kwargs, "
                 f"but is {step!r}"
             )
-        if step["primitive"] not in PRIMITIVES:
-            raise ScheduleError(f"step {number}: {unknown('primitive', step['primitive'], PRIMITIVES)}")
+        known = list_primitives(name_only=True)
+        if step["primitive"] not in known:
+            raise ScheduleError(f"step {number}: {unknown('primitive', step['primitive'], known)}")
         at = sch[step["path"]] if step["path"] else sch
         args = [_value(each, at) for each in step.get("args", ())]
         kwargs = {key: _value(value, at) for key, value in step.get("kwargs", {}).items()}

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..._torch import children_of, is_erased
 from ...errors import ScheduleError
 from ..forward import layers_of
-from ..schedule import Schedule, join
 from ..steps import as_plain
+from ..tree import ScheduledModule, join
 from .compiled import compiled
 from .pattern import Attribute, match, trace_pattern
 from .trace import ITSELF, Traced, function_of
@@ -96,7 +96,7 @@ class Call:
         return self.function(*args)
 
 
-def traced_below(sch: Schedule) -> list[tuple[str, nn.Module, Traced]]:
+def traced_below(sch: ScheduledModule) -> list[tuple[str, nn.Module, Traced]]:
     """The traced modules at and below a schedule, with their paths."""
     return [
         (join(sch.path, path), module, layer)
@@ -105,7 +105,7 @@ def traced_below(sch: Schedule) -> list[tuple[str, nn.Module, Traced]]:
     ]
 
 
-def find_subgraphs(sch: Schedule, pattern: Pattern) -> list[Subgraph]:
+def find_subgraphs(sch: ScheduledModule, pattern: Pattern) -> list[Subgraph]:
     """Matches at and below a schedule that do not overlap, in the order of modules and nodes.
 
     Raises:
@@ -164,7 +164,7 @@ def extract(subgraph: Subgraph) -> tuple[fx.Graph, list[fx.Node]]:
     return graph, outside
 
 
-def chosen(sch: Schedule, primitive: str, given: Any) -> list[Subgraph]:
+def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
     """The handles that a primitive was given, checked.
 
     Raises:
@@ -200,7 +200,7 @@ def chosen(sch: Schedule, primitive: str, given: Any) -> list[Subgraph]:
     return handles
 
 
-def fuse_subgraph(sch: Schedule, given: Any, compiler: Any) -> None:
+def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any) -> None:
     """Turns subgraphs into one operation each, run through a compiler."""
     for each in chosen(sch, "fuse", given):
         graph, outside = extract(each)
@@ -208,14 +208,14 @@ def fuse_subgraph(sch: Schedule, given: Any, compiler: Any) -> None:
         _insert(each, Region(graph, name, compiler), outside, with_module=True)
 
 
-def checkpoint_subgraph(sch: Schedule, given: Any, extra: Callable[[], dict[str, Any]]) -> None:
+def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[], dict[str, Any]]) -> None:
     """Turns subgraphs into one operation each, recomputed in the backward pass."""
     for each in chosen(sch, "checkpoint", given):
         graph, outside = extract(each)
         _insert(each, Region(graph, "checkpointed", checkpoint=extra), outside, with_module=True)
 
 
-def replace_subgraph(sch: Schedule, new: Any, given: Any) -> None:
+def replace_subgraph(sch: ScheduledModule, new: Any, given: Any) -> None:
     """Puts a call of `new` with the pattern's inputs in the place of subgraphs."""
     handles = chosen(sch, "replace", given)
     if not callable(new):
@@ -239,7 +239,7 @@ def replace_subgraph(sch: Schedule, new: Any, given: Any) -> None:
             _insert(each, Call(new), list(each.inputs), with_module=False)
 
 
-def _arity(sch: Schedule, new: Any, each: Subgraph) -> None:
+def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:
     try:
         signature = inspect.signature(new.forward if isinstance(new, nn.Module) else new)
     except ValueError:
@@ -286,9 +286,9 @@ def _insert(each: Subgraph, target: Any, inputs: Sequence[Any], with_module: boo
     each.layer.changed()
 
 
-def from_recipe(at: Schedule, plain: Any, value: Callable[..., Any]) -> Subgraph:
+def from_recipe(at: ScheduledModule, plain: Any, value: Callable[..., Any]) -> Subgraph:
     """The subgraph that a handle written by `to_recipe` meant."""
-    root = Schedule(at.tree)
+    root = ScheduledModule(at.tree)
     sch = root[plain["at"]] if plain["at"] else root
     for each in find_subgraphs(sch, value(plain["find"], at)):
         if each.path == sch.path and each.names == plain["nodes"]:

@@ -2,7 +2,7 @@
 
 from ...errors import ScheduleError
 from ...orders import ORDERS
-from ..schedule import Tree
+from ..tree import Tree
 
 _WHOLE = "a compiled backward computes both in one go"
 NOT_SPLIT = {

@@ -22,7 +22,7 @@ from ...orders import Placement
 from .. import held
 from ..caches import without_cache
 from ..forward import layers_of
-from ..schedule import Tree, join
+from ..tree import Tree, join
 
 
 class StageEnd(BaseException):

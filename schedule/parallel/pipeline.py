@@ -11,7 +11,7 @@ from torch import nn
 from ..._torch import parameters_of, set_call, tree_flatten, tree_map
 from ...errors import ScheduleError
 from ...orders import ORDERS, Placement
-from ..schedule import Tree
+from ..tree import Tree
 from .collectives import Axis
 from .order_check import check
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of

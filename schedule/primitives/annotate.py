@@ -6,12 +6,12 @@ import torch
 
 from ..._torch import buffers_of, parameters_of
 from ...errors import ScheduleError, unknown
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 
-@register_primitive
-def annotate(sch: Schedule, param: str, key: str, value: Any) -> None:
+@primitive
+def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
     """Attaches `value` to a parameter or buffer of this module, to be read as `module.<param>.<key>`.
 
     It survives replacement, sharding and materialisation: `build` attaches it to the final tensor.
@@ -29,7 +29,7 @@ def annotate(sch: Schedule, param: str, key: str, value: Any) -> None:
     sch.tree.annotations.setdefault((sch.path, param), {})[key] = value
 
 
-def tensor_of(sch: Schedule, name: str, primitive: str) -> torch.Tensor:
+def tensor_of(sch: ScheduledModule, name: str, primitive: str) -> torch.Tensor:
     """A parameter or buffer held by this very module.
 
     Raises:

@@ -9,12 +9,12 @@ from torch import nn
 from ..._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 
-@register_primitive
-def cast(sch: Schedule, dtype: torch.dtype) -> None:
+@primitive
+def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
     """Turns this module's floating parameters and saved buffers, and what it is given, to `dtype`.
 
     Below the root, what the module returns goes back to the format it was given, so that its surroundings
@@ -69,7 +69,7 @@ class Cast(Layer):
         return tree_map(leave, output)
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, dtype: torch.dtype) -> None:
     _cast(module, dtype, restore=bool(sch.path))
     if context.pipeline is not None:
         # What crosses a cut then crosses it in this format.

@@ -14,14 +14,14 @@ from ...errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
 from ..graph.subgraph import checkpoint_subgraph
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 Policy = Callable[..., Any]
 
 
-@register_primitive
-def checkpoint(sch: Schedule, subgraph: Any = None, policy: Policy | list[Any] | None = None) -> None:
+@primitive
+def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list[Any] | None = None) -> None:
     """Recomputes this module's activations in the backward pass instead of keeping them.
 
     Random state is restored for the recomputation, so dropout draws the same mask. Without gradients (or in
@@ -71,7 +71,7 @@ def _options(policy: Any) -> dict[str, Any]:
     return {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, policy: Any) -> None:
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, policy: Any) -> None:
     add_layer(module, Checkpointed(policy))
 
 

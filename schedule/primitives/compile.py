@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from ...errors import ScheduleError
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 
-@register_primitive
-def compile(sch: Schedule, **options: Any) -> None:
+@primitive
+def compile(sch: ScheduledModule, **options: Any) -> None:
     """Compiles this module with `torch.compile`, in place: no wrapper, names in `state_dict` unchanged.
 
     Compilation happens at the first call after `build`. Compile the repeated blocks rather than the whole
@@ -41,7 +41,7 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
     dynamo.on_compile_end(lambda args: ended())
 
 
-def check_options(sch: Schedule, options: dict[str, Any]) -> None:
+def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
     """Refuses what `torch.compile` would not take."""
     import inspect
 
@@ -62,5 +62,5 @@ def check_options(sch: Schedule, options: dict[str, Any]) -> None:
             raise ScheduleError(f"compile on '{sch.name}': {unknown('backend', backend, names)}")
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, options: dict[str, Any]) -> None:
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, options: dict[str, Any]) -> None:
     module.compile(**options)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..parallel.collectives import axis_of
 from ..parallel.partition import check_divided
-from ..registry import register_primitive
-from ..schedule import Schedule, find_module, places
+from ..primitive import primitive
+from ..tree import ScheduledModule, find_module, places
 
 
-@register_primitive
-def cut_pipeline_stage(sch: Schedule, late: Sequence[str] = ()) -> None:
+@primitive
+def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
     """Ends a pipeline stage behind this module; what the model registers after it belongs to the next.
 
     `build` then returns this rank's part of the model with `model.pipeline`, whose `step(**batch)` runs

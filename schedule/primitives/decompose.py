@@ -12,16 +12,16 @@ from ..forward import add_layer, layers_of
 from ..graph.pattern import operation
 from ..graph.trace import Traced
 from ..parallel.sharding import shards_of
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from .kinds import WithoutBias
 from .sync import syncs_of
 
 KINDS = ("linear", "layer_norm", "attention")
 
 
-@register_primitive
-def decompose(sch: Schedule, kinds: str | Sequence[str] = "linear") -> None:
+@primitive
+def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> None:
     """Takes operations of this traced module apart, so that their parts can be fused with what follows.
 
     | kind | becomes |
@@ -53,7 +53,7 @@ def decompose(sch: Schedule, kinds: str | Sequence[str] = "linear") -> None:
     traced.changed()
 
 
-def _plans(sch: Schedule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
+def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
     child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
     if "linear" in wanted and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):

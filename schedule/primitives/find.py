@@ -4,12 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..graph.subgraph import Subgraph, find_subgraphs
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..tree import ScheduledModule
 
 
-@register_primitive(query=True)
-def find(sch: Schedule, pattern: str | Callable[..., Any]) -> list[Subgraph]:
+def find(sch: ScheduledModule, pattern: str | Callable[..., Any]) -> list[Subgraph]:
     """The subgraphs that match, of this module and of the traced ones below it; they do not overlap.
 
     A function is a pattern: its parameters stand for anything, those with defaults are constants, and what it

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError, not_installed, unknown
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 SCALINGS = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn}
 """Recipes of torchao, a scale for a tensor or for each of its rows, and the coarsest format of each."""
@@ -17,8 +17,8 @@ MULTIPLE = 16
 """What both sizes of a weight must be multiples of: the device multiplies 8-bit numbers in such pieces."""
 
 
-@register_primitive
-def float8(sch: Schedule, scaling: str = "tensorwise", emulate: bool = False) -> None:
+@primitive
+def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = False) -> None:
     """Computes the products of the linear layers at or below this module in 8 bits, forward and backward.
 
     Weights stay as they are, and so do the names in `state_dict`: what a product takes is scaled and rounded
@@ -67,7 +67,7 @@ def obstacle(modules: Iterable[nn.Module]) -> str:
 
 
 def _apply(
-    sch: Schedule, module: nn.Module, context: Any, scaling: str, emulate: bool, dtype: torch.dtype
+    sch: ScheduledModule, module: nn.Module, context: Any, scaling: str, emulate: bool, dtype: torch.dtype
 ) -> None:
     # The format is for `verify`, whose tolerances follow from it.
     if context.pipeline is not None and context.pipeline.absent(sch.path):

@@ -11,13 +11,13 @@ from torch import nn
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer
 from ..parallel.collectives import Axis
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from .shard import tensor_parallel
 
 
-@register_primitive
-def fork_rng(sch: Schedule, differ: bool = True) -> None:
+@primitive
+def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
     """Lets the ranks of the `tp` axis draw different random numbers within this module, or the same ones.
 
     Dropout must differ between ranks where activations are cut, or the pieces would share one mask; it must
@@ -108,5 +108,5 @@ def _set(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         torch.cuda.set_rng_state(state[1])
 
 
-def _apply(sch: Schedule, module: nn.Module, context: Any, axis: Axis, differ: bool) -> None:
+def _apply(sch: ScheduledModule, module: nn.Module, context: Any, axis: Axis, differ: bool) -> None:
     add_layer(module, ForkedRandom(axis, differ))

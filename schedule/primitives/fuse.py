@@ -9,15 +9,15 @@ from ...errors import ScheduleError, unknown
 from ..forward import Layer, add_layer, layers_of
 from ..graph.compiled import compiled
 from ..graph.subgraph import fuse_subgraph
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 COMPILERS = ("inductor", "none")
 
 
-@register_primitive
+@primitive
 def fuse(
-    sch: Schedule,
+    sch: ScheduledModule,
     subgraph: Any = None,
     compiler: str | Callable[[Callable[..., Any]], Callable[..., Any]] = "inductor",
 ) -> None:

@@ -8,14 +8,14 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from ..unformed import Product, UnformedLogits
 from .sync import syncs_of
 
 
-@register_primitive
-def fused_loss(sch: Schedule) -> None:
+@primitive
+def fused_loss(sch: ScheduledModule) -> None:
     """Leaves this module's logits unformed and computes their cross-entropy from its input, chunk by chunk.
 
     For a language-model head, an `nn.Linear`, whole or cut over the vocabulary with `parallel_loss`. The

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ScheduleError, unknown
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 KINDS = {
     "fwd_pre": "register_forward_pre_hook",
@@ -15,8 +15,8 @@ KINDS = {
 }
 
 
-@register_primitive
-def hook(sch: Schedule, kind: str, fn: Callable[..., Any]) -> None:
+@primitive
+def hook(sch: ScheduledModule, kind: str, fn: Callable[..., Any]) -> None:
     """Calls `fn` before or after this module's forward or backward, as PyTorch's own hooks do.
 
     Args:

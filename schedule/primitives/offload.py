@@ -9,14 +9,14 @@ from torch import nn
 from ...errors import ScheduleError, unknown
 from ..forward import Layer, add_layer
 from ..offloaded import OffloadedOptimizer
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 WHAT = ("activations", "optimizer")
 
 
-@register_primitive
-def offload(sch: Schedule, what: str = "activations") -> None:
+@primitive
+def offload(sch: ScheduledModule, what: str = "activations") -> None:
     """Keeps in host memory what need not lie on the device between its uses.
 
     Args:
@@ -51,11 +51,11 @@ class OffloadedActivations(Layer):
             return inner(*args, **kwargs)
 
 
-def _activations(sch: Schedule, module: nn.Module, context: Any) -> None:
+def _activations(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
     add_layer(module, OffloadedActivations())
 
 
-def _optimizer(sch: Schedule, module: nn.Module, context: Any) -> None:
+def _optimizer(sch: ScheduledModule, module: nn.Module, context: Any) -> None:
     make = context.optimizer
     if make is not None:
         context.optimizer = lambda params: OffloadedOptimizer(params, make)

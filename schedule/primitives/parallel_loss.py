@@ -8,15 +8,15 @@ from torch import nn
 from ...errors import ScheduleError
 from ..parallel.sharding import shards_of
 from ..parallel.vocabulary import SplitLogits
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from ..unformed import UnformedLogits
 from .kinds import output_of
 from .shard import tensor_parallel
 
 
-@register_primitive
-def parallel_loss(sch: Schedule) -> None:
+@primitive
+def parallel_loss(sch: ScheduledModule) -> None:
     """Leaves this module's logits cut over the vocabulary and computes their cross-entropy from the pieces.
 
     For a language-model head whose weight is cut along its output. The model's own loss code need not know:

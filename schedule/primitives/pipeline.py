@@ -2,12 +2,12 @@
 
 from ...errors import ScheduleError, unknown
 from ...orders import ORDERS
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 
-@register_primitive
-def pipeline(sch: Schedule, schedule: str = "1f1b", micro_batches: int | None = None) -> None:
+@primitive
+def pipeline(sch: ScheduledModule, schedule: str = "1f1b", micro_batches: int | None = None) -> None:
     """Says how a batch runs through the stages that `cut_pipeline_stage` makes.
 
     Args:

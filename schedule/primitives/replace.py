@@ -12,14 +12,14 @@ from ...errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
 from ..graph.subgraph import replace_subgraph
+from ..primitive import primitive
 from ..recording import recording_of
-from ..registry import register_primitive
-from ..schedule import Schedule, places
 from ..transfer import transfer
+from ..tree import ScheduledModule, places
 
 
-@register_primitive
-def replace(sch: Schedule, new: nn.Module | Callable[..., Any], subgraph: Any = None) -> None:
+@primitive
+def replace(sch: ScheduledModule, new: nn.Module | Callable[..., Any], subgraph: Any = None) -> None:
     """Puts another module in this one's place, or a function in the place of subgraphs of a traced one.
 
     Parameters and buffers whose names and shapes match are kept (the same objects, so ties hold), as are
@@ -40,7 +40,7 @@ def replace(sch: Schedule, new: nn.Module | Callable[..., Any], subgraph: Any = 
     put(sch, sch.module, made)
 
 
-def make(sch: Schedule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
+def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
     """The module that is to take the place of `old`; nothing is changed yet."""
     for path, each in old.named_modules():
         if layers_of(each) or "_shards" in each.__dict__:
@@ -69,7 +69,7 @@ def make(sch: Schedule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> 
     return made
 
 
-def put(sch: Schedule, old: nn.Module, new: nn.Module) -> None:
+def put(sch: ScheduledModule, old: nn.Module, new: nn.Module) -> None:
     """Puts `new` at every place where `old` stands, and warns of what was not kept."""
     if new is old:
         return

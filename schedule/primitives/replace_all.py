@@ -5,16 +5,16 @@ from collections.abc import Callable
 from torch import nn
 
 from ...errors import ScheduleError, unknown
-from ..registry import register_primitive
-from ..schedule import Schedule, join
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from .replace import make, put
 
 # The parameter below hides the builtin.
 _CLASS = type
 
 
-@register_primitive
-def replace_all(sch: Schedule, type: type[nn.Module], factory: Callable[[nn.Module], nn.Module]) -> None:
+@primitive
+def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[[nn.Module], nn.Module]) -> None:
     """Replaces every module of a type at or below this one, as `replace` does each.
 
     Modules inside of one that is replaced are left to the factory. Either all are replaced or none.
@@ -44,7 +44,7 @@ def replace_all(sch: Schedule, type: type[nn.Module], factory: Callable[[nn.Modu
     if not found:
         known = {each.__class__.__name__ for each in sch.module.modules()}
         raise ScheduleError(f"replace_all on '{sch.name}': {unknown('module type', type.__name__, known)}")
-    made = [(Schedule(sch.tree, join(sch.path, path)), old) for old, path in found.items()]
+    made = [(sch[path] if path else sch, old) for old, path in found.items()]
     pairs = [(at, old, make(at, old, factory)) for at, old in made]
     for at, old, new in pairs:
         put(at, old, new)

@@ -11,8 +11,8 @@ from ..forward import Layer, add_layer, layers_of
 from ..graph.trace import Traced
 from ..parallel.collectives import Axis, axis_of
 from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from .annotate import tensor_of
 from .kinds import Follow, kind_of
 
@@ -33,9 +33,9 @@ WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """What an attention module calls the features of one head."""
 
 
-@register_primitive
+@primitive
 def shard(
-    sch: Schedule,
+    sch: ScheduledModule,
     param: str | Sequence[str],
     axis: int,
     parts: int | Sequence[int] = 1,
@@ -90,7 +90,7 @@ def shard(
         module.__dict__["_followed"] = {*module.__dict__.get("_followed", ()), attribute}
 
 
-def tensor_parallel(sch: Schedule, primitive: str) -> Axis:
+def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
     """The mesh's `tp` axis.
 
     Raises:
@@ -107,7 +107,7 @@ def tensor_parallel(sch: Schedule, primitive: str) -> Axis:
 
 
 def _plan(
-    sch: Schedule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
+    sch: ScheduledModule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")
     label = f"shard of '{name}' on '{sch.name}'"
@@ -157,7 +157,7 @@ def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]
 
 
 def _heads(
-    sch: Schedule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str
+    sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str
 ) -> list[Follow]:
     """What the attention module around a projection counts, and that no head is cut apart."""
     around = path.rpartition(".")[0]
@@ -188,7 +188,7 @@ def _heads(
     ]
 
 
-def _check_traced(sch: Schedule, modules: list[nn.Module]) -> None:
+def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
     """Refuses to change counts that a graph has taken in as constants."""
     parts = sch.path.split(".") if sch.path else []
     for depth in range(len(parts) + 1):
@@ -199,7 +199,7 @@ def _check_traced(sch: Schedule, modules: list[nn.Module]) -> None:
 
 
 def _check_inlined(
-    sch: Schedule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]
+    sch: ScheduledModule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]
 ) -> None:
     kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
     inlined = {traced}

@@ -11,16 +11,16 @@ from torch import nn
 from ...errors import ScheduleError
 from ..parallel.collectives import axis_of, divided
 from ..parallel.replicas import Replicas
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 _STAGES = ("optimizer", "gradients", "weights")
 """What each stage of ZeRO cuts, beside what the one before does."""
 
 
-@register_primitive
+@primitive
 def shard_data(
-    sch: Schedule,
+    sch: ScheduledModule,
     zero: int = 0,
     blocks: str | None = None,
     gathered: Sequence[str] = (),
@@ -105,7 +105,7 @@ def shard_data(
 
 
 def _apply(
-    sch: Schedule,
+    sch: ScheduledModule,
     module: nn.Module,
     context: Any,
     cut: tuple[str, ...],
@@ -151,7 +151,7 @@ def _apply(
 
 
 def _replicate(
-    sch: Schedule, module: nn.Module, context: Any, owned: bool, reduce_dtype: torch.dtype | None
+    sch: ScheduledModule, module: nn.Module, context: Any, owned: bool, reduce_dtype: torch.dtype | None
 ) -> None:
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()

@@ -13,8 +13,8 @@ from ..parallel import collectives
 from ..parallel.collectives import Axis, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync
 from ..parallel.sharding import shards_of
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 from .kinds import input_of, output_of
 from .shard import tensor_parallel
 
@@ -24,9 +24,9 @@ SUMS = ("all_reduce", "reduce_scatter")
 ON = ("activations", "parameters")
 
 
-@register_primitive
+@primitive
 def sync(
-    sch: Schedule,
+    sch: ScheduledModule,
     mode: str,
     op: str | Callable[[torch.Tensor], torch.Tensor],
     axis: int | None = None,
@@ -72,7 +72,7 @@ def sync(
     module.__dict__["_syncs"] = [*syncs_of(module), (mode, op, on)]
 
 
-def check_synced(sch: Schedule) -> None:
+def check_synced(sch: ScheduledModule) -> None:
     """Refuses a schedule in which partial sums are never added up, or half of a linear layer is cut.
 
     Raises:
@@ -104,7 +104,7 @@ def syncs_of(module: nn.Module) -> list[tuple[str, Any, str]]:
     return module.__dict__.get("_syncs", [])
 
 
-def _check(sch: Schedule, mode: str, op: Any, axis: int | None, on: str) -> None:
+def _check(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
     label = f"sync on '{sch.name}'"
     if mode not in MODES:
         raise ScheduleError(f"{label}: {unknown('mode', mode, MODES)}")

@@ -8,13 +8,13 @@ from ...errors import ScheduleError
 from ..forward import add_layer, layers_of
 from ..graph.trace import Traced
 from ..graph.trace import trace as trace_module
-from ..registry import register_primitive
-from ..schedule import Schedule
+from ..primitive import primitive
+from ..tree import ScheduledModule
 
 
-@register_primitive
+@primitive
 def trace(
-    sch: Schedule,
+    sch: ScheduledModule,
     flatten: bool = False,
     leaves: Sequence[str | type[nn.Module]] = (),
     inputs: Sequence[str] = (),

@@ -1,0 +1,42 @@
+"""What makes a function a primitive: its call is refused after `build`, recorded as a step, and chains."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..errors import ScheduleError
+from .steps import Step
+from .tree import ScheduledModule
+
+Given = ParamSpec("Given")
+"""What a primitive is given beside the schedule."""
+Self = TypeVar("Self", bound=ScheduledModule)
+
+
+def primitive(
+    function: Callable[Concatenate[Any, Given], Any], name: str | None = None
+) -> Callable[Concatenate[Self, Given], Self]:
+    """The function as a method of a schedule, with its signature and docstring.
+
+    It checks its arguments before it changes anything, so that a refused call leaves the schedule as it was. What it
+    returns is returned; None stands for the schedule itself, so that calls chain.
+
+    Args:
+        function: first parameter is the schedule that it is called on.
+        name: the method's name; the function's name by default.
+    """
+    label = name or function.__name__
+
+    @functools.wraps(function)
+    def method(sch: Self, *args: Given.args, **kwargs: Given.kwargs) -> Self:
+        if sch.tree.built:
+            raise ScheduleError(
+                f"{label} on '{sch.name}': a primitive must come before build, but this schedule is built; "
+                "create a schedule of a fresh model"
+            )
+        result = function(sch, *args, **kwargs)
+        sch.tree.steps.append(Step(sch.path, label, args, kwargs))
+        return sch if result is None else result
+
+    method.__name__, method.__qualname__ = label, f"Schedule.{label}"
+    return method

@@ -1,0 +1,186 @@
+"""A model's module tree, and what was applied to it."""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Self
+
+from torch import nn
+
+from .._torch import children_of
+from ..errors import ScheduleError, unknown
+from .deferred import noted
+from .draw import draw
+from .steps import Step, to_recipe
+
+PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
+"""Order in which `build` applies what primitives have deferred to it."""
+
+
+@dataclass(slots=True)
+class Deferred:
+    """Work that a primitive leaves to `build`, where the weights exist."""
+
+    path: str
+    """Path of the module it concerns."""
+    phase: str
+    """One of PHASES."""
+    apply: Callable[..., Any]
+    """Called as `apply(sch, module, context, **arguments)`."""
+    arguments: dict[str, Any]
+    """Plain data."""
+
+
+class Tree:
+    """What all schedules of one model share: the root module, the mesh, and what was applied."""
+
+    def __init__(self, module: nn.Module, mesh: Any = None) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.steps: list[Step] = []
+        self.deferred: list[Deferred] = []
+        self.annotations: dict[tuple[str, str], dict[str, Any]] = {}
+        self.cuts: list[str] = []
+        self.late: list[str] = []
+        self.pipeline: tuple[str, int | None] | None = None
+        self.built = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
+        with noted(*self.module.parameters(), *self.module.buffers()):
+            new = Tree(copy.deepcopy(self.module, memo), self.mesh)
+        new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
+        new.pipeline, new.late = self.pipeline, list(self.late)
+        new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
+        new.annotations = {key: dict(value) for key, value in self.annotations.items()}
+        return new
+
+
+class ScheduledModule:
+    """One module of a scheduled model: where it stands, and what is below it. `Schedule` adds the primitives."""
+
+    def __init__(self, tree: Tree, path: str = "") -> None:
+        self.tree = tree
+        self.path = path
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it is now."""
+        return find_module(self.tree.module, self.path)
+
+    @property
+    def mesh(self) -> Any:
+        """The device mesh given to `create_schedule`, or None."""
+        return self.tree.mesh
+
+    @property
+    def name(self) -> str:
+        """The path as people read it: the root is its class name."""
+        return self.path or type(self.tree.module).__name__
+
+    def __getitem__(self, path: str | int) -> Self:
+        """A module below this one, by dotted path or by index into a container.
+
+        Raises:
+            ScheduleError: there is no such module; names the nearest one.
+        """
+        if isinstance(path, int) and path < 0:
+            path += len(list(self.module.children()))
+        full = join(self.path, str(path))
+        find_module(self.tree.module, full)
+        return type(self)(self.tree, full)
+
+    def __iter__(self) -> Iterator[Self]:
+        """The direct children, in order."""
+        return iter([type(self)(self.tree, join(self.path, name)) for name, _ in self.module.named_children()])
+
+    def __contains__(self, path: str) -> bool:
+        module: nn.Module | None = self.module
+        for part in str(path).split(".") if path != "" else ():
+            module = children_of(module).get(part)
+            if module is None:
+                return False
+        return True
+
+    def select(self, pattern: str) -> list[Self]:
+        """The modules below whose path matches, in the model's order.
+
+        `*`, `?` and `[...]` stay within one component of the path, `**` spans any number of them:
+        `sch.select("encoder.layer.*.attention")`, `sch.select("**.mlp")`.
+
+        Raises:
+            ScheduleError: nothing matches; names the nearest path.
+        """
+        paths = [name for name, _ in self.module.named_modules(remove_duplicate=False) if name]
+        found = [name for name in paths if _matches(pattern.split("."), name.split("."))]
+        if not found:
+            shape = {re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in paths}
+            near = get_close_matches(pattern, sorted(shape), n=1, cutoff=0.3)
+            hint = f"; the nearest path is '{near[0]}'" if near else ""
+            raise ScheduleError(f"no module of '{self.name}' matches '{pattern}'{hint}")
+        return [type(self)(self.tree, join(self.path, name)) for name in found]
+
+    def defer(self, phase: str, apply: Callable[..., Any], **arguments: Any) -> None:
+        """Leaves work to `build`: `apply(sch, module, context, **arguments)`, in the order of PHASES."""
+        self.tree.deferred.append(Deferred(self.path, phase, apply, arguments))
+
+    def deferred(self, apply: Callable[..., Any]) -> list[Deferred]:
+        """What was deferred to `build` for this module by `apply`."""
+        return [each for each in self.tree.deferred if each.path == self.path and each.apply is apply]
+
+    def recipe(self) -> list[dict[str, Any]]:
+        """The steps so far as plain data; see `redline.schedule.apply_recipe`."""
+        return to_recipe(self.tree.steps)
+
+    def copy(self) -> Self:
+        """An independent copy of the whole model and of everything applied to it."""
+        return type(self)(copy.deepcopy(self.tree), self.path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}('{self.path}', {type(self.module).__name__})"
+
+    def __str__(self) -> str:
+        return draw(self.module, self.path, self.tree.steps)
+
+
+def find_module(root: nn.Module, path: str) -> nn.Module:
+    """The module at a dotted path.
+
+    Raises:
+        ScheduleError: there is none; names the nearest child of the deepest module on the way.
+    """
+    module, walked = root, ""
+    for part in path.split(".") if path else ():
+        if part not in children_of(module):
+            where = walked or type(root).__name__
+            raise ScheduleError(f"no module '{path}': {unknown(f'child of {where}', part, children_of(module))}")
+        child = children_of(module)[part]
+        if child is None:
+            raise ScheduleError(f"no module '{path}': '{join(walked, part)}' is None in this model")
+        module, walked = child, join(walked, part)
+    return module
+
+
+def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """Every (parent, child name, path) at which a module stands in the tree; several when it is shared."""
+    out = []
+    for path, parent in root.named_modules():
+        for name, child in children_of(parent).items():
+            if child is module:
+                out.append((parent, name, join(path, name)))
+    return out
+
+
+def join(*parts: str) -> str:
+    """Joins dotted paths, leaving out empty ones."""
+    return ".".join(part for part in parts if part)
+
+
+def _matches(pattern: list[str], path: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], path[i:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(pattern[1:], path[1:])
