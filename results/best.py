@@ -51,16 +51,16 @@ def _entry(trial: Trial) -> dict[str, Any]:
     out["sampler"] = trial.sampler
     if trial.measurement is None:
         return out | {"status": "pending"}
-    out["status"] = trial.measurement.status
+    out["status"] = trial.measured.status
     if trial.ok:
-        out["throughput"] = trial.measurement.throughput
-        out["unit"] = trial.measurement.unit
+        out["throughput"] = trial.throughput
+        out["unit"] = trial.measured.unit
     if trial.remeasured:
         out["remeasured"] = list(trial.remeasured)
         out["first_throughput"] = trial.first
     prediction = {"throughput": trial.predicted_throughput, "memory_mib": trial.predicted_memory_mib}
     out["prediction"] = {name: value for name, value in prediction.items() if value is not None} or None
-    measured = trial.measurement.to_dict()
+    measured = trial.measured.to_dict()
     measured.pop("probe", None)  # a hundred numbers that only `wrong` is judged by; the ledger keeps them
     out["measurement"] = measured
     return out

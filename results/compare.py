@@ -37,7 +37,7 @@ class Side:
     @property
     def throughput(self) -> float | None:
         """The winner's, as it is judged."""
-        return self.best.measurement.throughput if self.best else None
+        return self.best.throughput if self.best else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def compare(views: Sequence[View]) -> Comparison:
 
 def relative_error(trial: Trial) -> float | None:
     """Relative standard error of a trial's throughput; None where nothing of its spread was recorded."""
-    spread = trial.measurement.spread
+    spread = trial.measured.spread
     return None if spread is None else spread / Z95
 
 
@@ -167,7 +167,7 @@ def _check(sides: Sequence[Side]) -> None:
     for side in sides:
         for trial in side.trials:
             if trial.ok:
-                units.setdefault(trial.measurement.unit, side.name)
+                units.setdefault(trial.measured.unit, side.name)
     if len(units) > 1:
         told = ", ".join(f"'{name}' in {unit or 'a number of its own'}" for unit, name in units.items())
         raise UsageError(f"these runs do not count in the same unit: {told}")
@@ -183,7 +183,7 @@ def _knobs(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
-    unit = next((side.best.measurement.unit for side in sides if side.best), "")
+    unit = next((side.best.measured.unit for side in sides if side.best), "")
 
     def row(name: str, of: Any, digits: int = 5) -> tuple[str, tuple[str, ...]]:
         found = [of(side) for side in sides]
@@ -198,9 +198,9 @@ def _numbers(sides: Sequence[Side]) -> list[tuple[str, tuple[str, ...]]]:
 
     def spent(side: Side) -> float | None:
         known = [
-            trial.measurement.seconds_total * (trial.measurement.devices or 1)
+            trial.measured.seconds_total * (trial.measured.devices or 1)
             for trial in side.trials
-            if not trial.pending and trial.measurement.seconds_total is not None
+            if not trial.pending and trial.measured.seconds_total is not None
         ]
         return math.fsum(known) if known else None
 

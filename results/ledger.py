@@ -274,7 +274,7 @@ class Ledger:
             self._writable()
             trial = self._known(number)
             if not trial.pending:
-                raise StudyError(f"trial {number} has already finished ({trial.measurement.status})")
+                raise StudyError(f"trial {number} has already finished ({trial.measured.status})")
             done = self._trials[number] = replace(trial, measurement=measurement)
             try:
                 with contained(self._where), self._together():

@@ -61,7 +61,7 @@ def value(trial: Trial, column: str) -> Any:
     if column in ("sampler", "predicted_throughput", "predicted_memory_mib"):
         return getattr(trial, column)
     if column == "status":
-        return PENDING if trial.pending else str(trial.measurement.status)
+        return PENDING if trial.pending else str(trial.measured.status)
     return None if trial.pending else getattr(trial.measurement, column)
 
 

@@ -205,6 +205,17 @@ class Measurement:
         return self.status is Status.OK
 
     @property
+    def reached(self) -> float:
+        """The throughput of a success.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self.throughput is None:
+            raise RuntimeError(f"a trial that ended as {self.status} has no throughput")
+        return self.throughput
+
+    @property
     def spread(self) -> float | None:
         """Relative half-width of the 95 % interval of throughput and step time; None where nothing tells."""
         return self.step_ms_spread / self.step_ms if self.step_ms and self.step_ms_spread is not None else None
@@ -284,6 +295,26 @@ class Trial:
     def pending(self) -> bool:
         """Whether the trial has not ended yet."""
         return self.measurement is None
+
+    @property
+    def measured(self) -> Measurement:
+        """The outcome of a trial that has ended.
+
+        Raises:
+            RuntimeError: it is pending.
+        """
+        if self.measurement is None:
+            raise RuntimeError(f"trial {self.number} has not ended yet")
+        return self.measurement
+
+    @property
+    def throughput(self) -> float:
+        """What a trial that is `ok` reached, in the measurement's unit.
+
+        Raises:
+            RuntimeError: it is pending, or it did not run to its end.
+        """
+        return self.measured.reached
 
     @property
     def ok(self) -> bool:

@@ -33,7 +33,7 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
     head = f"<b>no winner</b>, so <code>best</code> is None: {escape(why or summary.why_nothing(trials))}"
     if winner is not None:
         gain = summary.gain(trials)
-        told = speed(winner.measurement.throughput, winner.measurement.unit)
+        told = speed(winner.throughput, winner.measured.unit)
         head = f"<b>{escape(told)}</b> (trial {winner.number}" + (
             f", {gain:.2f} times the default configuration)" if gain else ")"
         )
@@ -52,7 +52,7 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
 def drawing(trials: Sequence[Trial]) -> str:
     """An SVG: a point a finished trial at its throughput (failures at the bottom), and the best so far."""
     finished = [trial for trial in trials if not trial.pending]
-    speeds = [trial.measurement.throughput for trial in finished if trial.ok]
+    speeds = [trial.throughput for trial in finished if trial.ok]
     if len(finished) < 2 or not speeds:
         return ""
     top = max(speeds)
@@ -64,8 +64,8 @@ def drawing(trials: Sequence[Trial]) -> str:
         return _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * (throughput or 0.0) / (top or 1.0)
 
     points = "".join(
-        f'<circle cx="{x(i):.1f}" cy="{y(trial.measurement.throughput if trial.ok else None):.1f}" r="3" '
-        f'fill="{COLOURS[trial.measurement.status]}"><title>{escape(_title(trial))}</title></circle>'
+        f'<circle cx="{x(i):.1f}" cy="{y(trial.throughput if trial.ok else None):.1f}" r="3" '
+        f'fill="{COLOURS[trial.measured.status]}"><title>{escape(_title(trial))}</title></circle>'
         for i, trial in enumerate(finished)
     )
     best = summary.best_so_far(finished)
@@ -113,33 +113,33 @@ def figure(trials: Sequence[Trial]) -> "Figure":
             "a figure needs plotly: pip install 'redline[dashboard]' or pip install plotly"
         ) from error
     finished = [trial for trial in trials if not trial.pending]
-    unit = next((trial.measurement.unit for trial in finished if trial.ok), "") or "throughput"
+    unit = next((trial.measured.unit for trial in finished if trial.ok), "") or "throughput"
     made = make_subplots(rows=1, cols=2, subplot_titles=("best so far", "throughput over peak memory"))
     best = summary.best_so_far(finished)
     numbers = [trial.number for trial in finished]
     line = {"shape": "hv", "color": COLOURS[Status.OK]}
     made.add_trace(Scatter(x=numbers, y=best, mode="lines", name="best so far", line=line), row=1, col=1)
     for status, colour in COLOURS.items():
-        those = [trial for trial in finished if trial.measurement.status is status]
+        those = [trial for trial in finished if trial.measured.status is status]
         if not those:
             continue
-        speeds = [trial.measurement.throughput if trial.ok else 0.0 for trial in those]
+        speeds = [trial.throughput if trial.ok else 0.0 for trial in those]
         look = {
             "mode": "markers", "name": str(status), "legendgroup": str(status), "marker": {"color": colour},
             "text": [escape(_title(trial)) for trial in those], "hoverinfo": "text",
         }  # fmt: skip
         made.add_trace(Scatter(x=[trial.number for trial in those], y=speeds, **look), row=1, col=1)
         placed = [
-            (trial.measurement.peak_memory_mib, throughput, text)
+            (trial.measured.peak_memory_mib, throughput, text)
             for trial, throughput, text in zip(those, speeds, look["text"])
-            if trial.measurement.peak_memory_mib is not None
+            if trial.measured.peak_memory_mib is not None
         ]
         if placed:
             memory, speeds, texts = (list(each) for each in zip(*placed))
             made.add_trace(
                 Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2
             )
-    limits = {trial.measurement.memory_limit_mib for trial in finished} - {None}
+    limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
     if len(limits) == 1:
         made.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
     made.update_xaxes(title_text="trial", row=1, col=1)
@@ -151,11 +151,11 @@ def figure(trials: Sequence[Trial]) -> "Figure":
 
 def _title(trial: Trial) -> str:
     knobs = ", ".join(f"{name}={knob_text(trial, name)}" for name in trial.config)
-    told = f"{number(trial.measurement.throughput, 5)} {trial.measurement.unit}" if trial.ok else ""
-    reason = fold(trial.measurement.reason)[:200]
+    told = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
+    reason = fold(trial.measured.reason)[:200]
     return ", ".join(
         each
-        for each in (f"trial {trial.number}", str(trial.measurement.status), told.strip(), knobs, reason)
+        for each in (f"trial {trial.number}", str(trial.measured.status), told.strip(), knobs, reason)
         if each
     )
 

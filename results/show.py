@@ -139,7 +139,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     elif gain is not None:
         lines[-1] += f", {gain:.2f} times the default configuration's {_speed(base)} (trial {base.number})"
     elif base is not None and not base.pending and not base.ok:
-        lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measurement.status}"
+        lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
     if winner.remeasured:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
@@ -156,8 +156,8 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     """The best without lossy values: how fast, and in what it differs from the winner."""
     if trial is None:
         return "none succeeded"
-    fastest = winner.measurement.throughput
-    ratio = trial.measurement.throughput / fastest if fastest else 1.0
+    fastest = winner.throughput
+    ratio = trial.throughput / fastest if fastest else 1.0
     differing = ", ".join(
         f"{name}={knob_text(trial, name)}"
         for name in trial.config
@@ -188,7 +188,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[Column], list[Column], list[
         return ["" if value is None else number(value, digits) for value in given]
 
     unit = next((each.unit for each in finished if each is not None and each.unit), "throughput")
-    speeds = [trial.measurement.throughput if trial.ok else None for trial in trials]
+    speeds = [trial.throughput if trial.ok else None for trial in trials]
     outcome = [
         Column("trial", [str(trial.number) for trial in trials], "right"),
         Column("status", ["pending" if each is None else str(each.status) for each in finished]),
@@ -230,8 +230,8 @@ def _draw(
         return
     given: dict[tuple[Status, str], list[int]] = {}
     for trial in trials:
-        if not trial.pending and trial.measurement.reason:
-            told = trial.measurement.status, fold(trial.measurement.reason)
+        if not trial.pending and trial.measured.reason:
+            told = trial.measured.status, fold(trial.measured.reason)
             given.setdefault(told, []).append(trial.number)
     for (status, reason), numbers in given.items():
         which = f"trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
@@ -248,7 +248,7 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
     for each in columns:
         drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
-        style = "" if trial.pending else _COLOURS[trial.measurement.status]
+        style = "" if trial.pending else _COLOURS[trial.measured.status]
         drawn.add_row(
             *(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns)
         )
@@ -260,7 +260,7 @@ def _write(
 ) -> None:
     from rich.text import Text
 
-    given = ["" if trial.pending else fold(trial.measurement.reason) for trial in trials]
+    given = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]
     columns = [*columns, Column("reason", given)] if reasons and any(given) else columns
     for i in range(-1, len(trials)):
         texts = []

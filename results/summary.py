@@ -44,7 +44,7 @@ def tied(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _slowness(trial: Trial) -> tuple[float, int]:
-    return -trial.measurement.throughput, trial.number
+    return -trial.throughput, trial.number
 
 
 def _tied(successes: Sequence[Trial]) -> list[Trial]:
@@ -66,9 +66,9 @@ def _ties(trial: Trial, first: Trial) -> bool:
         return True
     if len(trial.remeasured) < 2 or len(first.remeasured) < 2:
         return False
-    if not first.measurement.throughput:
+    if not first.throughput:
         return False
-    ratio = trial.measurement.throughput / first.measurement.throughput
+    ratio = trial.throughput / first.throughput
     if ratio >= 1 - EQUAL:
         return True
     low, high = median_rank(len(first.remeasured)), -1 - median_rank(len(trial.remeasured))
@@ -77,7 +77,7 @@ def _ties(trial: Trial, first: Trial) -> bool:
 
 def _room(trial: Trial) -> float:
     """Share of memory that a trial left free; 0 where that is not known."""
-    peak, limit = trial.measurement.peak_memory_mib, trial.measurement.memory_limit_mib
+    peak, limit = trial.measured.peak_memory_mib, trial.measured.memory_limit_mib
     return 1.0 - peak / limit if peak and limit else 0.0
 
 
@@ -105,14 +105,14 @@ def gain(trials: Sequence[Trial]) -> float | None:
     """The winner's throughput over the default configuration's; None if either has none, or that is none to
     compare with, as what a callable returns may be zero or less."""
     winner, base = best(trials), default(trials)
-    if winner is None or base is None or not base.ok or base.measurement.throughput <= 0:
+    if winner is None or base is None or not base.ok or base.throughput <= 0:
         return None
-    return winner.measurement.throughput / base.measurement.throughput
+    return winner.throughput / base.throughput
 
 
 def counts(trials: Sequence[Trial]) -> dict[Status, int]:
     """How many finished trials have each status; every status is there, in the enum's order."""
-    found = Counter(trial.measurement.status for trial in trials if not trial.pending)
+    found = Counter(trial.measured.status for trial in trials if not trial.pending)
     return {status: found[status] for status in Status}
 
 
@@ -124,8 +124,8 @@ def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
     for trial in trials:
         if trial.pending:
             continue
-        if trial.ok and (top is None or trial.measurement.throughput > top):
-            top = trial.measurement.throughput
+        if trial.ok and (top is None or trial.throughput > top):
+            top = trial.throughput
         series.append(top)
     return series
 
@@ -136,10 +136,10 @@ def smallest_need(trials: Sequence[Trial]) -> Trial | None:
         trial
         for trial in trials
         if not trial.pending
-        and trial.measurement.status is Status.OOM
-        and trial.measurement.peak_memory_mib is not None
+        and trial.measured.status is Status.OOM
+        and trial.measured.peak_memory_mib is not None
     ]
-    return min(known, key=lambda trial: trial.measurement.peak_memory_mib, default=None)
+    return min(known, key=lambda trial: trial.measured.peak_memory_mib, default=None)
 
 
 def why_nothing(trials: Sequence[Trial]) -> str:
@@ -160,15 +160,15 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     need = smallest_need(finished)
     if need is not None:
         said.append(
-            f"The smallest need seen is {_mib(need.measurement.peak_memory_mib)} (trial {need.number})."
+            f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number})."
         )
-        if need.measurement.memory_limit_mib is not None:
-            said.append(f"The limit is {_mib(need.measurement.memory_limit_mib)}.")
+        if need.measured.memory_limit_mib is not None:
+            said.append(f"The limit is {_mib(need.measured.memory_limit_mib)}.")
     explained = {Status.OOM, Status.SKIPPED} if need is not None else set()
     reasons = Counter(
-        f"{trial.measurement.status}: {trial.measurement.reason.strip()}"
+        f"{trial.measured.status}: {trial.measured.reason.strip()}"
         for trial in finished
-        if trial.measurement.status not in explained and trial.measurement.reason.strip()
+        if trial.measured.status not in explained and trial.measured.reason.strip()
     )
     if reasons:
         reason, times = reasons.most_common(1)[0]

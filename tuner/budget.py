@@ -73,8 +73,8 @@ def device_hours_of(trials: Sequence[Trial], devices: int) -> float:
     """Device-hours that trials took; `devices` for those that do not say on how many they ran."""
     seconds = 0.0
     for trial in trials:
-        if not trial.pending and trial.measurement.seconds_total:
-            seconds += trial.measurement.seconds_total * (trial.measurement.devices or devices)
+        if not trial.pending and trial.measured.seconds_total:
+            seconds += trial.measured.seconds_total * (trial.measured.devices or devices)
     return seconds / 3600
 
 

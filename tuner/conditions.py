@@ -21,7 +21,7 @@ def at_first_speed(trial: Trial) -> Trial:
 
 def unsteady(trials: Sequence[Trial]) -> bool:
     """Whether what others took of the machine was not the same for all of these."""
-    loads = [trial.measurement.foreign_cores for trial in trials]
+    loads = [trial.measured.foreign_cores for trial in trials]
     known = [each for each in loads if each is not None]
     return bool(known) and max(known) - min(known) > CHANGED_CORES
 
@@ -57,7 +57,7 @@ class Conditions:
         if abs(load - self._load) > CHANGED_CORES:
             again = self.measure(canary)
             if again.ok:
-                self.speed = again.throughput / (canary.first or canary.measurement.throughput)
+                self.speed = again.throughput / (canary.first or canary.throughput)
                 self._load = again.foreign_cores
                 self._say(canary)
         return measured if self.speed == 1.0 else replace(measured, machine_speed=self.speed)

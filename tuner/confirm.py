@@ -90,7 +90,7 @@ class Confirmation:
         the time are used up. Contenders that fail are replaced by the next best."""
         begin = self.watch.elapsed
         spent = sum(
-            trial.measurement.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending
+            trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending
         )
         active = self._contenders(())
         if len(active) == 1:  # nobody to compare it with
@@ -236,7 +236,7 @@ class Confirmation:
         for trial in self.run_folder.trials():
             if not trial.ok or trial.first is None:
                 continue
-            now, unit = trial.measurement.throughput, trial.measurement.unit
+            now, unit = trial.throughput, trial.measured.unit
             if max(now / trial.first, trial.first / now) > FAR_OFF:
                 told.append(f"trial {trial.number} ran at {speed(trial.first, unit)}, then at {speed(now, unit)}")
         if told:
@@ -331,7 +331,7 @@ def _leaders(sorted_trials: Sequence[Trial], many: int, within: float) -> list[T
 
 def _fewest_s(contenders: Iterable[Trial]) -> float:
     """What their fewest rounds take, s; turns take less."""
-    return FEWEST_ROUNDS * sum(trial.measurement.seconds_total or 0.0 for trial in contenders)
+    return FEWEST_ROUNDS * sum(trial.measured.seconds_total or 0.0 for trial in contenders)
 
 
 def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -354,4 +354,4 @@ def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, n
 
 
 def _at_first(trial: Trial) -> float:
-    return at_first_speed(trial).measurement.throughput
+    return at_first_speed(trial).throughput

@@ -93,7 +93,7 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     knobs = set(encoding.names)
     theirs = {knob for trial in run.trials for knob in trial.config}
     shared = sorted(knobs & theirs)
-    succeeded = [trial for trial in run.trials if trial.ok and (trial.measurement.throughput or 0) > 0]
+    succeeded = [trial for trial in run.trials if trial.ok and (trial.measured.throughput or 0) > 0]
     trials, configs = [], []
     for trial in succeeded:
         here = Config({**default, **{knob: trial.config[knob] for knob in shared if knob in trial.config}})
@@ -104,7 +104,7 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     why = (
         _unlike(succeeded, shared, sorted(theirs), like)
         or _idle(trials, configs, shared)
-        or _of_another_unit({trial.measurement.unit for trial in trials}, unit)
+        or _of_another_unit({trial.measured.unit for trial in trials}, unit)
     )
     if why:
         raise UsageError(f"warm start from {run.name}: nothing can be taken: {why}")

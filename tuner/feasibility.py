@@ -32,7 +32,7 @@ class OutOfMemoryKnowledge:
         """The OOM among `trials` that rules `config` out; None if none does."""
         if not self._signs:
             return None
-        known = [t for t in trials if not t.pending and t.measurement.status is Status.OOM]
+        known = [t for t in trials if not t.pending and t.measured.status is Status.OOM]
         works = [t.config for t in trials if t.ok]
         for trial in known:
             if self.needs_as_much(config, trial.config) and not any(
@@ -69,7 +69,7 @@ def tight_winner(trials: Sequence[Trial], headroom: float) -> str:
     winner = summary.best(trials)
     if winner is None:
         return ""
-    peak, limit = winner.measurement.peak_memory_mib, winner.measurement.memory_limit_mib
+    peak, limit = winner.measured.peak_memory_mib, winner.measured.memory_limit_mib
     if not peak or not limit or peak <= (1.0 - headroom) * limit:
         return ""
     return (

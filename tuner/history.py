@@ -62,8 +62,8 @@ class History:
         ran = [trial for trial in self._probed.values() if trial.number != number]
         if not ran:
             return None
-        finest = min(ran, key=lambda trial: (trial.measurement.probe.roundoff, trial.number))
-        return Reference(probe=finest.measurement.probe, config_id=finest.config.id)
+        finest = min(ran, key=lambda trial: (trial.measured.probe.roundoff, trial.number))
+        return Reference(probe=finest.measured.probe, config_id=finest.config.id)
 
     def _take(self, trial: Trial) -> None:
         number, measured = trial.number, trial.measurement
@@ -72,7 +72,7 @@ class History:
             self._best = None
         self._probed.pop(number, None)
         if trial.ok:
-            speed = self._speeds[number] = compared.measurement.throughput
+            speed = self._speeds[number] = compared.throughput
             if self._best is not None and speed > self._best:
                 self._best = speed
             if measured.probe is not None:

@@ -165,7 +165,7 @@ def refiner(
         return Refinement(
             config=Config(found.config),
             # What is predicted is the gain: how fast the uniform one is, was measured.
-            predicted_throughput=(1 + found.gain) * winner.measurement.throughput,
+            predicted_throughput=(1 + found.gain) * winner.throughput,
             predicted_memory_mib=found.peak_memory_mib,
             said="\n".join(found.lines()),
         )
@@ -177,6 +177,6 @@ def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int
     """The runner that answers for a cluster one does not have; its clock goes on where `earlier` trials ended."""
     from ..runners.simulate import SimulateRunner, SimulationTerms
 
-    done = [each.measurement for each in earlier if not each.pending and each.measurement.started is not None]
+    done = [each.measurement for each in earlier if not each.pending and each.measured.started is not None]
     begun = max((each.started + (each.seconds_total or 0.0) for each in done), default=None)
     return SimulateRunner(estimator, SimulationTerms(begun=begun, **terms), slots=concurrency or 1)

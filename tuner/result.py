@@ -148,7 +148,7 @@ def _candidate(trial: Trial | None) -> Candidate | None:
         return None
     return Candidate(
         config=trial.config,
-        throughput=trial.measurement.throughput,
+        throughput=trial.throughput,
         measurement=trial.measurement,
         trial=trial,
     )

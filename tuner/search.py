@@ -234,7 +234,7 @@ class Search:
         # Judging takes as long as proposing: as trials become many it is done less often.
         self._judge_at = max(len(finished) + 1, math.ceil(1.05 * len(finished)))
         successes = sum(trial.ok for trial in finished)
-        misses = [trial for trial in finished if trial.measurement.status is Status.OOM]
+        misses = [trial for trial in finished if trial.measured.status is Status.OOM]
         # A failure of another kind may be mended, and says nothing of what is feasible.
         if not successes and (not misses or len(misses) < len(finished)):
             return None
@@ -250,7 +250,7 @@ class Search:
                 f"the chance that {self.budget.patience} further trials bring another 1 % is "
                 f"{100 * outlook.gain:.2g} % (see patience)"
             )
-        limits = [t.measurement.memory_limit_mib for t in misses if t.measurement.memory_limit_mib]
+        limits = [t.measured.memory_limit_mib for t in misses if t.measured.memory_limit_mib]
         if outlook.need_mib and limits and outlook.need_mib > limits[-1]:
             lack = outlook.need_mib - limits[-1]
             self._shortfall = f"; the smallest predicted shortfall is {lack:,.0f} MiB"
@@ -265,7 +265,7 @@ class Search:
     def _exhausted(self, trials: list[Trial]) -> str:
         """Why the search ends where nothing is left to try, in words."""
         tried = [trial for trial in trials if not trial.pending and not _skipped(trial)]
-        if tried and all(trial.measurement.status is Status.OOM for trial in tried):
+        if tried and all(trial.measured.status is Status.OOM for trial in tried):
             return (
                 f"nothing feasible: {_trials(len(tried))} ran out of memory, and every other configuration needs at "
                 f"least as much{self._shortfall}"
@@ -299,7 +299,7 @@ class Search:
         return self.watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
-        known = [trial.measurement.seconds_total for trial in trials if not trial.pending]
+        known = [trial.measured.seconds_total for trial in trials if not trial.pending]
         known = [seconds for seconds in known if seconds]
         return statistics.median(known) if known else 0.0
 
@@ -377,4 +377,4 @@ def _trials(count: int) -> str:
 
 
 def _skipped(trial: Trial) -> bool:
-    return not trial.pending and trial.measurement.status is Status.SKIPPED
+    return not trial.pending and trial.measured.status is Status.SKIPPED

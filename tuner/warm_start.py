@@ -116,8 +116,8 @@ class WarmStart(Correction):
         """Logs of what was measured over what was expected: throughputs, the run's own mean taken off since
         the level says nothing here, and peak memories; NaN where that is not known; shape (n,) each."""
         trials = taken.trials
-        speed = np.log([trial.measurement.throughput for trial in trials])
-        memory = np.log([trial.measurement.peak_memory_mib or math.nan for trial in trials])
+        speed = np.log([trial.throughput for trial in trials])
+        memory = np.log([trial.measured.peak_memory_mib or math.nan for trial in trials])
         if self._base is None:
             return speed - speed.mean(), np.full(len(trials), np.nan)
         told = np.log([trial.predicted_throughput or math.nan for trial in trials])

@@ -67,7 +67,7 @@ def make_app(library: Library) -> Any:
 
     @app.get("/api/log")
     def log(run: str, trial: int) -> Response:
-        name = library.trial(run, trial).measurement.log
+        name = library.trial(run, trial).measured.log
         if not name:
             return answer({"why": "No log is named in the table."})
         try:
@@ -78,7 +78,7 @@ def make_app(library: Library) -> Any:
 
     @app.get("/log")
     def whole_log(run: str, trial: int) -> Response:
-        name = library.trial(run, trial).measurement.log
+        name = library.trial(run, trial).measured.log
         opened = open_inside(library.folder(run), name)
         try:
             file = opened.__enter__()

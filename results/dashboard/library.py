@@ -223,7 +223,7 @@ def _signature(folder: Path) -> tuple[Any, ...]:
 def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any]:
     trials = source.trials
     winner = summary.best(trials)
-    top = winner.measurement.throughput if winner else None
+    top = winner.throughput if winner else None
     times = [each[0] / 1e9 for each in signature[1:4] if each]
     if not times:
         try:
@@ -242,7 +242,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "trials": len(trials),
             "counts": {str(status): count for status, count in summary.counts(trials).items()},
             "best": top,
-            "unit": winner.measurement.unit if winner else "",
+            "unit": winner.measured.unit if winner else "",
             "gain": summary.gain(trials),
             "spark": _thin(_climb(trials, top)),
             "changed": max(times),

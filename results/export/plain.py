@@ -24,7 +24,7 @@ def _content(setup: Setup) -> dict[str, Any]:
         "configuration": plain(setup.take_all()),
     }
     if trial.measurement is not None:
-        out["predicted" if setup.simulated else "measurement"] = trial.measurement.to_dict()
+        out["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()
     return {name: value for name, value in out.items() if value is not None}
 
 

@@ -107,7 +107,7 @@ class Setup:
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
         self.tp, self.pp = self._size("tp"), self._size("pp")
-        measured = trial.measurement.devices if trial.measurement is not None else None
+        measured = trial.measured.devices if trial.measurement is not None else None
         total = measured or devices.get("used")
         self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // (self.tp * self.pp))
         """Replicas."""
@@ -258,8 +258,8 @@ def ending(trial: Trial) -> str:
     """How a trial ended that did not run to its end, in a sentence."""
     if trial.measurement is None:
         return f"trial {trial.number} has not ended: whether it works is not known"
-    reason = f" ({fold(trial.measurement.reason)})" if trial.measurement.reason else ""
-    return f"trial {trial.number} did not run to its end, it ended as {trial.measurement.status}{reason}"
+    reason = f" ({fold(trial.measured.reason)})" if trial.measured.reason else ""
+    return f"trial {trial.number} did not run to its end, it ended as {trial.measured.status}{reason}"
 
 
 def words(value: Any) -> str:

@@ -27,11 +27,11 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     winner, base = summary.best(trials), summary.default(trials)
     exact = summary.best_exact(trials)
     gain = summary.gain(trials)
-    spreads = [each.measurement.spread for each in (winner, base) if each is not None and each.ok]
+    spreads = [each.measured.spread for each in (winner, base) if each is not None and each.ok]
     return {
         "trials": len(trials),
         "counts": {str(status): count for status, count in summary.counts(trials).items()},
-        "unit": next((each.measurement.unit for each in trials if each.measurement.unit), ""),
+        "unit": next((each.measured.unit for each in trials if each.measured.unit), ""),
         "winner": entry(winner) if winner else None,
         "default": entry(base) if base else None,
         "exact": entry(exact) if exact else None,
@@ -67,26 +67,26 @@ def entry(trial: Trial) -> dict[str, Any]:
 
 def memory_limit(trials: Sequence[Trial]) -> float | None:
     """The memory a rank could use, MiB: the most common one where trials differ."""
-    limits = [each.measurement.memory_limit_mib for each in trials if each.measurement.memory_limit_mib]
+    limits = [each.measured.memory_limit_mib for each in trials if each.measured.memory_limit_mib]
     return max(sorted(set(limits)), key=limits.count) if limits else None
 
 
 def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """Device seconds by status, lost and overhead, and the wall-clock span; None where no trial tells."""
-    timed = [each for each in trials if each.measurement.status in RAN and each.measurement.seconds_total]
+    timed = [each for each in trials if each.measured.status in RAN and each.measured.seconds_total]
     if not timed:
         return None
     seconds = {str(status): 0.0 for status in RAN}
     overhead = 0.0
     for each in timed:
-        devices = each.measurement.devices or 1
-        seconds[each.measurement.status] += each.measurement.seconds_total * devices
+        devices = each.measured.devices or 1
+        seconds[each.measured.status] += each.measured.seconds_total * devices
         if each.ok:
-            overhead += (each.measurement.seconds_overhead or 0.0) * devices
-    begun = [each for each in timed if each.measurement.started is not None]
+            overhead += (each.measured.seconds_overhead or 0.0) * devices
+    begun = [each for each in timed if each.measured.started is not None]
     span = (
-        max(each.measurement.started + each.measurement.seconds_total for each in begun)
-        - min(each.measurement.started for each in begun)
+        max(each.measured.started + each.measured.seconds_total for each in begun)
+        - min(each.measured.started for each in begun)
         if begun
         else None
     )
@@ -103,12 +103,12 @@ def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
 
 def frontier(trials: Sequence[Trial]) -> list[int]:
     """Numbers of the `ok` trials that no other beats in throughput at no more memory, by memory."""
-    known = [each for each in trials if each.ok and each.measurement.peak_memory_mib is not None]
-    known.sort(key=lambda each: (each.measurement.peak_memory_mib, -each.measurement.throughput))
+    known = [each for each in trials if each.ok and each.measured.peak_memory_mib is not None]
+    known.sort(key=lambda each: (each.measured.peak_memory_mib, -each.throughput))
     best, kept = -math.inf, []
     for each in known:
-        if each.measurement.throughput > best:
-            best = each.measurement.throughput
+        if each.throughput > best:
+            best = each.throughput
             kept.append(each.number)
     return kept
 
@@ -117,14 +117,14 @@ def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
     """How predictions held: for `throughput` and `memory` each None or count, median ratio measured over
     predicted, median absolute relative error, and Spearman's rank correlation."""
     speed = [
-        (each.predicted_throughput, each.measurement.throughput)
+        (each.predicted_throughput, each.throughput)
         for each in trials
         if each.ok and each.predicted_throughput
     ]
     memory = [
-        (each.predicted_memory_mib, each.measurement.peak_memory_mib)
+        (each.predicted_memory_mib, each.measured.peak_memory_mib)
         for each in trials
-        if each.measurement.status in (Status.OK, Status.OOM) and each.predicted_memory_mib and each.measurement.peak_memory_mib
+        if each.measured.status in (Status.OK, Status.OOM) and each.predicted_memory_mib and each.measured.peak_memory_mib
     ]
     return {"throughput": _agreement(speed), "memory": _agreement(memory)}
 
@@ -166,26 +166,26 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     known = [
         each
         for each in trials
-        if each.measurement.started is not None and each.measurement.seconds_total is not None
+        if each.measured.started is not None and each.measured.seconds_total is not None
     ]
     if not known:
         return None
-    known.sort(key=lambda each: (each.measurement.started, each.number))
-    widths = [max(int(each.measurement.devices or 1), 1) for each in known]
+    known.sort(key=lambda each: (each.measured.started, each.number))
+    widths = [max(int(each.measured.devices or 1), 1) for each in known]
     alike = len(set(widths)) == 1 and widths[0] > 1
     by_device = None if alike else _laid(known, widths, MOST_LANES)
     items, count = by_device or _laid(known, [1] * len(known), len(known))
-    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": known[0].measurement.started, "items": items}
+    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": known[0].measured.started, "items": items}
 
 
 def _laid(known: Sequence[Trial], widths: Sequence[int], most: int) -> tuple[list[list[Any]], int] | None:
     """The trials on lanes, and how many lanes those are; None where they are more than `most`."""
-    origin = known[0].measurement.started
+    origin = known[0].measured.started
     busy: list[float] = []
     items = []
     for each, width in zip(known, widths):
-        begin = each.measurement.started - origin
-        end = begin + each.measurement.seconds_total
+        begin = each.measured.started - origin
+        end = begin + each.measured.seconds_total
         # A trial's end and the next one's start are taken by different clocks.
         free = [until <= begin + 0.02 for until in busy]
         first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))

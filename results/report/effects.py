@@ -31,8 +31,8 @@ def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) 
     """
     import numpy as np
 
-    good = [each for each in trials if each.ok and each.measurement.throughput > 0]
-    speeds = np.array([each.measurement.throughput for each in good], dtype=float)
+    good = [each for each in trials if each.ok and each.throughput > 0]
+    speeds = np.array([each.throughput for each in good], dtype=float)
     told = []
     blocks: list[Any] = []
     for name, declared in knobs.items():
@@ -42,7 +42,7 @@ def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) 
         place = np.array([of[each.number] for each in good], dtype=int)
         counts = [Counter() for _ in labels]
         for each in trials:
-            counts[of[each.number]][str(each.measurement.status)] += 1
+            counts[of[each.number]][str(each.measured.status)] += 1
         values = [
             {"label": label, "counts": dict(counts[at])} | _quartiles(speeds[place == at])
             for at, label in enumerate(labels)

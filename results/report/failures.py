@@ -35,16 +35,16 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
     for each in trials:
         if each.ok:
             continue
-        reason = fold(each.measurement.reason)
-        groups.setdefault((each.measurement.status, _VARYING.sub("#", reason)), []).append(each)
+        reason = fold(each.measured.reason)
+        groups.setdefault((each.measured.status, _VARYING.sub("#", reason)), []).append(each)
     order = sorted(groups, key=lambda key: (key[0] is Status.SKIPPED, -len(groups[key]), groups[key][0].number))
     out = []
     for place, key in enumerate(order):
         members = groups[key]
-        reasons = {fold(each.measurement.reason) for each in members}
+        reasons = {fold(each.measured.reason) for each in members}
         told = {
             "status": str(key[0]),
-            "reason": fold(members[-1].measurement.reason),
+            "reason": fold(members[-1].measured.reason),
             "alike": len(reasons) > 1,
             "trials": [each.number for each in members],
         }
@@ -55,20 +55,20 @@ def failures(trials: Sequence[Trial], folder: Path | None) -> list[dict[str, Any
 
 
 def _log(members: Sequence[Trial], folder: Path) -> dict[str, Any]:
-    named = [each for each in members if each.measurement.log]
+    named = [each for each in members if each.measured.log]
     if not named:
         return {"log_why": "no log is named in the table"}
     last = named[-1]
-    where = {"log_trial": last.number, "log_path": last.measurement.log}
+    where = {"log_trial": last.number, "log_path": last.measured.log}
     try:
-        text, _ = tail_inside(folder.resolve(), last.measurement.log, at_most=_TAIL_BYTES)
+        text, _ = tail_inside(folder.resolve(), last.measured.log, at_most=_TAIL_BYTES)
     except OSError as error:
         return where | {"log_why": f"its log cannot be shown: {error.strerror or error}"}
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
     # What other ranks print last is how they noticed.
-    rank = _RANK.match(last.measurement.reason)
+    rank = _RANK.match(last.measured.reason)
     lines = [line for line in lines if rank and line.startswith(f"[rank {rank[1]}]")] or lines
     if not lines:
         return where | {"log_why": "it printed nothing"}

@@ -50,7 +50,7 @@ def _winner(result: Result, console: Console) -> None:
         console.print(Text(f"{summary.exactness(result.all_trials)}  {told}"))
     if tied := summary.tied(result.all_trials):
         many = "s" if len(tied) > 1 else ""
-        told = ", ".join(f"{each.number} ({speed(each.measurement.throughput, '')})" for each in tied)
+        told = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
         console.print(Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler"))
     console.print()
     sides = {"winner": best}
@@ -108,7 +108,7 @@ def _default_failed(result: Result) -> str:
     trial = next((each for each in result.all_trials if each.sampler == "default"), None)
     if trial is None or trial.pending:
         return "not measured"
-    return f"{trial.measurement.status} ({fold(trial.measurement.reason)})"
+    return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
 def _next(result: Result) -> list[str]:

@@ -180,15 +180,15 @@ class TerminalListener(ProgressListener):
         done = plan.done + len(self._finished)
         of = f" of {plan.trials}" if plan.trials else ""
         status = Text(f"{done}{of} trials", style="bold")
-        leader = max((t for t in self._finished if t.ok), key=lambda t: t.measurement.throughput, default=None)
+        leader = max((t for t in self._finished if t.ok), key=lambda t: t.throughput, default=None)
         if leader is not None:
-            best = speed(leader.measurement.throughput, leader.measurement.unit)
+            best = speed(leader.throughput, leader.measured.unit)
             status.append(f"  best {best}", style="bold green").append(f" (trial {leader.number})")
         left = self._seconds_left(plan, done)
         if left is not None and not self._what and done != plan.trials:
             status.append(f"  about {words.duration(left)} left", style="dim")
         for name, style in STYLES.items():
-            count = sum(trial.measurement.status is name for trial in self._finished)
+            count = sum(trial.measured.status is name for trial in self._finished)
             if count:
                 status.append(f"  {count} {name}", style=style)
         return status
@@ -197,7 +197,7 @@ class TerminalListener(ProgressListener):
         limits = []
         if plan.seconds is not None:
             limits.append(plan.seconds - (time.monotonic() - self._begin))
-        known = [trial.measurement.seconds_total or 0.0 for trial in self._finished]
+        known = [trial.measured.seconds_total or 0.0 for trial in self._finished]
         if plan.trials is not None and known:
             limits.append((plan.trials - done) * statistics.mean(known))
         return max(0.0, min(limits)) if limits else None

@@ -67,8 +67,8 @@ class TrialLogger(SearchListener):
         self._guarded("open", plan)
 
     def finished(self, trial: Trial) -> None:
-        if trial.ok and (self._best is None or trial.measurement.throughput > self._best):
-            self._best = trial.measurement.throughput
+        if trial.ok and (self._best is None or trial.throughput > self._best):
+            self._best = trial.throughput
         self._guarded("log", trial, metrics_of(trial), self._best)
 
     def ended(self, result: Result) -> None:

@@ -43,12 +43,12 @@ class MLflowLogger(TrialLogger):
         ).info.run_id
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
-        status = str(trial.measurement.status)
+        status = str(trial.measured.status)
         tags = {
             "mlflow.parentRunId": self._run,
             "redline.status": status,
             "redline.sampler": trial.sampler,
-            "redline.reason": fold(trial.measurement.reason)[:500],
+            "redline.reason": fold(trial.measured.reason)[:500],
         }
         run = self._client.create_run(
             self._experiment, run_name=f"trial {trial.number}", tags=tags

@@ -36,7 +36,7 @@ class TensorBoardLogger(TrialLogger):
             self._writer.add_scalar(f"trial/{name}", value, trial.number)
         if best is not None:
             self._writer.add_scalar("best_so_far", best, trial.number)
-        hparams = {**knobs_of(trial), "status": str(trial.measurement.status)}
+        hparams = {**knobs_of(trial), "status": str(trial.measured.status)}
         self._writer.add_hparams(
             hparams,
             {f"hparam/{name}": value for name, value in metrics.items()},

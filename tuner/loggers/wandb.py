@@ -43,12 +43,12 @@ class WandbLogger(TrialLogger):
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
         row = {f"knob.{name}": value for name, value in knobs_of(trial).items()}
-        status = str(trial.measurement.status)
+        status = str(trial.measured.status)
         out = {"trial": trial.number, **metrics, **row, "status": status}
         if best is not None:
             out["best_so_far"] = best
         self._run.log(out)
-        self._rows.append({**out, "reason": fold(trial.measurement.reason)})
+        self._rows.append({**out, "reason": fold(trial.measured.reason)})
 
     def summarise(self, result: Result) -> None:
         import wandb

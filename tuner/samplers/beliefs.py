@@ -205,7 +205,7 @@ class Beliefs:
         rows = np.flatnonzero(self.seen.ok)
         values = self.seen.objective[rows]
         estimated = predictions is not None and np.isfinite(predictions.log_throughput).any()
-        logs = all((t.measurement.throughput or 0) > 0 for t in self.known if t.ok)
+        logs = all((t.measured.throughput or 0) > 0 for t in self.known if t.ok)
         if not len(rows) and not estimated:
             return
         scale = 1.0 if logs or not len(values) else max(float(values.std()), 1e-12)
@@ -296,10 +296,10 @@ class Beliefs:
 
     def _limit(self, predictions: Predictions | None) -> float | None:
         """Memory of a device, MiB; None where nothing tells."""
-        told = [t.measurement.memory_limit_mib for t in self.known if t.measurement.memory_limit_mib]
+        told = [t.measured.memory_limit_mib for t in self.known if t.measured.memory_limit_mib]
         if told:
             return float(np.median(told))
-        peaks = [t.measurement.peak_memory_mib for t in self.known if t.ok and t.measurement.peak_memory_mib]
+        peaks = [t.measured.peak_memory_mib for t in self.known if t.ok and t.measured.peak_memory_mib]
         if predictions is not None and np.isfinite(predictions.log_memory).any():
             # Where the estimate passes from fitting to not fitting.
             fits, needs = predictions.fits, predictions.log_need
@@ -324,10 +324,10 @@ class Beliefs:
 
     def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
-        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measurement.seconds_total or 0) > 0]
+        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measured.seconds_total or 0) > 0]
         if len(rows) < 4:
             return np.ones(len(at))
-        logs = np.log([self.known[row].measurement.seconds_total for row in rows])
+        logs = np.log([self.known[row].measured.seconds_total for row in rows])
         if logs.std() < 0.1:  # all cost the same
             return np.ones(len(at))
         rows = rows[-200:]
