@@ -62,6 +62,9 @@ class Runner(ABC):
     closed: bool = False
     """Whether `close` was called; a trial that fails from then on is not tried again."""
 
+    def wait_ready(self) -> None:
+        """Returns when trials can begin."""
+
     @abstractmethod
     def run(self, request: TrialRequest) -> Measurement:
         """The outcome of one trial. Failures of the candidate are measurements, not exceptions.

@@ -16,7 +16,7 @@ def at_first_speed(trial: Trial) -> Trial:
     measured = trial.measurement
     if measured is None or not measured.ok or not measured.machine_speed:
         return trial
-    return replace(trial, measurement=replace(measured, throughput=measured.throughput / measured.machine_speed))
+    return replace(trial, measurement=replace(measured, throughput=measured.reached / measured.machine_speed))
 
 
 def unsteady(trials: Sequence[Trial]) -> bool:
@@ -57,7 +57,7 @@ class Conditions:
         if abs(load - self._load) > CHANGED_CORES:
             again = self.measure(canary)
             if again.ok:
-                self.speed = again.throughput / (canary.first or canary.throughput)
+                self.speed = again.reached / (canary.first or canary.throughput)
                 self._load = again.foreign_cores
                 self._say(canary)
         return measured if self.speed == 1.0 else replace(measured, machine_speed=self.speed)

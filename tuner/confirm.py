@@ -187,7 +187,7 @@ class Confirmation:
         if any(self._times[trial.number] < FEWEST_ROUNDS for trial in active):
             return active
         found = self.comparison()
-        top = max(found.level, key=found.level.get)
+        top = max(found.level, key=lambda number: found.level[number])
         by_number = {trial.number: trial for trial in self.run_folder.trials()}
         # Would those who were never measured again be as fast as the best, had they been measured beside it?
         # The default configuration tells what has changed: it does not take part for having been lucky once.
@@ -224,10 +224,10 @@ class Confirmation:
         """Stores the re-measurements, each with what its round did to all taken off."""
         kept: dict[int, list[float]] = {number: [] for number in self.failed}
         rounds = self._held()
-        found = compare_rounds(rounds) if rounds else None
-        for at, taken in enumerate(rounds):
+        disturbances = compare_rounds(rounds).disturbance if rounds else []
+        for taken, disturbance in zip(rounds, disturbances, strict=True):
             for number, each in taken.items():
-                kept.setdefault(number, []).append(each.throughput / math.exp(found.disturbance[at][number]))
+                kept.setdefault(number, []).append(each.reached / math.exp(disturbance[number]))
         for number, throughputs in kept.items():
             self.run_folder.remeasure(number, throughputs, self.failed.get(number))
 
@@ -302,7 +302,7 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
         design[:, -1] = loads
     # A disturbance is nothing on average, so that levels are those of average rounds.
     design[:, first:] -= design[:, first:].mean(axis=0)
-    y = np.array([math.log(each.throughput) for _, _, each in cells])
+    y = np.array([math.log(each.reached) for _, _, each in cells])
     found, inverse, weights = _fit(design, y, len(rounds) >= ROBUST_ROUNDS)
     degrees = len(cells) - np.linalg.matrix_rank(design)
     spreads = [each.spread / Z95 for _, _, each in cells if each.spread]

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import SpaceError, UsageError
 from ..models.spaces import TRAINER_MICRO_BATCH
 from ..space import Config, Space
+from ..space.knob import Knob
 
 MICRO_BATCH = "micro_batch"
 
@@ -80,12 +81,12 @@ def ladder(space: Space) -> Iterator[list[Config]]:
     in host memory; a pipeline, which has to be kept full. Never what is lossy.
     """
     chosen = _chosen(space, space.default())
-    sizes = space.by_name[MICRO_BATCH].values if MICRO_BATCH in chosen else ()
-    below = sorted((size for size in sizes if size < chosen[MICRO_BATCH]), reverse=True)
+    sizes = _numbers(space.by_name[MICRO_BATCH])[::-1] if MICRO_BATCH in chosen else []
+    below = [size for size in sizes if size < chosen[MICRO_BATCH]]
     if smaller := _with_sizes(space, chosen, below):
         yield smaller
     usual = max(TRAINER_MICRO_BATCH, chosen.get(MICRO_BATCH, 0))
-    below = sorted((size for size in sizes if size <= usual), reverse=True)
+    below = [size for size in sizes if size <= usual]
     for name, value in _steps(space):
         changed = {**chosen, name: value}
         if chosen.get(name) != value and (rung := _with_sizes(space, changed, below)):
@@ -101,7 +102,7 @@ def _steps(space: Space) -> list[tuple[str, Any]]:
         return [(name, value) for value in wanted if name in knobs and value in knobs[name].values]
 
     def rising(name: str) -> list[tuple[str, Any]]:
-        return [(name, value) for value in sorted(knobs[name].values) if value > 1] if name in knobs else []
+        return [(name, value) for value in _numbers(knobs[name]) if value > 1] if name in knobs else []
 
     full = "precision" in knobs and knobs["precision"].default == "fp32"
     return [
@@ -112,6 +113,11 @@ def _steps(space: Space) -> list[tuple[str, Any]]:
         *offered("offload", ("optimizer",)),
         *rising("pp"),
     ]
+
+
+def _numbers(knob: Knob) -> list[int]:
+    """The whole numbers among a knob's values, ascending."""
+    return sorted(value for value in knob.values if isinstance(value, int))
 
 
 def _with_sizes(space: Space, chosen: Mapping[str, Any], sizes: Sequence[int]) -> list[Config]:
@@ -136,7 +142,7 @@ def _smallest(space: Space, config: Config) -> Config | None:
     if knob is None or knob.derived or MICRO_BATCH not in config:
         return None
     with suppress(SpaceError):
-        return space.config({**_chosen(space, config), MICRO_BATCH: min(knob.values)})
+        return space.config({**_chosen(space, config), MICRO_BATCH: _numbers(knob)[0]})
     return None
 
 

@@ -25,7 +25,7 @@ class History:
         self._skipped: set[int] = set()
         self._speeds: dict[int, float] = {}
         self._best: float | None = None
-        self._probed: dict[int, Trial] = {}
+        self._probed: dict[int, Reference] = {}
         self._places: dict[int, int] = {}
         self.comparable: list[Trial] = []
         """The trials of the space, at the throughput they would have had when the search began. A refined
@@ -59,11 +59,10 @@ class History:
         Trial 0 is the default configuration, which applies nothing and computes in float32, so it sets it
         where it runs.
         """
-        ran = [trial for trial in self._probed.values() if trial.number != number]
-        if not ran:
+        others = {at: each for at, each in self._probed.items() if at != number}
+        if not others:
             return None
-        finest = min(ran, key=lambda trial: (trial.measured.probe.roundoff, trial.number))
-        return Reference(probe=finest.measured.probe, config_id=finest.config.id)
+        return others[min(others, key=lambda at: (others[at].probe.roundoff, at))]
 
     def _take(self, trial: Trial) -> None:
         number, measured = trial.number, trial.measurement
@@ -71,12 +70,12 @@ class History:
         if self._speeds.pop(number, None) == self._best:
             self._best = None
         self._probed.pop(number, None)
-        if trial.ok:
+        if measured is not None and measured.ok:
             speed = self._speeds[number] = compared.throughput
             if self._best is not None and speed > self._best:
                 self._best = speed
             if measured.probe is not None:
-                self._probed[number] = trial
+                self._probed[number] = Reference(probe=measured.probe, config_id=trial.config.id)
         if trial.sampler == REFINEMENT:
             return
         if measured is not None and measured.status is Status.SKIPPED:

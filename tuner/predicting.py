@@ -177,6 +177,7 @@ def simulator(estimator: "Estimator", earlier: Sequence[Trial], concurrency: int
     """The runner that answers for a cluster one does not have; its clock goes on where `earlier` trials ended."""
     from ..runners.simulate import SimulateRunner, SimulationTerms
 
-    done = [each.measurement for each in earlier if not each.pending and each.measured.started is not None]
-    begun = max((each.started + (each.seconds_total or 0.0) for each in done), default=None)
+    done = [each.measured for each in earlier if not each.pending]
+    ends = [each.started + (each.seconds_total or 0.0) for each in done if each.started is not None]
+    begun = max(ends, default=None)
     return SimulateRunner(estimator, SimulationTerms(begun=begun, **terms), slots=concurrency or 1)

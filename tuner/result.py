@@ -149,7 +149,7 @@ def _candidate(trial: Trial | None) -> Candidate | None:
     return Candidate(
         config=trial.config,
         throughput=trial.throughput,
-        measurement=trial.measurement,
+        measurement=trial.measured,
         trial=trial,
     )
 

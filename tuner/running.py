@@ -97,9 +97,9 @@ def make_work(request: Request, task: "Task") -> Work | None:
     """
     if request.runs_on == IN_PROCESS or task.simulated:
         return None
-    if task.workload is None:
-        return Calls(task.function)
-    return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
+    if task.workload is not None:
+        return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
+    return Calls(task.callable)
 
 
 def make_runner(
@@ -124,7 +124,7 @@ def make_runner(
         agent: for the runner `local`, one that was started beforehand.
     """
     if request.runs_on == IN_PROCESS:
-        return FunctionRunner(task.function)
+        return FunctionRunner(task.callable)
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
     if task.simulated:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +74,7 @@ class Search:
     """Tried after the first if that fails: it needs less memory."""
     trial_timeout_s: float | None = None
     """Deadline of one trial, s."""
-    listener: SearchListener | None = None
+    listener: SearchListener = field(default_factory=SearchListener)
     """Hears of progress."""
     judge: "Judge | None" = None
     """Tells what is left to gain, for `budget.patience`; None never stops early."""
@@ -91,8 +91,7 @@ class Search:
     a trial is started where what is left is enough for a typical one and for measuring the leaders again."""
 
     def __post_init__(self) -> None:
-        self.listener = self.listener or SearchListener()
-        self.watch = self.watch or Stopwatch(self.budget.seconds)
+        self._watch = self.watch or Stopwatch(self.budget.seconds)
         self._conditions = Conditions(self._measure_again, self.listener)
         self._history = History(lambda: self.run_folder.trials())
         self._judge_at = 0
@@ -128,7 +127,7 @@ class Search:
                     measured = future.result()
                     trial = running.pop(future)
                     # Beside other trials a canary would measure those.
-                    if self.runner.slots == 1 and self.watch.left > 0:
+                    if self.runner.slots == 1 and self._watch.left > 0:
                         measured = self._conditions.judge(self.run_folder.trials(), measured)
                     self.listener.finished(self.run_folder.finish(trial.number, measured))
         except BaseException:
@@ -296,11 +295,11 @@ class Search:
         if self.budget.seconds is None:
             return False
         again = 0.0 if not self.runner.confirms else self._confirmation().seconds
-        return self.watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
+        return self._watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
-        known = [trial.measured.seconds_total for trial in trials if not trial.pending]
-        known = [seconds for seconds in known if seconds]
+        spent = [trial.measured.seconds_total or 0.0 for trial in trials if not trial.pending]
+        known = [seconds for seconds in spent if seconds]
         return statistics.median(known) if known else 0.0
 
     def _try(self, trial: Trial, *, free: bool = False) -> Measurement:
@@ -356,13 +355,13 @@ class Search:
             self._measure_again,
             self._take_turns if self.runner.takes_turns else None,
             self.listener,
-            self.watch,
+            self._watch,
         )
 
     def _take_turns(self, trials: Sequence[Trial], patience_s: float) -> list[list[Measurement]] | None:
         requests = [self._request(replace(trial, measurement=None), free=True) for trial in trials]
         try:
-            return self.runner.take_turns(requests, [trial.measurement for trial in trials], patience_s)
+            return self.runner.take_turns(requests, [trial.measured for trial in trials], patience_s)
         except RunnerError:
             if self.runner.closed:
                 raise

@@ -40,6 +40,12 @@ class Task:
     notes: tuple[str, ...] = ()
     """What its user should know beforehand."""
 
+    @property
+    def callable(self) -> Callable[[Config], Any]:
+        """What is called, of a task without a workload."""
+        assert self.function is not None, "a task has a workload or a function"
+        return self.function
+
 
 def resolve_task(
     request: TrainingRequest, *, cluster: bool = False, simulated: "Hardware | None" = None
@@ -64,7 +70,6 @@ def resolve_task(
         device = detect()
         count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
-    where = {"device": device, "devices": count, "simulated": simulated is not None}
     if isinstance(target, (str, Path, Workload)):
         found = resolve(request, device, count)
         _check_effects(found.space, request.fix)
@@ -75,7 +80,9 @@ def resolve_task(
             free_batch=found.free_batch,
             lossy=lossy_of_space(found.space),
             notes=notes + found.notes,
-            **where,
+            device=device,
+            devices=count,
+            simulated=simulated is not None,
         )
     if not callable(target):
         raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
@@ -87,7 +94,7 @@ def resolve_task(
     space, _ = request.space_or(_no_default)
     _check_effects(space, request.fix)
     name = getattr(target, "__name__", type(target).__name__)
-    return Task(name=name, space=space, function=target, notes=notes, **where)
+    return Task(name=name, space=space, function=target, notes=notes, device=device, devices=count)
 
 
 def _no_default(allow: Sequence[str]) -> Space:

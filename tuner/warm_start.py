@@ -123,12 +123,12 @@ class WarmStart(Correction):
         told = np.log([trial.predicted_throughput or math.nan for trial in trials])
         held = np.log([trial.predicted_memory_mib or math.nan for trial in trials])
         if not np.isfinite(told).all():
-            told, held = self._predicted(taken.configs)
+            told, held = self._predicted(self._base, taken.configs)
         speed = speed - told
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - held
 
-    def _predicted(self, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
-        """Log throughput and log memory that the estimate beneath states of these, of which only the free
+    def _predicted(self, base: Prior, configs: Sequence[Config]) -> tuple[np.ndarray, np.ndarray]:
+        """Log throughput and log memory that the estimate beneath, `base`, states of these, of which only the free
         knobs count; NaN where they are not valid here; shape (n,) each."""
         speed, memory = np.full(len(configs), np.nan), np.full(len(configs), np.nan)
         rows, valid = [], []
@@ -138,6 +138,6 @@ class WarmStart(Correction):
                 valid.append(self._space.config({name: config[name] for name in free if name in config}))
                 rows.append(row)
         if rows:
-            found = self._base.predict(valid)
+            found = base.predict(valid)
             speed[rows], memory[rows] = found.log_throughput, found.log_memory
         return speed, memory

@@ -10,10 +10,12 @@ from ...errors import UsageError
 from ...models.request import Asked
 from ..request import Request
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-def options_of(*sections: type) -> Callable[[Callable], Callable]:
+
+def options_of(*sections: type) -> Decorator:
     """MODEL, and an option for each field of these sections of a request; `request_of` reads what they give."""
-    made = [
+    made: list[Decorator] = [
         click.argument("model", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
@@ -22,7 +24,7 @@ def options_of(*sections: type) -> Callable[[Callable], Callable]:
         for each in fields(section):
             made += [_option(each, told) for told in getattr(types[each.name], "__metadata__", ())]
 
-    def decorate(command: Callable) -> Callable:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(made):
             command = option(command)
         return command
@@ -30,7 +32,7 @@ def options_of(*sections: type) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _option(field: Field, told: Asked) -> Callable[[Callable], Callable]:
+def _option(field: Field[Any], told: Asked) -> Decorator:
     flag = f"--{(told.flag or field.name).replace('_', '-')}"
     if field.default is False:
         return click.option(flag, field.name, is_flag=True, help=told.help)
@@ -68,11 +70,13 @@ def target_of(model: str | None, workload: str | None) -> str:
     Raises:
         UsageError: neither or both are given, or the workload has no name.
     """
-    if (model is None) == (workload is None):
+    if model is not None and workload is None:
+        return model
+    if model is not None or workload is None:
         raise UsageError("give either MODEL or --workload FILE:NAME; `redline models` lists the models with a name")
-    if workload is not None and ":" not in workload:
+    if ":" not in workload:
         raise UsageError(f"--workload must be FILE:NAME, such as train.py:workload, but got '{workload}'")
-    return model if model is not None else workload
+    return workload
 
 
 def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ def print_result(result: Result) -> None:
     if result.best is None:
         console.print(Text(fold(f"Nothing feasible: {result.why}"), style="bold red"))
     else:
-        _winner(result, console)
+        _winner(result, result.best, console)
     if result.folder is not None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
@@ -33,8 +33,8 @@ def print_result(result: Result) -> None:
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _winner(result: Result, console: Console) -> None:
-    best, default = result.best, result.default
+def _winner(result: Result, best: Candidate, console: Console) -> None:
+    default = result.default
     kind = " (predicted: nothing was run)" if result.simulated else ""
     console.print(Text(f"winner   trial {best.trial.number}: {_speed(best)}{kind}", style="bold green"))
     if default is None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,7 +37,7 @@ def listener_for(stream: TextIO, *, silent: bool) -> "ProgressListener":
     # A dumb terminal cannot take back what it has written.
     if not stream.isatty():
         return LineListener(stream)
-    terminal = _Terminal(stream)
+    terminal = cast(TextIO, _Terminal(stream))  # what it has not itself, the stream has
     live = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     return TerminalListener(terminal) if live else LineListener(terminal)
 
@@ -219,11 +219,11 @@ def headline(plan: SearchPlan) -> list[str]:
 
 def trial_line(trial: Trial, plan: SearchPlan | None = None, *, narrow: bool = False) -> Text:
     """A finished trial on one line: how it ended, how fast it was, and in what it differs from the default."""
-    measured = trial.measurement
+    measured = trial.measured
     # The number that files, logs and the final word call it by; the first is 0.
     line = Text(f"{trial.number:>4}  ")
     line.append(f"{measured.status:<8}", style=STYLES[measured.status])
-    line.append(f"{speed(measured.throughput, measured.unit) if measured.ok else '':>16}  ")
+    line.append(f"{speed(measured.reached, measured.unit) if measured.ok else '':>16}  ")
     if not narrow:
         line.append(f"{words.memory(measured.peak_memory_mib) if measured.peak_memory_mib else '':>10}  ")
     is_default = trial.sampler == "default"

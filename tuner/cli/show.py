@@ -25,7 +25,7 @@ def show(run: str, top: int | None, status: str | None, sort: str, columns: str 
     """Show the winner, the counts by status and the best trials of the run in folder RUN, also while it runs."""
     from ...errors import UsageError, unknown
     from ...results import View, listing
-    from ...results.columns import fold
+    from ...results.columns import fold, header
 
     if form not in listing.FORMATS:
         raise UsageError(unknown("format", form, listing.FORMATS))
@@ -45,7 +45,7 @@ def show(run: str, top: int | None, status: str | None, sort: str, columns: str 
         return
     trials = view.trials()
     shown, _ = listing.select(trials, selection)
-    names = listing.chosen_columns(trials, selection.columns or listing.header(listing.knob_names(trials)))
+    names = listing.chosen_columns(trials, selection.columns or header(listing.knob_names(trials)))
     click.echo(listing.write(shown, names, form), nl=False)
     for problem in view.problems:
         click.echo(f"note: {fold(problem)}", err=True)

@@ -1,12 +1,17 @@
 """`redline space`: what may vary."""
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...models.request import ModelRequest, SpaceRequest, TrainingRequest
 from .options import options_of, request_of
+
+if TYPE_CHECKING:
+    from ...models import Workload
+    from ..task import Task
 
 EXAMPLES = """\b
 Examples:
@@ -22,10 +27,6 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def space(output: str | None, as_json: bool, **options: Any) -> None:
     """Show the knobs of MODEL on the devices at hand, their constraints, and how many configurations are valid."""
-    from ...device import DESCRIBED, liger_obstacle
-    from ...models.kernels import kernels_obstacle
-    from ...models.parallel import no_hsdp
-    from ...models.spaces import lossy_beyond, without_float8
     from ..task import resolve_task
 
     task = resolve_task(TrainingRequest(**request_of(options)))
@@ -39,22 +40,35 @@ def space(output: str | None, as_json: bool, **options: Any) -> None:
         return
     click.echo(task.space.describe())
     click.echo(f"\ndefault: {' '.join(f'{k}={v}' for k, v in task.space.default().items())}")
-    if left := lossy_beyond(task.space) if task.workload is not None else ():
-        click.echo(f"\nlossy, and so left out: {', '.join(left)} (see --allow lossy)")
-    if task.workload is not None and task.workload.space is None:
-        knob = task.space.by_name.get("precision")
-        if knob is not None and "fp8" not in (*knob.values, *(knob.others or ())):
-            if why := without_float8(task.workload, task.device):
-                click.echo(f"\nwithout fp8: {why}")
-    if "kernels" not in task.space.by_name and task.workload is not None and task.workload.space is None:
-        why = kernels_obstacle(task.workload).removeprefix("kernels: ")
-        click.echo(f"\nwithout kernels: {why}")
-    elif task.device.type == "cuda" and DESCRIBED not in task.device.features:
-        if "kernels" in task.space.by_name and (why := liger_obstacle("cuda")):
-            click.echo(f"\nkernels are the loss alone, not modules: {why}")
-    if "zero" in task.space.by_name and "hsdp" not in task.space.by_name and task.workload.space is None:
-        click.echo(f"\nwithout hsdp: {no_hsdp(task.devices, task.device)}")
+    if task.workload is not None:
+        for line in _left_out(task, task.workload):
+            click.echo(f"\n{line}")
     for note in task.notes:
         click.echo(f"note: {note}")
     if output:
         click.echo(f"wrote {output}")
+
+
+def _left_out(task: "Task", workload: "Workload") -> Iterator[str]:
+    """What the space has not, each with the reason."""
+    from ...device import DESCRIBED, liger_obstacle
+    from ...models.kernels import kernels_obstacle
+    from ...models.parallel import no_hsdp
+    from ...models.spaces import lossy_beyond, without_float8
+
+    knobs = task.space.by_name
+    if left := lossy_beyond(task.space):
+        yield f"lossy, and so left out: {', '.join(left)} (see --allow lossy)"
+    if "kernels" in knobs and task.device.type == "cuda" and DESCRIBED not in task.device.features:
+        if why := liger_obstacle("cuda"):
+            yield f"kernels are the loss alone, not modules: {why}"
+    if workload.space is not None:  # its author's choice
+        return
+    precision = knobs.get("precision")
+    if precision is not None and "fp8" not in (*precision.values, *(precision.others or ())):
+        if why := without_float8(workload, task.device):
+            yield f"without fp8: {why}"
+    if "kernels" not in knobs:
+        yield f"without kernels: {kernels_obstacle(workload).removeprefix('kernels: ')}"
+    if "zero" in knobs and "hsdp" not in knobs:
+        yield f"without hsdp: {no_hsdp(task.devices, task.device)}"

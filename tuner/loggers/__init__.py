@@ -18,8 +18,8 @@ def logger_names() -> tuple[str, ...]:
     return _LOGGERS
 
 
-def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> list[str]:
-    """The trackers of these names, each once.
+def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None) -> dict[str, Path]:
+    """The trackers of these names, each once, and the folder that each writes to.
 
     Raises:
         UsageError: there is no tracker of a name, or no folder for what it writes.
@@ -30,7 +30,7 @@ def check_trackers(names: str | Sequence[str] | None, folder: str | Path | None)
             raise UsageError(unknown("tracker", name, _LOGGERS))
     if chosen and folder is None:
         raise UsageError(f"logging to {chosen[0]} needs a folder for the run; give out=...")
-    return chosen
+    return {} if folder is None else dict.fromkeys(chosen, Path(folder))
 
 
 @contextlib.contextmanager
@@ -48,7 +48,8 @@ def logging_to(
         yield listener
         return
     trackers: list[TrialLogger] = [
-        import_module(f".{name}", __package__).LOGGER(Path(folder), listener.said) for name in chosen
+        import_module(f".{name}", __package__).LOGGER(where, listener.said)
+        for name, where in chosen.items()
     ]
     try:
         yield Listeners([listener, *trackers])

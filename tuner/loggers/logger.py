@@ -1,7 +1,7 @@
 """What a tracker of experiments must offer to be written to, and what is written."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class TrialLogger(SearchListener):
     failures: tuple[type[BaseException], ...] = (OSError,)
     """How the tracker fails."""
 
-    def __init__(self, folder: Path, say: Any = None) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         self.folder = folder
         self._say = say or (lambda message: None)
         self._best: float | None = None

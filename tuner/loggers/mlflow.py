@@ -1,7 +1,8 @@
 """MLflow: a run for the search, a child run for each trial."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ...errors import MissingDependency
 from ...results import Trial
@@ -21,7 +22,7 @@ class MLflowLogger(TrialLogger):
 
     name = "mlflow"
 
-    def __init__(self, folder, say=None) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
         try:
             from mlflow.exceptions import MlflowException
@@ -53,8 +54,8 @@ class MLflowLogger(TrialLogger):
         run = self._client.create_run(
             self._experiment, run_name=f"trial {trial.number}", tags=tags
         ).info.run_id
-        for name, value in knobs_of(trial).items():
-            self._client.log_param(run, name, value)
+        for knob, chosen in knobs_of(trial).items():
+            self._client.log_param(run, knob, chosen)
         for name, value in metrics.items():
             self._client.log_metric(run, name, value)
             self._client.log_metric(self._run, name, value, step=trial.number)
@@ -66,8 +67,8 @@ class MLflowLogger(TrialLogger):
         for name, value in headline_of(result).items():
             self._client.log_metric(self._run, name, value)
         if result.best is not None:
-            for name, value in knobs_of(result.best.trial).items():
-                self._client.log_param(self._run, name, value)
+            for knob, chosen in knobs_of(result.best.trial).items():
+                self._client.log_param(self._run, knob, chosen)
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

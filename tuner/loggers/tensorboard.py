@@ -1,6 +1,7 @@
 """TensorBoard: event files in the run's folder, with its HParams page."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ...errors import MissingDependency
 from ...results import Trial
@@ -16,7 +17,7 @@ class TensorBoardLogger(TrialLogger):
 
     name = "tensorboard"
 
-    def __init__(self, folder, say=None) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
         try:
             import tensorboard  # noqa: F401

@@ -1,6 +1,7 @@
 """Weights & Biases: a run for the search, a step for each trial."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ...errors import MissingDependency
 from ...results import Trial
@@ -17,7 +18,7 @@ class WandbLogger(TrialLogger):
 
     name = "wandb"
 
-    def __init__(self, folder, say=None) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
         try:
             import wandb

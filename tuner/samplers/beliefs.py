@@ -84,20 +84,18 @@ class Knowledge:
         self.features = Features(self.encoding)
         listed = self.encoding.listed
         count = None if listed is None else len(listed)
-        self.answers = None if prior is None else Answers(Prior(prior, warn=warn), count)
         self.estimates: list[tuple[Answers, float]] = []
-        """Rival estimates, and the share of each in what estimates are trusted; `answers` comes first."""
-        self.relative = False
+        """Rival estimates, and the share of each in what estimates are trusted; the prior itself comes first."""
+        self.relative = isinstance(prior, Correction) and prior.beneath is None
         """Whether of what the prior states only ratios mean anything."""
-        if isinstance(prior, Correction):
-            self.relative = prior.beneath is None
-            self.estimates = [(self.answers, prior.weight)]
-            if prior.beneath is not None and prior.weight < 1:
-                # What is wrong with it the correction tells.
-                beneath = Prior(prior.beneath, warn=lambda message: None)
-                self.estimates.append((Answers(beneath, count), 1 - prior.weight))
-        elif self.answers is not None:
-            self.estimates = [(self.answers, 1.0)]
+        if prior is not None:
+            weight = prior.weight if isinstance(prior, Correction) else 1.0
+            self.estimates.append((Answers(Prior(prior, warn=warn), count), weight))
+        if isinstance(prior, Correction) and prior.beneath is not None and prior.weight < 1:
+            # What is wrong with it the correction tells.
+            beneath = Prior(prior.beneath, warn=lambda message: None)
+            self.estimates.append((Answers(beneath, count), 1 - prior.weight))
+        self.answers = self.estimates[0][0] if self.estimates else None
         self.headroom = headroom
         self._favourites: list[Config] | None = None
 
@@ -119,9 +117,7 @@ class Knowledge:
                 if not fresh:
                     break
                 expanded.update(fresh)
-                rows = [
-                    row for each in fresh for row in self.encoding.neighbours(self.encoding.encode(each))
-                ]
+                rows = [row for code in self.encoding.codes(fresh) for row in self.encoding.neighbours(code)]
                 known = list(dict.fromkeys([*known, *self.encoding.valid(rows)]))
             self._favourites = self._by_prior(known)[:FAVOURITES]
         return self._favourites
@@ -238,7 +234,7 @@ class Beliefs:
     def _memory(
         self, points: np.ndarray, at: np.ndarray, everything: np.ndarray, predictions: Predictions | None
     ) -> np.ndarray:
-        measured = [_need(trial.measurement) for trial in self.known]
+        measured = [_need(trial.measured) for trial in self.known]
         limit = self._limit(predictions)
         bound = 0.0 if limit is None else np.log(limit)
         values, signs, rows = [], [], []
@@ -255,10 +251,8 @@ class Beliefs:
                 values.append(bound)
                 signs.append(-1.0)
             rows.append(row)
-        estimated = (
-            predictions is not None and limit is not None and np.isfinite(predictions.log_memory).any()
-        )
-        if not any(sign >= 0 for sign in signs) and not estimated:
+        told = predictions if limit is not None and _any_memory(predictions) else None
+        if not any(sign >= 0 for sign in signs) and told is None:
             return np.ones(len(at))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
         here = everything[rows_all]
@@ -271,14 +265,14 @@ class Beliefs:
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
                 basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
                 scales=MEMORY_WITHOUT,
-                weight=0.1 if estimated else 1.0,
+                weight=1.0 if told is None else 0.1,
             )
         )
-        if estimated:
+        if told is not None:
             # A measured peak is that of the device that reports; whether it fits, the fullest decides.
             exact = np.array([*(sign == 0 for sign in signs), *[False] * len(at)])
-            estimate = np.where(exact, predictions.log_memory[rows_all], predictions.log_need[rows_all])
-            middle = np.nanmean(estimate)
+            estimate = np.where(exact, told.log_memory[rows_all], told.log_need[rows_all])
+            middle = float(np.nanmean(estimate))
             estimate = np.where(np.isfinite(estimate), estimate, middle)
             basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
             beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
@@ -300,7 +294,7 @@ class Beliefs:
         if told:
             return float(np.median(told))
         peaks = [t.measured.peak_memory_mib for t in self.known if t.ok and t.measured.peak_memory_mib]
-        if predictions is not None and np.isfinite(predictions.log_memory).any():
+        if predictions is not None and _any_memory(predictions):
             # Where the estimate passes from fitting to not fitting.
             fits, needs = predictions.fits, predictions.log_need
             known = np.isfinite(needs)
@@ -311,7 +305,7 @@ class Beliefs:
 
     def _others(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Chance not to fail otherwise than by memory, shape (m,)."""
-        failed = np.array([_other_failure(t.measurement) for t in self.known], dtype=object)
+        failed = [_other_failure(t.measured) for t in self.known]
         rows = np.flatnonzero([each is not None for each in failed])
         bad = np.array([bool(failed[row]) for row in rows])
         if not bad.any():
@@ -324,10 +318,11 @@ class Beliefs:
 
     def _costs(self, points: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Expected seconds of a trial of each candidate relative to the mean, shape (m,)."""
-        rows = [row for row, t in enumerate(self.known) if t.ok and (t.measured.seconds_total or 0) > 0]
+        seconds = {row: t.measured.seconds_total or 0.0 for row, t in enumerate(self.known) if t.ok}
+        rows = [row for row, each in seconds.items() if each > 0]
         if len(rows) < 4:
             return np.ones(len(at))
-        logs = np.log([self.known[row].measured.seconds_total for row in rows])
+        logs = np.log([seconds[row] for row in rows])
         if logs.std() < 0.1:  # all cost the same
             return np.ones(len(at))
         rows = rows[-200:]
@@ -375,6 +370,10 @@ def _need(measurement: Measurement) -> tuple[float | None, bool | None]:
     if measurement.status is Status.OOM:
         return measurement.peak_memory_mib, True
     return measurement.peak_memory_mib, False if measurement.ok else None
+
+
+def _any_memory(predictions: Predictions | None) -> bool:
+    return predictions is not None and bool(np.isfinite(predictions.log_memory).any())
 
 
 def _other_failure(measurement: Measurement) -> bool | None:

@@ -32,7 +32,7 @@ class Candidates:
         self.encoding = encoding
         self.codes = codes
         self._seen = seen
-        self._configs = configs
+        self._configs = configs or ()
         self.rows = rows
         """Their positions in the listed space, shape (n,); None where it is not listed."""
 
@@ -41,23 +41,23 @@ class Candidates:
 
     def config(self, index: int) -> Config:
         """The candidate of row `index`."""
-        if self._configs is not None:
-            return self._configs[index]
-        return self.encoding.space.at(int(self.rows[index]))
+        if self.rows is not None:
+            return self.encoding.space.at(int(self.rows[index]))
+        return self._configs[index]
 
     def configs(self, indices: np.ndarray) -> list[Config]:
         """The candidates of the rows `indices`, shape (m,)."""
-        if self._configs is not None:
-            return [self._configs[i] for i in indices]
-        return self.encoding.space.take(self.rows[indices].tolist())
+        if self.rows is not None:
+            return self.encoding.space.take(self.rows[indices].tolist())
+        return [self._configs[i] for i in indices]
 
     def find(self, configs: Iterable[Config]) -> list[int]:
         """The indices of those of these configurations that are candidates, ascending."""
-        if self._configs is not None:
-            wanted = set(configs)
-            return [index for index, config in enumerate(self._configs) if config in wanted]
-        rows = [row for row in self.encoding.rows(configs) if row is not None]
-        return np.flatnonzero(np.isin(self.rows, rows)).tolist()
+        if self.rows is not None:
+            rows = [row for row in self.encoding.rows(configs) if row is not None]
+            return np.flatnonzero(np.isin(self.rows, rows)).tolist()
+        wanted = set(configs)
+        return [index for index, config in enumerate(self._configs) if config in wanted]
 
     def lookup(self, code: np.ndarray) -> Config | None:
         """The configuration of a code, in the sample or not; None where it is invalid or was tried."""
@@ -152,5 +152,4 @@ def remaining(
             config = encoding.decode(row)
             if config is not None and config not in seen:
                 configs[config] = None
-    codes = stack([encoding.encode(config) for config in configs], len(encoding.knobs))
-    return Candidates(encoding, codes, seen, configs=list(configs))
+    return Candidates(encoding, encoding.codes(configs), seen, configs=list(configs))

@@ -45,6 +45,20 @@ class Encoding:
                 return None
         return code
 
+    def codes(self, configs: Iterable[Config]) -> np.ndarray:
+        """The codes of configurations of the space, shape (n, knobs).
+
+        Raises:
+            ValueError: one of them has a value that the space does not know.
+        """
+        out = []
+        for config in configs:
+            code = self.encode(config)
+            if code is None:
+                raise ValueError(f"{dict(config)} is no configuration of this space")
+            out.append(code)
+        return stack(out, len(self.knobs))
+
     def valid(self, codes: Iterable[np.ndarray]) -> list[Config]:
         """The configurations of those of the codes that are valid."""
         if self.listed is not None:
@@ -114,7 +128,7 @@ class Encoding:
 
     @cached_property
     def _row_of_code(self) -> dict[bytes, int]:
-        return {code.tobytes(): row for row, code in enumerate(self.listed)}
+        return {} if self.listed is None else {code.tobytes(): row for row, code in enumerate(self.listed)}
 
 
 def stack(codes: Sequence[np.ndarray], knobs: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Features:
 
     def numeric(self, configs: Sequence[Config]) -> np.ndarray:
         """The features of configurations that the encoding knows: shape (n, columns)."""
-        return self.of(np.array([self.encoding.encode(config) for config in configs]))
+        return self.of(self.encoding.codes(configs))
 
 
 def _table(values: Sequence[object], ordered: bool) -> np.ndarray:

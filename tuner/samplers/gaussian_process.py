@@ -39,9 +39,8 @@ class Kernel:
     """
 
     def __init__(self, scales: Scales, columns: int) -> None:
-        self.scales = replace(
-            scales, length=np.broadcast_to(np.asarray(scales.length, float), (columns,)).copy()
-        )
+        self.scales = scales
+        self._lengths = np.broadcast_to(np.asarray(scales.length, float), (columns,))
 
     def between(
         self, a: "Points | np.ndarray", b: "Points | np.ndarray", basis_a: np.ndarray, basis_b: np.ndarray
@@ -57,7 +56,7 @@ class Kernel:
         # Columns have few different values, so functions of two of them are evaluated on those alone.
         apart = [
             np.abs(levels[:, None] - others[None, :]) / length
-            for levels, others, length in zip(a.levels, b.levels, self.scales.length)
+            for levels, others, length in zip(a.levels, b.levels, self._lengths)
         ]
         joint = _spread([each**2 for each in apart], a, b)
         np.sqrt(joint, out=joint)
@@ -293,11 +292,11 @@ class Posterior:
         at_basis: np.ndarray,
     ) -> None:
         self.kernel, self._at, self._at_basis = kernel, Points.of(at), at_basis
-        points = Points.of(points)
-        own = kernel.between(points, points, basis, basis)
-        own[np.diag_indices(points.rows)] += noise + _JITTER
+        measured = Points.of(points)
+        own = kernel.between(measured, measured, basis, basis)
+        own[np.diag_indices(measured.rows)] += noise + _JITTER
         lower = cholesky(own, lower=True, check_finite=False)
-        cross = kernel.between(points, self._at, basis, at_basis)
+        cross = kernel.between(measured, self._at, basis, at_basis)
         self._projected = solve_triangular(lower, cross, lower=True, check_finite=False)
         """L^-1 K(points, candidates), shape (n, m)."""
         whitened = solve_triangular(lower, values, lower=True, check_finite=False)

@@ -33,7 +33,7 @@ class RandomSampler(StepwiseSampler):
             if config not in tried:
                 return config
         candidates = remaining(self._encoding, trials, rng, sample=1)
-        return candidates.config(rng.integers(len(candidates))) if len(candidates) else None
+        return candidates.config(int(rng.integers(len(candidates)))) if len(candidates) else None
 
     def _draw(self, rng: np.random.Generator) -> Iterable[Config]:
         if self._encoding.listed is None:

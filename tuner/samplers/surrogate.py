@@ -75,7 +75,7 @@ class Mixture:
     @property
     def mean(self) -> np.ndarray:
         """Mean at the candidates, shape (m,)."""
-        return sum(weight * mean for weight, mean, _ in self.parts())
+        return np.sum([weight * mean for weight, mean, _ in self.parts()], axis=0)
 
     @property
     def variance(self) -> np.ndarray:
@@ -187,11 +187,12 @@ def limit_model(
 
 def chance_below(mixture: Mixture, bound: float, softness: float = SOFTNESS) -> np.ndarray:
     """Probability that the quantity of each candidate is below the bound, shape (m,)."""
-    total = 0.0
-    for weight, mean, variance in mixture.parts():
-        # MacKay's approximation of a logistic averaged over a Gaussian.
-        total = total + weight * expit((bound - mean) / np.sqrt(softness**2 + np.pi * variance / 8))
-    return total
+    # MacKay's approximation of a logistic averaged over a Gaussian.
+    shares = [
+        weight * expit((bound - mean) / np.sqrt(softness**2 + np.pi * variance / 8))
+        for weight, mean, variance in mixture.parts()
+    ]
+    return np.sum(shares, axis=0)
 
 
 def expected_improvement(mean: np.ndarray, variance: np.ndarray, best: float) -> np.ndarray:
