@@ -43,7 +43,7 @@ def measured_again(
         failure: the re-measurement that did not, if any: then the trial ends as that one did.
     """
     if failure is not None:
-        told = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.throughput, first.unit)}"
+        told = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
         return replace(
             first, status=failure.status, reason=told, throughput=None, log=failure.log or first.log
         )
@@ -52,15 +52,15 @@ def measured_again(
     middle = median(throughputs)
     ratio = middle / first.throughput if first.throughput else 1.0
     many = f"{len(throughputs)} re-measurements" if len(throughputs) > 1 else "the re-measurement"
-    told = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.throughput, first.unit)}"
+    told = f"{'median of ' if len(throughputs) > 1 else ''}{many}; the first time {speed(first.reached, first.unit)}"
     again = replace(
         first,
         throughput=middle,
         reason=f"{first.reason}; {told}" if first.reason else told,
-        **{
-            name: None if getattr(first, name) is None else getattr(first, name) * ratio
-            for name in ("samples_per_second", "tokens_per_second", "tflops_per_device", "mfu")
-        },
+        samples_per_second=_times(first.samples_per_second, ratio),
+        tokens_per_second=_times(first.tokens_per_second, ratio),
+        tflops_per_device=_times(first.tflops_per_device, ratio),
+        mfu=_times(first.mfu, ratio),
     )
     if first.step_ms is None or ratio == 0:
         return again
@@ -69,6 +69,10 @@ def measured_again(
     if len(throughputs) > 1 and fmean(throughputs):
         parts.append(Z95 * stdev(throughputs) / fmean(throughputs) / math.sqrt(len(throughputs)))
     return replace(again, step_ms=step_ms, step_ms_spread=step_ms * math.hypot(*parts) if parts else None)
+
+
+def _times(value: float | None, ratio: float) -> float | None:
+    return None if value is None else value * ratio
 
 
 def judged(
@@ -86,7 +90,7 @@ def judged(
         failure: see `measured_again`.
         first: its first measurement; None for the one it has.
     """
-    first = first or trial.measurement
+    first = first or trial.measured
     return replace(
         trial,
         measurement=measured_again(first, throughputs, failure),

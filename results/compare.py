@@ -39,6 +39,11 @@ class Side:
         """The winner's, as it is judged."""
         return self.best.throughput if self.best else None
 
+    @property
+    def error(self) -> float | None:
+        """Relative standard error of the winner's throughput; None where nothing of its spread was recorded."""
+        return relative_error(self.best) if self.best else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
@@ -139,8 +144,8 @@ def _difference(first: Side, other: Side) -> Difference | None:
     if not first.throughput or not other.throughput:
         return None
     ratio = other.throughput / first.throughput
-    errors = relative_error(first.best), relative_error(other.best)
-    p = None if None in errors or ratio <= 0 else probability(ratio, *errors)
+    error, others = first.error, other.error
+    p = None if error is None or others is None or ratio <= 0 else probability(ratio, error, others)
     return Difference(ratio=ratio, p=p)
 
 

@@ -74,7 +74,7 @@ class Ledger:
         for entry in study.entries:
             # Killed between the outcome and the state, which are one write but may be torn.
             if entry.number in self._trials and not entry.finished and entry.attributes.get("measurement"):
-                outcome = self._first.get(entry.number, self._trials[entry.number].measurement)
+                outcome = self._first.get(entry.number) or self._trials[entry.number].measured
                 self._store(entry.id, outcome)
 
     @classmethod
@@ -229,12 +229,12 @@ class Ledger:
         except ValueError as error:
             raise StudyError(f"configuration {values} is not of this study: {error}") from error
         with self._lock, contained(self._where):
-            self._writable()
+            storage = self._writable()
             if self._journal is not None:
                 self._journal.recover()
-            trial_id = self._storage.create_new_trial(self._study_id, template)
+            trial_id = storage.create_new_trial(self._study_id, template)
             trial = Trial(
-                number=self._storage.get_trial_number_from_id(trial_id),
+                number=storage.get_trial_number_from_id(trial_id),
                 config=config,
                 sampler=sampler,
                 predicted_throughput=attributes.get("predicted_throughput"),
@@ -252,9 +252,9 @@ class Ledger:
             StudyError: there is no such pending trial, or it cannot be stored.
         """
         with self._lock, contained(self._where):
-            self._writable()
+            storage = self._writable()
             trial = self._known(number)
-            self._storage.set_trial_user_attr(self._ids[number], "attempts", attempts)
+            storage.set_trial_user_attr(self._ids[number], "attempts", attempts)
             self._trials[number] = replace(trial, attempts=attempts)
             return self._trials[number]
 
@@ -318,7 +318,7 @@ class Ledger:
             try:
                 with contained(self._where), self._together():
                     for name, value in attributes.items():
-                        self._storage.set_study_user_attr(self._study_id, name, value)
+                        self._writable().set_study_user_attr(self._study_id, name, value)
             except StudyError as error:
                 raise StudyError(
                     f"the re-measurement of trial {number} could not be stored: {error}"
@@ -363,15 +363,16 @@ class Ledger:
 
         state, values = TrialState.FAIL, None
         if measurement.ok:
-            state, values = TrialState.COMPLETE, [float(measurement.throughput)]
+            state, values = TrialState.COMPLETE, [float(measurement.reached)]
         elif measurement.status is Status.SKIPPED:
             state = TrialState.PRUNED
         # The outcome goes first: it makes the trial finished even if the rest is lost.
-        self._storage.set_trial_user_attr(trial_id, "measurement", measurement.to_dict())
-        self._storage.set_trial_user_attr(trial_id, "status", str(measurement.status))
+        storage = self._writable()
+        storage.set_trial_user_attr(trial_id, "measurement", measurement.to_dict())
+        storage.set_trial_user_attr(trial_id, "status", str(measurement.status))
         if measurement.reason:
-            self._storage.set_trial_user_attr(trial_id, "reason", measurement.reason)
-        self._storage.set_trial_state_values(trial_id, state, values)
+            storage.set_trial_user_attr(trial_id, "reason", measurement.reason)
+        storage.set_trial_state_values(trial_id, state, values)
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
         return self._journal.together() if self._journal is not None else contextlib.nullcontext()
@@ -381,9 +382,15 @@ class Ledger:
             raise StudyError(f"there is no trial {number} among the {len(self._trials)} of {self._where}")
         return self._trials[number]
 
-    def _writable(self) -> None:
+    def _writable(self) -> "BaseStorage":
+        """The storage.
+
+        Raises:
+            StudyError: it was opened to read only.
+        """
         if self._storage is None:
             raise StudyError(f"{self._where} was opened to read only")
+        return self._storage
 
     def _raise_trouble(self, what: str) -> None:
         trouble = self._journal.trouble if self._journal is not None else None

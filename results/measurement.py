@@ -1,7 +1,7 @@
 """What a dry run found out: status, speed, memory, timings."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
@@ -49,7 +49,7 @@ class RankReport:
     """CUDA: times the allocator had to flush its cache to go on; above 0 the trial ran close to OOM."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, _names(RankReport))
 
 
 _STATUSES = frozenset(Status)
@@ -64,7 +64,7 @@ _LONGEST_TEXT = 100_000
 
 
 @cache
-def _names(cls: type) -> tuple[str, ...]:
+def _names(cls: "type[Measurement | RankReport]") -> tuple[str, ...]:
     return tuple(each.name for each in fields(cls))
 
 
@@ -97,14 +97,14 @@ def _from_json(cls: type, data: Any) -> dict[str, Any]:
     return values
 
 
-def _check(made: Any) -> None:
+def _check(made: "Measurement | RankReport", names: Iterable[str]) -> None:
     """Has every field of a measurement or a rank's report be of its type, whoever made it: numbers of numpy and torch
     become Python's, and texts are cut where they are endless.
 
     Raises:
         UsageError: a field is of another type.
     """
-    for name in _names(type(made)):
+    for name in names:
         value = given = getattr(made, name)
         if name == "status":
             # Whoever measures by a function of their own writes "ok", and means Status.OK.
@@ -193,7 +193,7 @@ class Measurement:
     """One report a rank that got to report."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, _names(Measurement))
         if not isinstance(self.probe, Probe | None):
             raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shown(self.probe)}")
         if not isinstance(self.ranks, tuple) or not all(isinstance(each, RankReport) for each in self.ranks):
@@ -214,6 +214,13 @@ class Measurement:
         if self.throughput is None:
             raise RuntimeError(f"a trial that ended as {self.status} has no throughput")
         return self.throughput
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """When the trial began and ended, Unix time, s; None where that is not known."""
+        if self.started is None or self.seconds_total is None:
+            return None
+        return self.started, self.started + self.seconds_total
 
     @property
     def spread(self) -> float | None:

@@ -39,8 +39,7 @@ def html(trials: Sequence[Trial], *, why: str = "") -> str:
         )
         if winner.lossy:
             exact = summary.best_exact(trials)
-            measured = exact and exact.measurement
-            told = f"{speed(measured.throughput, measured.unit)} (trial {exact.number})" if exact else "none"
+            told = f"{speed(exact.throughput, exact.measured.unit)} (trial {exact.number})" if exact else "none"
             head += f"<br/>{escape(summary.exactness(trials))}: {escape(told)}"
     counts = ", ".join(f"{count} {status}" for status, count in summary.counts(trials).items() if count)
     return (

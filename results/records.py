@@ -109,13 +109,12 @@ def replay(data: bytes, where: str) -> dict[int, Recorded]:
                 made.append(entry)
             elif kind in (_STATE, _TRIAL_ATTRIBUTE):
                 at = _field(record, "trial_id", int)
-                entry = made[at] if 0 <= at < len(made) else None
-                if entry is None or entry.finished:
+                if not 0 <= at < len(made) or made[at].finished:
                     continue
                 if kind == _STATE:
-                    entry.finished = _field(record, "state", int) in _FINISHED
+                    made[at].finished = _field(record, "state", int) in _FINISHED
                 else:
-                    _keep(entry, _field(record, "user_attr", dict))
+                    _keep(made[at], _field(record, "user_attr", dict))
         except Refused as error:
             raise StudyError(
                 f"line {place} of {where} is not a record of a study ({error}): {line[:60]!r}; "
@@ -189,7 +188,7 @@ def trials_of(
             continue
         values = again.get(trial.number, ())
         if trial.ok and (values or trial.number in told.fallen):
-            told.first[trial.number] = trial.measurement
+            told.first[trial.number] = trial.measured
             trial = judged(trial, values, told.fallen.get(trial.number))
         told.trials[trial.number] = trial
     return told
@@ -234,5 +233,6 @@ def _trial(entry: Entry, make_config: Callable[[Mapping[str, Any]], Any], lossy:
         attempts=attempts,
         measurement=measurement,
         lossy=lossy_in(config, lossy),
-        **predicted,
+        predicted_throughput=predicted["predicted_throughput"],
+        predicted_memory_mib=predicted["predicted_memory_mib"],
     )

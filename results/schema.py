@@ -150,13 +150,13 @@ def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
         return _BAD if isinstance(shape, (Mapping, list)) else None
     if isinstance(shape, Mapping):
         if isinstance(value, Mapping):
-            parts = {
+            entries = {
                 key: _clean(each, inner, f"{where}.{key}".lstrip("."), faults)
                 if (inner := shape.get(key, shape.get(...))) is not None
                 else each
                 for key, each in value.items()
             }
-            return {key: each for key, each in parts.items() if each is not _BAD}
+            return {key: each for key, each in entries.items() if each is not _BAD}
         wanted = "a mapping"
     elif isinstance(shape, list):
         if isinstance(value, list):
@@ -166,7 +166,7 @@ def _clean(value: Any, shape: Shape, where: str, faults: list[str]) -> Any:
     elif shape(value):
         return value
     else:
-        wanted = shape.__doc__
+        wanted = shape.__doc__ or "as it must be"
     faults.append(f"{where} is {shown(value)}, not {wanted}")
     return _BAD
 

@@ -80,10 +80,7 @@ def render(
     if not shown:
         return
     console.print()
-    if asked:
-        outcome, knobs, common = [_column(shown, name) for name in asked], [], []
-    else:
-        outcome, knobs, common = _columns(shown)
+    outcome, knobs, common = ([_column(shown, name) for name in asked], [], []) if asked else _columns(shown)
     if console.is_terminal:
         _draw(shown, outcome, knobs, console, reasons=not asked)
     else:
@@ -136,11 +133,11 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     gain = summary.gain(trials)
     if base is not None and base.number == winner.number:
         lines[-1] += ", the default configuration"
-    elif gain is not None:
+    elif base is not None and gain is not None:
         lines[-1] += f", {gain:.2f} times the default configuration's {_speed(base)} (trial {base.number})"
     elif base is not None and not base.pending and not base.ok:
         lines[-1] += f"; the default configuration (trial {base.number}) ended as {base.measured.status}"
-    if winner.remeasured:
+    if winner.remeasured and winner.first is not None:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
     lines.append(
@@ -167,9 +164,9 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
 
 
 def _speed(trial: Trial) -> str:
-    measured = trial.measurement
+    measured = trial.measured
     doubt = "" if measured.spread is None else f" ± {100 * measured.spread:.2g} %"
-    return speed(measured.throughput, measured.unit) + doubt
+    return speed(trial.throughput, measured.unit) + doubt
 
 
 def _column(trials: Sequence[Trial], name: str) -> Column:

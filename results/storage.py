@@ -32,9 +32,7 @@ def words(source: Any) -> str:
         return "memory"
     if not isinstance(source, (str, Path)):
         return f"the given {type(source).__name__}"
-    if is_path(source):
-        return f"'{source}'"
-    return f"'{without_password(source)}'"
+    return f"'{source if is_path(source) else without_password(str(source))}'"
 
 
 def without_password(url: str) -> str:

@@ -132,14 +132,12 @@ def best_so_far(trials: Sequence[Trial]) -> list[float | None]:
 
 def smallest_need(trials: Sequence[Trial]) -> Trial | None:
     """The `oom` trial that asked for the least memory; None if no `oom` knows what it needed."""
-    known = [
-        trial
-        for trial in trials
-        if not trial.pending
-        and trial.measured.status is Status.OOM
-        and trial.measured.peak_memory_mib is not None
-    ]
-    return min(known, key=lambda trial: trial.measured.peak_memory_mib, default=None)
+    known = {
+        trial.measured.peak_memory_mib: trial
+        for trial in reversed(trials)
+        if not trial.pending and trial.measured.status is Status.OOM and trial.measured.peak_memory_mib is not None
+    }
+    return known[min(known)] if known else None
 
 
 def why_nothing(trials: Sequence[Trial]) -> str:
@@ -158,7 +156,7 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
     said = [f"none of {len(finished)} trials succeeded: {listing}."]
     need = smallest_need(finished)
-    if need is not None:
+    if need is not None and need.measured.peak_memory_mib is not None:
         said.append(
             f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number})."
         )

@@ -175,11 +175,11 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
     missing = [name for name in FIXED if name not in names]
     if missing:
         problems.append(f"{path}: no column {', '.join(missing)}; left empty")
-    rows = [found[number] for number in sorted(found)]
+    kept = [found[number] for number in sorted(found)]
     table: dict[str, list[Any]] = {}
     for name in (*FIXED, *(each for each in names if each not in FIXED)):
         place = names.index(name) if name in names else None
-        texts = [""] * len(rows) if place is None else [each[place] for each in rows]
+        texts = [""] * len(kept) if place is None else [each[place] for each in kept]
         table[name] = _values(name, texts)
     return table, problems
 

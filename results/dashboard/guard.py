@@ -79,7 +79,7 @@ class Guard:
         await self.app(scope, receive, guarded)
 
     def _right(self, brought: str | None) -> bool:
-        return brought is not None and hmac.compare_digest(brought.encode(), self.token.encode())
+        return brought is not None and self.token is not None and hmac.compare_digest(brought.encode(), self.token.encode())
 
 
 def _host(header: str) -> str:

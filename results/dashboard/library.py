@@ -1,6 +1,7 @@
 """The runs under a folder as the pages ask for them: read when their files change, otherwise remembered."""
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -244,14 +245,14 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             "best": top,
             "unit": winner.measured.unit if winner else "",
             "gain": summary.gain(trials),
-            "spark": _thin(_climb(trials, top)),
+            "spark": _thin(_climb(trials, math.inf if top is None else top)),
             "changed": max(times),
             "problems": len(source.problems),
         }
     )
 
 
-def _climb(trials: list[Trial], top: float | None) -> list[float | None]:
+def _climb(trials: list[Trial], top: float) -> list[float | None]:
     """The best so far, up to the winner's: what was faster once did not hold up, or was not measured again."""
     return [each if each is None else min(each, top) for each in summary.best_so_far(trials)]
 
@@ -265,19 +266,18 @@ def _thin(series: list[float | None]) -> list[float | None]:
 def _gather(source: Source, reads: int, before: _Whole | None) -> _Whole:
     columns = rows(source)
     names = list(columns)
-    same = before is not None and before.columns == names
-    old = before.rows if same else {}
+    before = before if before is not None and before.columns == names else None
+    old = before.rows if before is not None else {}
     found: dict[int, tuple[tuple[Any, ...], int]] = {}
     for cells in zip(*columns.values()):
         number = cells[names.index("trial")]
         was = old.get(number)
         found[number] = was if was is not None and was[0] == cells else (cells, reads)
-    kept = same and old.keys() <= found.keys()
     return _Whole(
         reads=reads,
         source=source,
         document=document(source, with_rows=False),
         rows=found,
         columns=names,
-        begun=before.begun if kept else reads,
+        begun=before.begun if before is not None and old.keys() <= found.keys() else reads,
     )

@@ -13,10 +13,10 @@ _WIDTH = 100
 
 def head(target: Target, setup: Setup) -> list[str]:
     """Where the configuration comes from, what has to be known before it is used, and what it runs on."""
-    measured = setup.trial.measurement
+    trial, measured = setup.trial, setup.trial.measurement
     what = f"{setup.model or 'a model'}, trial {setup.trial.number}{', predicted' if setup.simulated else ''}"
-    if setup.trial.ok:
-        what += f": {speed(measured.throughput, measured.unit)}"
+    if trial.ok:
+        what += f": {speed(trial.throughput, trial.measured.unit)}"
     if measured is not None and measured.peak_memory_mib is not None:
         what += f", peak memory {number(measured.peak_memory_mib, 5)} MiB"
     lines = [f"Written by redline {__version__} for {target.name}: {fold(what)}"]

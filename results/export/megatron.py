@@ -139,7 +139,7 @@ def _shell(setup: Setup, comment: str) -> str:
 
 
 def _start(setup: Setup, file: str) -> str:
-    script = _SCRIPTS.get(setup.shape.get("family"), "pretrain_gpt.py")
+    script = _SCRIPTS.get(str(setup.shape.get("family")), "pretrain_gpt.py")
     return f'source {sourced(file)}; {setup.hosts.torchrun()} {script} "${{MEGATRON_ARGS[@]}}"'
 
 

@@ -238,7 +238,7 @@ class Setup:
         if micro is not None and steps is not None:
             return micro, steps
         share = None if total is None else total // self.dp
-        if share is not None and (total % self.dp or share % (micro or steps or 1)):
+        if total is not None and total % (self.dp * (micro or steps or 1)):
             raise UsageError(
                 f"cannot export trial {self.trial.number}: the global batch, {total}, is not a multiple of "
                 f"dp x micro_batch, {self.dp} x {micro or steps or 1}"

@@ -1,6 +1,7 @@
 """torchtitan: the flags of its training command (it has no TOML any more)."""
 
 import shlex
+from collections.abc import Callable
 
 from ...orders import ORDERS, Order
 from .common import note_lora, note_partial_checkpointing, note_reduction
@@ -15,6 +16,10 @@ PRESETS = {
 """Models that both have: torchtitan's module and configuration."""
 
 
+Give = Callable[[str, object], None]
+"""Adds a flag and its value."""
+
+
 def flags(setup: Setup) -> list[str]:
     """Flags of `torchtitan.train`, after those that name the model."""
     out: list[str] = []
@@ -22,7 +27,7 @@ def flags(setup: Setup) -> list[str]:
     def give(name: str, value: object) -> None:
         out.extend((f"--{name}", str(value)))
 
-    if setup.micro_batch is not None:
+    if setup.micro_batch is not None and setup.grad_accum is not None:
         # A pipeline splits the local batch into micro-batches itself.
         local = setup.micro_batch * (setup.grad_accum if setup.pp > 1 else 1)
         give("training.local_batch_size", local)
@@ -80,10 +85,10 @@ def flags(setup: Setup) -> list[str]:
 
 def _order(setup: Setup) -> Order:
     """The order of a pipeline's micro-batches; 1F1B in place of one that is not known."""
-    return ORDERS.get(setup.order_of_stages(), ORDERS["1f1b"])
+    return ORDERS.get(setup.order_of_stages() or "", ORDERS["1f1b"])
 
 
-def _chunks(setup: Setup, give) -> None:
+def _chunks(setup: Setup, give: Give) -> None:
     """How many stages a rank holds: torchtitan makes two where the schedule takes several, unless it is told
     how many layers each has, of which embedding and head count as one each."""
     chunks = setup.knob("virtual_stages")
@@ -97,7 +102,7 @@ def _chunks(setup: Setup, give) -> None:
         setup.note(f"virtual_stages={chunks}: torchtitan makes two stages a rank of these layers")
 
 
-def _precision(setup: Setup, give) -> None:
+def _precision(setup: Setup, give: Give) -> None:
     precision = setup.knob("precision")
     if precision == "fp16":
         setup.note("precision=fp16 has no flag in torchtitan: bfloat16 is set")

@@ -27,7 +27,8 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
     winner, base = summary.best(trials), summary.default(trials)
     exact = summary.best_exact(trials)
     gain = summary.gain(trials)
-    spreads = [each.measured.spread for each in (winner, base) if each is not None and each.ok]
+    sides = [each for each in (winner, base) if each is not None and each.ok]
+    spreads = [each.measured.spread for each in sides if each.measured.spread is not None]
     return {
         "trials": len(trials),
         "counts": {str(status): count for status, count in summary.counts(trials).items()},
@@ -38,7 +39,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
         "exactness": summary.exactness(trials),
         "gain": gain,
         # Relative errors of a ratio add in squares.
-        "gain_spread": math.hypot(*spreads) if gain and None not in spreads and winner is not base else None,
+        "gain_spread": math.hypot(*spreads) if gain and len(spreads) == len(sides) and winner is not base else None,
         "why": summary.why_nothing(trials),
         "limit_mib": memory_limit(trials),
         "cost": cost(trials),
@@ -47,7 +48,7 @@ def headline(trials: Sequence[Trial]) -> dict[str, Any]:
 
 def entry(trial: Trial) -> dict[str, Any]:
     """One trial's figures."""
-    found = trial.measurement
+    found = trial.measured
     return {
         "trial": trial.number,
         "status": str(found.status),
@@ -73,23 +74,18 @@ def memory_limit(trials: Sequence[Trial]) -> float | None:
 
 def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
     """Device seconds by status, lost and overhead, and the wall-clock span; None where no trial tells."""
-    timed = [each for each in trials if each.measured.status in RAN and each.measured.seconds_total]
+    timed = [each.measured for each in trials if each.measured.status in RAN and each.measured.seconds_total]
     if not timed:
         return None
     seconds = {str(status): 0.0 for status in RAN}
     overhead = 0.0
     for each in timed:
-        devices = each.measured.devices or 1
-        seconds[each.measured.status] += each.measured.seconds_total * devices
+        devices = each.devices or 1
+        seconds[each.status] += (each.seconds_total or 0.0) * devices
         if each.ok:
-            overhead += (each.measured.seconds_overhead or 0.0) * devices
-    begun = [each for each in timed if each.measured.started is not None]
-    span = (
-        max(each.measured.started + each.measured.seconds_total for each in begun)
-        - min(each.measured.started for each in begun)
-        if begun
-        else None
-    )
+            overhead += (each.seconds_overhead or 0.0) * devices
+    spans = [each.span for each in timed if each.span is not None]
+    span = max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else None
     total = sum(seconds.values())
     return {
         "device_seconds": total,
@@ -103,13 +99,16 @@ def cost(trials: Sequence[Trial]) -> dict[str, Any] | None:
 
 def frontier(trials: Sequence[Trial]) -> list[int]:
     """Numbers of the `ok` trials that no other beats in throughput at no more memory, by memory."""
-    known = [each for each in trials if each.ok and each.measured.peak_memory_mib is not None]
-    known.sort(key=lambda each: (each.measured.peak_memory_mib, -each.throughput))
+    known = [
+        (each.measured.peak_memory_mib, -each.throughput, each.number)
+        for each in trials
+        if each.ok and each.measured.peak_memory_mib is not None
+    ]
     best, kept = -math.inf, []
-    for each in known:
-        if each.throughput > best:
-            best = each.throughput
-            kept.append(each.number)
+    for _, slowness, number in sorted(known):
+        if -slowness > best:
+            best = -slowness
+            kept.append(number)
     return kept
 
 
@@ -153,7 +152,8 @@ def _spearman(pairs: Sequence[tuple[float, float]]) -> float | None:
         ranks.append((np.cumsum(ties) - (ties - 1) / 2)[places])
     if any(np.ptp(side) == 0 for side in ranks):
         return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, other = ranks
+    return float(np.corrcoef(first, other)[0, 1])
 
 
 def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
@@ -163,29 +163,29 @@ def lanes(trials: Sequence[Trial]) -> dict[str, Any] | None:
     says. The table does not say on which devices a trial ran; each is laid on the lowest lanes free at its start. None
     where no trial tells when it started.
     """
-    known = [
-        each
-        for each in trials
-        if each.measured.started is not None and each.measured.seconds_total is not None
-    ]
+    known = [(*each.measured.span, each) for each in trials if each.measured.span is not None]
     if not known:
         return None
-    known.sort(key=lambda each: (each.measured.started, each.number))
-    widths = [max(int(each.measured.devices or 1), 1) for each in known]
+    known.sort(key=lambda each: (each[0], each[2].number))
+    origin = known[0][0]
+    ran = [(begin - origin, end - origin, each.number) for begin, end, each in known]
+    widths = [max(int(each.measured.devices or 1), 1) for _, _, each in known]
     alike = len(set(widths)) == 1 and widths[0] > 1
-    by_device = None if alike else _laid(known, widths, MOST_LANES)
-    items, count = by_device or _laid(known, [1] * len(known), len(known))
-    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": known[0].measured.started, "items": items}
+    by_device = None if alike else _laid(ran, widths, MOST_LANES)
+    laid = by_device or _laid(ran, [1] * len(ran), len(ran))
+    assert laid is not None, "as many lanes as trials are enough"
+    items, count = laid
+    return {"lanes": count, "of": "devices" if by_device else "trials", "origin": origin, "items": items}
 
 
-def _laid(known: Sequence[Trial], widths: Sequence[int], most: int) -> tuple[list[list[Any]], int] | None:
-    """The trials on lanes, and how many lanes those are; None where they are more than `most`."""
-    origin = known[0].measured.started
+def _laid(
+    ran: Sequence[tuple[float, float, int]], widths: Sequence[int], most: int
+) -> tuple[list[list[Any]], int] | None:
+    """The trials, given begin, end and number of each, on lanes, and how many lanes those are; None where they are more
+    than `most`."""
     busy: list[float] = []
     items = []
-    for each, width in zip(known, widths):
-        begin = each.measured.started - origin
-        end = begin + each.measured.seconds_total
+    for (begin, end, number), width in zip(ran, widths):
         # A trial's end and the next one's start are taken by different clocks.
         free = [until <= begin + 0.02 for until in busy]
         first = next((lane for lane in range(len(busy)) if all(free[lane : lane + width])), len(busy))
@@ -193,5 +193,5 @@ def _laid(known: Sequence[Trial], widths: Sequence[int], most: int) -> tuple[lis
             return None
         busy += [0.0] * (first + width - len(busy))
         busy[first : first + width] = [end] * width
-        items.append([each.number, first, width, round(begin, 3), round(end, 3)])
+        items.append([number, first, width, round(begin, 3), round(end, 3)])
     return items, len(busy)

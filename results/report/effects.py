@@ -33,14 +33,14 @@ def effects(trials: Sequence[Trial], knobs: Mapping[str, Sequence[Any] | None]) 
 
     good = [each for each in trials if each.ok and each.throughput > 0]
     speeds = np.array([each.throughput for each in good], dtype=float)
-    told = []
+    told: list[dict[str, Any]] = []
     blocks: list[Any] = []
     for name, declared in knobs.items():
         labels, of = _groups(name, trials, declared or ())
         if len(labels) < 2:
             continue
         place = np.array([of[each.number] for each in good], dtype=int)
-        counts = [Counter() for _ in labels]
+        counts: list[Counter[str]] = [Counter() for _ in labels]
         for each in trials:
             counts[of[each.number]][str(each.measured.status)] += 1
         values = [

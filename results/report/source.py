@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...errors import StudyError
 from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_inside
@@ -200,8 +200,8 @@ def _remeasured(trials: list[Trial], best: dict[str, Any]) -> list[Trial]:
     told: dict[str, tuple[float, tuple[float, ...]]] = {}
     for number, entry in kept.items() if isinstance(kept, dict) else ():
         first, again = (entry.get("first"), entry.get("again")) if isinstance(entry, dict) else (None, None)
-        if _is_speed(first) and isinstance(again, list) and all(_is_speed(each) for each in again):
-            told[str(number)] = float(first), tuple(float(each) for each in again)
+        if isinstance(again, list) and _is_speed(first) and all(_is_speed(each) for each in again):
+            told[str(number)] = float(first), tuple(map(float, again))
     return [
         replace(trial, first=told[str(trial.number)][0], remeasured=told[str(trial.number)][1])
         if str(trial.number) in told
@@ -210,7 +210,7 @@ def _remeasured(trials: list[Trial], best: dict[str, Any]) -> list[Trial]:
     ]
 
 
-def _is_speed(value: Any) -> bool:
+def _is_speed(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

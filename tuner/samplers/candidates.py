@@ -26,13 +26,13 @@ class Candidates:
         codes: np.ndarray,
         seen: frozenset[Config],
         *,
-        configs: Sequence[Config] | None = None,
+        configs: Sequence[Config] = (),
         rows: np.ndarray | None = None,
     ) -> None:
         self.encoding = encoding
         self.codes = codes
         self._seen = seen
-        self._configs = configs or ()
+        self._configs = configs
         self.rows = rows
         """Their positions in the listed space, shape (n,); None where it is not listed."""
 
@@ -71,7 +71,7 @@ class Candidates:
             return config
         distance = self.encoding.distances(self.codes, code)
         best = distance.min()
-        if self._configs is not None:
+        if self.rows is None:
             # A sample of a large space is sparse: what differs in one knob alone is mostly nearer.
             rows = self.encoding.neighbours(code)
             apart = self.encoding.distances(rows, code)
@@ -84,9 +84,10 @@ class Candidates:
 
     def take(self, indices: np.ndarray) -> "Candidates":
         """The candidates of the rows `indices`, shape (m,)."""
-        configs = None if self._configs is None else [self._configs[i] for i in indices]
-        rows = None if self.rows is None else self.rows[indices]
-        return Candidates(self.encoding, self.codes[indices], self._seen, configs=configs, rows=rows)
+        codes = self.codes[indices]
+        if self.rows is not None:
+            return Candidates(self.encoding, codes, self._seen, rows=self.rows[indices])
+        return Candidates(self.encoding, codes, self._seen, configs=[self._configs[i] for i in indices])
 
     def joined(self, configs: Sequence[Config]) -> "Candidates":
         """These and the given configurations, as far as they are new and encodable."""
@@ -100,11 +101,10 @@ class Candidates:
             return self
         added = [config for config, _ in new.values()]
         codes = np.concatenate([self.codes, stack([code for _, code in new.values()], self.codes.shape[1])])
-        rows = self.rows
-        if rows is not None:
-            rows = np.concatenate([rows, self.encoding.rows(added)])
-        own = None if self._configs is None else [*self._configs, *added]
-        return Candidates(self.encoding, codes, self._seen, configs=own, rows=rows)
+        if self.rows is not None:
+            rows = np.concatenate([self.rows, self.encoding.rows(added)])
+            return Candidates(self.encoding, codes, self._seen, rows=rows)
+        return Candidates(self.encoding, codes, self._seen, configs=[*self._configs, *added])
 
 
 class Tried:
