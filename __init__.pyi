@@ -1,0 +1,35 @@
+from .errors import (
+    MissingDependency as MissingDependency,
+    NothingFound as NothingFound,
+    OutOfMemory as OutOfMemory,
+    RedlineError as RedlineError,
+    RunnerError as RunnerError,
+    ScheduleError as ScheduleError,
+    SpaceError as SpaceError,
+    StudyError as StudyError,
+    TraceError as TraceError,
+    UsageError as UsageError,
+    WorkloadError as WorkloadError,
+)
+from .estimator import (
+    Estimate as Estimate,
+    Estimator as Estimator,
+    Hardware as Hardware,
+    ModelFacts as ModelFacts,
+    TrainingSetup as TrainingSetup,
+)
+from .models import Workload as Workload, workload as workload
+from .results import Measurement as Measurement, Status as Status, Trial as Trial
+from .schedule import (
+    Schedule as Schedule,
+    build as build,
+    create_schedule as create_schedule,
+    deferred as deferred,
+    list_primitives as list_primitives,
+    register_primitive as register_primitive,
+    verify as verify,
+)
+from .space import Config as Config, Space as Space
+from .tuner import Result as Result, Sampler as Sampler, tune as tune
+
+__version__: str
