@@ -78,7 +78,7 @@ def prepare(sch: Schedule, context: Context, seed: int, init: Callable[[nn.Modul
     """The first half of `build`: checks, and weights on the device."""
     check_synced(sch)
     axis = axis_of(sch.mesh, "pp")
-    if sch.tree.cuts and axis.size > 1:
+    if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
     materialise(sch.tree.module, context.device, seed, init)
     sch.tree.built = True

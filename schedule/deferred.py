@@ -94,7 +94,8 @@ def going_on(recording: Recording) -> Iterator[None]:
 def stray(module: nn.Module) -> str:
     """What has no memory and would not get any from `build`, in words: an attribute of a module that is on the meta
     device for itself, or a tensor in other hands than a module's; empty where there is none."""
-    recording, held = recording_of(module), set()
+    recording = recording_of(module)
+    held: set[int] = set()
     for path, each in module.named_modules():
         for name, tensor in loose(each):
             if tensor.is_meta and recorded(tensor) is None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 
 from torch import nn
 
@@ -67,7 +67,14 @@ def add_layer(module: nn.Module, layer: Layer) -> None:
     forward.layers.sort(key=lambda each: each.order)
 
 
-def layers_of(module: nn.Module, kind: type[Layer] = Layer) -> list[Layer]:
+AnyLayer = TypeVar("AnyLayer", bound=Layer)
+
+
+@overload
+def layers_of(module: nn.Module) -> list[Layer]: ...
+@overload
+def layers_of(module: nn.Module, kind: type[AnyLayer]) -> list[AnyLayer]: ...
+def layers_of(module: nn.Module, kind: type[Any] = Layer) -> list[Any]:
     """The layers of a kind around a module's forward, inmost first."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, Forward):

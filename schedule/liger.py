@@ -167,7 +167,7 @@ class _Times(nn.Module):
         return self.factor * x
 
 
-def _adopt(kind: type[nn.Module], old: nn.Module) -> nn.Module:
+def _adopt(kind: Any, old: nn.Module) -> nn.Module:
     """A module of another class with the attributes, tensors and children of `old`."""
     made = kind.__new__(kind)
     made.__dict__ = dict(vars(old))

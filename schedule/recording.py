@@ -167,6 +167,11 @@ class Recording:
             self.refuse("it holds a tensor that is conjugated or negated when it is read")
         return View(found[1], tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
+    def _known(self, tensor: torch.Tensor) -> View:
+        found = self.view(tensor)
+        assert found is not None, "only what is recorded here is asked for"
+        return found
+
     def adopt(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of memory whose contents are unknown until an operation sets them."""
         with self.shown_as_they_are():
@@ -177,7 +182,7 @@ class Recording:
     def lacks(self, tensor: torch.Tensor) -> bool:
         """Whether something of an adopted tensor is still unknown."""
         with self.shown_as_they_are():
-            return self.view(tensor).memory in self.unknown
+            return self._known(tensor).memory in self.unknown
 
     def reseed(self, seed: int) -> None:
         """Notes that what follows draws as after `torch.manual_seed(seed)`."""
@@ -276,7 +281,7 @@ class Recording:
         whole = set(new)
         if overwrites and self._covers(written[0]):
             whole.add(reads.pop(0))
-        writes = new | {self.view(each).memory for each in written}
+        writes = new | {self._known(each).memory for each in written}
         if self.unknown.intersection(reads):
             self.unknown |= writes
         else:
@@ -300,7 +305,7 @@ class Recording:
         return tensor.is_contiguous() and tensor.numel() * tensor.itemsize == self._memory(tensor).nbytes
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
-        return self.memories[self.view(tensor).memory]
+        return self.memories[self._known(tensor).memory]
 
     def _allocated(self, tensor: torch.Tensor, device: torch.device) -> View:
         """Makes a tensor on the meta device stand for new memory."""
@@ -308,7 +313,7 @@ class Recording:
         storage._recorded = (self, len(self.memories))
         self.storages.append(weakref.ref(storage))
         self.memories.append(Memory(storage.nbytes(), tensor.dtype, full(device)))
-        return self.view(tensor)
+        return self._known(tensor)
 
 
 def recorded(tensor: torch.Tensor) -> tuple[Recording, int] | None:

@@ -48,7 +48,8 @@ def replay(
 
 def _needed(log: list[Operation | Reseed], wanted: set[int]) -> Numbered:
     """What the wanted memory depends on, numbered: what made its contents, and all draws before the last of it."""
-    live, drawing, kept = set(wanted), False, []
+    live, drawing = set(wanted), False
+    kept: Numbered = []
     for number in range(len(log) - 1, -1, -1):
         each = log[number]
         if isinstance(each, Reseed):
@@ -80,12 +81,13 @@ def _ordered(numbered: Numbered) -> list[Operation | Reseed]:
     return [each for _, each in sorted(timed, key=lambda pair: pair[0])]
 
 
-def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[set[int]]:
+def _done_with(operations: list[Operation | Reseed], wanted: set[int]) -> list[frozenset[int]]:
     """For each operation the memory whose contents nothing needs after it."""
-    live, out = set(wanted), []
+    live = set(wanted)
+    out: list[frozenset[int]] = []
     for each in reversed(operations):
         if isinstance(each, Reseed):
-            out.append(set())
+            out.append(frozenset())
             continue
         out.append((each.reads | each.writes) - live)
         live = (live - each.whole) | each.reads

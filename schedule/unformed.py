@@ -312,7 +312,7 @@ class _Loss(torch.autograd.Function):
                     to_weight[:rows] += gradient.t() @ states
                 del gradient  # before the next chunk's logits are there
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        to_bias = None if to_bias is None or bias is None else to_bias.to(bias.dtype)
         ctx.gradients = (to_hidden, to_weight, to_bias)
         return total / count
 

@@ -123,13 +123,14 @@ def make_runner(
         earlier: trials of a run that is taken up again.
         agent: for the runner `local`, one that was started beforehand.
     """
-    if request.runs_on == IN_PROCESS:
-        return FunctionRunner(task.callable)
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
     if task.simulated:
+        assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
         return simulator(estimator, earlier, at_once, devices=task.devices, seed=request.seed, **limits)
+    if work is None:
+        return FunctionRunner(task.callable)
     terms = TrialTerms(
         device=task.device,
         devices=task.devices,

@@ -12,7 +12,7 @@ def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -
     """The function as the compiler returns it: `inductor`, `none`, or a function of a function."""
     if compiler == "none":
         return function
-    if compiler == "inductor":
+    if isinstance(compiler, str):
         return torch.compile(function)
     made = compiler(function)
     if not callable(made):

@@ -109,7 +109,7 @@ def trace(
             f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}"
         )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    fixed = {
+    fixed: dict[str, Any] = {
         p.name: {} if p.kind is p.VAR_KEYWORD else () if p.kind is p.VAR_POSITIONAL else p.default
         for p in parameters
         if p.kind in variadic or (p.default is not p.empty and p.name not in inputs)

@@ -62,7 +62,7 @@ class ParameterSync:
         return {"axis": self.axis}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["axis"])
+        self.axis, self.hooked = state["axis"], WeakTensorKeyDictionary()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for name, param in parameters_of(module).items():

@@ -222,6 +222,7 @@ class Pipeline:
             if self.axis.rank not in ranks:
                 continue
             param = parameters_of(module)[name]
+            assert param is not None, "a tied weight is there"
             value = read(param)
             if value is None:
                 # The other ranks wait for it.

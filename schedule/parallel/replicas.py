@@ -90,7 +90,8 @@ class Replicas:
         """What `make` returns for the parameters that this rank owns; after each of its steps all ranks have
         all parameters."""
         # A rank that owns nothing has an optimizer too, since all take part in what follows a step.
-        made = make(self.owned or [nn.Parameter(torch.zeros(0, device=self.buckets[0].flat.device))])
+        device = next(iter(self._of)).device
+        made = make(self.owned or [nn.Parameter(torch.zeros(0, device=device))])
         made.register_step_post_hook(lambda *_: self.share())
         return made
 
@@ -99,6 +100,7 @@ class Replicas:
         works = [
             dist.broadcast(bucket.flat, group=self.axis.group, group_src=bucket.owner, async_op=True)
             for bucket in self.buckets
+            if bucket.flat is not None
         ]
         for work in works:
             work.wait()
@@ -170,9 +172,9 @@ class _Bucket:
 
     def flatten(self) -> None:
         """Makes the parameters views of one tensor."""
-        self.flat = torch.cat([each.detach().reshape(-1) for each in self.places])
+        flat = self.flat = torch.cat([each.detach().reshape(-1) for each in self.places])
         for param, place in self.places.items():
-            param.data = self.flat[place].view(param.shape)
+            param.data = flat[place].view(param.shape)
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, ranks: int) -> None:
@@ -193,7 +195,7 @@ class _Bucket:
             self.take(param, axis.size)
             if param.grad is None:
                 self._used[number] = 0
-        total = self._gradients
+        total = self._sums
         if dtype is not None and dtype != total.dtype:
             total = self._wire = total.to(dtype)
         if self.owner is None:
@@ -210,17 +212,22 @@ class _Bucket:
                 param.grad = None
         else:
             if self._wire is not None:
-                self._gradients.copy_(self._wire)
+                self._sums.copy_(self._wire)
             for number, (param, place) in enumerate(self.places.items()):
                 # What no replica used has no gradient, and an optimizer leaves it alone.
                 if param.grad is None and self._used[number] > 0:
-                    param.grad = self._gradients[place].view(param.shape)
+                    param.grad = self._sums[place].view(param.shape)
         self._gradients = self._wire = self._work = None
 
     @property
     def _used(self) -> torch.Tensor:
         """For each parameter whether there is a gradient, then by how many replicas; it travels with them."""
-        return self._gradients[self.size :]
+        return self._sums[self.size :]
+
+    @property
+    def _sums(self) -> torch.Tensor:
+        assert self._gradients is not None, "there is none before the first gradient"
+        return self._gradients
 
 
 def _owners(params: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:

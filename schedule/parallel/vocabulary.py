@@ -42,12 +42,13 @@ class SplitLogits(torch.Tensor):
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         source = next((each for each in args if isinstance(each, SplitLogits)), None)
-        axis = getattr(source, "axis", None)
-        if axis is not None and func in (torch.Tensor.view, torch.Tensor.reshape):
+        if source is None or not hasattr(source, "axis"):
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.view, torch.Tensor.reshape):
             args = (source, *_local_shape(source, args[1:]))
         out = super().__torch_function__(func, types, args, kwargs)
-        if axis is not None and isinstance(out, SplitLogits):
-            out.axis, out.vocabulary = axis, source.vocabulary
+        if isinstance(out, SplitLogits):
+            out.axis, out.vocabulary = source.axis, source.vocabulary
         return out
 
 

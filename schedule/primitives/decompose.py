@@ -55,7 +55,7 @@ def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> No
 
 def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
     child = sch.module.get_submodule(node.target) if node.op == "call_module" else None
-    if "linear" in wanted and type(child) is nn.Linear and child.bias is not None:
+    if "linear" in wanted and child is not None and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):
             return []
         gathered = any(mode == "fwd_post" and op == "all_gather" for mode, op, _ in syncs_of(child))

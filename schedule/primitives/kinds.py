@@ -99,12 +99,12 @@ class BiasOnce(Layer):
         if bias is None:
             return inner(*args, **kwargs)
         once = through(bias, forward=None if self.axis.rank == 0 else torch.zeros_like)
-        if any(isinstance(each, WithoutBias) for each in layers_of(module)):
+        if layers_of(module, WithoutBias):
             return inner(*args, **kwargs)
         if type(module) is nn.Linear:
             return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, once)
         # Other forwards read `self.bias`: for the call they find the stand-in there.
-        parameters_of(module)["bias"] = once  # type: ignore[assignment]
+        parameters_of(module)["bias"] = once
         try:
             return inner(*args, **kwargs)
         finally:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
-from ..parallel.collectives import axis_of, divided
+from ..parallel.collectives import Axis, axis_of, divided
 from ..parallel.replicas import Replicas
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -66,10 +66,7 @@ def shard_data(
     label = f"shard_data on '{sch.name}'"
     if sch.path:
         raise ScheduleError(f"{label}: the whole model is replicated, so call it on the root's schedule")
-    if axis_of(sch.mesh, "dp") is None:
-        raise ScheduleError(
-            f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)"
-        )
+    ranks = _data_parallel(sch, label).size
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {zero!r}")
     cut = _STAGES[:zero] if cut is None else tuple(cut)
@@ -79,7 +76,6 @@ def shard_data(
         )
     if gather not in (None, "step", "pass"):
         raise ScheduleError(f"{label}: gather must be step or pass, but got {gather!r}")
-    ranks = axis_of(sch.mesh, "dp").size
     if hsdp != 1 and ("gradients" not in cut or hsdp < 1 or ranks % hsdp or ranks == hsdp):
         raise ScheduleError(
             f"{label}: hsdp needs stage 2 or 3 and must divide the {ranks} ranks into groups of two or more, "
@@ -102,6 +98,15 @@ def shard_data(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
+
+
+def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
+    found = axis_of(sch.mesh, "dp")
+    if found is None:
+        raise ScheduleError(
+            f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)"
+        )
+    return found
 
 
 def _apply(
@@ -155,7 +160,7 @@ def _replicate(
 ) -> None:
     pipeline = context.pipeline
     late = pipeline.tied_parameters() if pipeline is not None else ()
-    replicas = Replicas(module.parameters(), axis_of(sch.mesh, "dp"), owned, late, reduce_dtype)
+    replicas = Replicas(module.parameters(), _data_parallel(sch, "shard_data"), owned, late, reduce_dtype)
     if pipeline is not None:
         replicas.by_itself = False
         replicas.passes = pipeline.micro_batches

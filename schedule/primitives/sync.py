@@ -62,11 +62,11 @@ def sync(
     if on == "parameters":
         module.register_forward_pre_hook(ParameterSync(ranks))
     elif mode == "fwd_pre":
-        module.register_forward_pre_hook(InputSync(_forward(op, axis, ranks, mode), True), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(_forward(op, axis or 0, ranks, mode), True), with_kwargs=True)
     elif mode == "bwd_post":
         module.register_forward_pre_hook(InputSync(_backward(op, axis, ranks), False), with_kwargs=True)
     elif mode == "fwd_post":
-        module.register_forward_hook(OutputSync(_forward(op, axis, ranks, mode)))
+        module.register_forward_hook(OutputSync(_forward(op, axis or 0, ranks, mode)))
     else:
         module.register_forward_hook(OutputSync(_backward(op, axis, ranks)))
     module.__dict__["_syncs"] = [*syncs_of(module), (mode, op, on)]
@@ -150,7 +150,7 @@ def _check(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) 
         )
 
 
-def _forward(op: Any, axis: int | None, ranks: Axis, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(op: Any, axis: int, ranks: Axis, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
     if callable(op):
         return op
     if op == "all_reduce":

@@ -110,7 +110,7 @@ def estimate(
 
 def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
     """The shape that is given in place of a model; None where a model is."""
-    given = {name: value for name, value in sizes.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     if not given:
         return None
     if model := options["model"] or options["workload"]:
