@@ -71,7 +71,7 @@ def unpacked_sequences() -> Iterator[None]:
     Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes
     other, leaner ways (grouped keys are not repeated), so while this is open the answer is no.
     """
-    masking = sys.modules.get("transformers.masking_utils")
+    masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
@@ -116,7 +116,7 @@ def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: An
 
 
 @cache
-def _functions() -> tuple[Any, Any]:
+def _functions() -> tuple[Any, Any, Any]:
     import torch
 
     class Dropout(torch.autograd.Function):

@@ -9,6 +9,8 @@ from ..errors import UsageError, unknown
 ROLES = ("embedding", "block", "norm", "head", "loss", "other")
 SPLITS = ("none", "column", "row")
 
+Variant = tuple[str, str, bool, bool]
+"""What the facts of a model depend on: the knobs (precision, attention, fusion, kernels)."""
 FLASH = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that keep no scores."""
 

@@ -188,7 +188,7 @@ class Recorder:
         if key in self._sizes or (key in self._weights and key not in self._copies):
             return
         size = storage.nbytes()
-        self._sizes[key] = (weakref.ref(storage, lambda _, key=key: self._freed(key)), size)
+        self._sizes[key] = (weakref.ref(storage, lambda _: self._freed(key)), size)
         self._grow(size)
 
     def _grow(self, size: float) -> None:

@@ -183,7 +183,7 @@ def _hub(text: str, given: dict[str, Any]) -> Workload:
             _reach_hub(text)
             try:
                 configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
-            except (OSError, *refusals()) as error:
+            except refusals(OSError) as error:
                 raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
     return hugging_face_workload(
         from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given

@@ -87,7 +87,7 @@ class Reply:
 
 
 READY = "ready"
-"""A request that is answered when the first trial would start at once."""
+"""A request, beside jobs, that is answered when the first trial would start at once."""
 
 
 def main() -> None:
@@ -141,13 +141,17 @@ def _speak(starter: Connection) -> NoReturn:
 def _serve(cluster: "Cluster", starter: Connection) -> None:
     lock = threading.Lock()
 
-    def tell(what: Any) -> None:
+    def tell(what: Reply | Alive) -> None:
         with lock, contextlib.suppress(OSError):  # it hung up, which ends this process
             starter.send(what)
 
-    def answer(number: int, asked: Any) -> None:
+    def answer(number: int, asked: Job | str) -> None:
         try:
-            tell(Reply(number, cluster.wait_ready() if asked == READY else cluster.dispatch(asked)))
+            if isinstance(asked, Job):
+                tell(Reply(number, cluster.dispatch(asked)))
+            else:
+                cluster.wait_ready()
+                tell(Reply(number))
         except RunnerError as error:
             tell(Reply(number, error=error))
         except BaseException as error:  # a fault of this program, to be seen where it is asked

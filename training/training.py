@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..device import liger_obstacle
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..models.batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
+from ..models.batches import each_tensor, make_batch, num_bytes, part, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
-from ..models.workload import Workload
+from ..models.workload import Batch, Workload
 from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
@@ -243,19 +243,22 @@ class Training:
         if not any(step.primitive == "float8" for step in sch.tree.steps):
             self.precision.convert([sch[path] for path in self.outline.blocks])
         fused = bool(self.config.get("fused_optimizer", True))
-        if self.world.pp > 1:
-            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
-        else:
-            exchange = exchange_of(self.config, self.world.dp)
-            self._passes = Accumulation(self.workload, module, self.precision, exchange)
-        own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
+        loss, self._passes = self._passes_of(module)
         return build(
             sch,
             optimizer=lambda params: self.workload.make_optimizer(params, fused=fused),
-            loss=self._passes.loss if own_loss else None,
+            loss=loss,
             device=self.device,
             seed=self._seed,
         )
+
+    def _passes_of(self, module: "nn.Module") -> "tuple[Callable[..., torch.Tensor] | None, Accumulation | Pipelined]":
+        """The loss that a pipeline is built with, where the workload has one of its own; and how steps are made."""
+        if self.world.pp > 1:
+            passes = Pipelined(self.workload, module, self.precision)
+            return passes.loss if self.workload.loss is not None else None, passes
+        exchange = exchange_of(self.config, self.world.dp)
+        return None, Accumulation(self.workload, module, self.precision, exchange)
 
     def _distribute(self, sch: "Schedule") -> None:
         """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.
