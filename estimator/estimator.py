@@ -24,7 +24,7 @@ from .groups import (
 )
 from .hardware import Hardware, find_hardware
 from .memory import MEMORY_TERMS, peak_memory
-from .model_facts import FactsSource, ModelFacts, Shape, Variant
+from .model_facts import FactsSource, ModelFacts, Variant
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
 
@@ -52,7 +52,7 @@ class Estimator:
 
     def __init__(
         self,
-        model: "Workload | str | Path | ModelFacts | Shape | Mapping[str, Any] | FactsSource",
+        model: "Workload | str | Path | FactsSource | Mapping[str, Any]",
         hardware: str | Path | Hardware,
         training: TrainingSetup | Mapping[str, Any] | None = None,
         *,
@@ -332,7 +332,7 @@ def _log_normal(z: np.ndarray) -> np.ndarray:
     return log_ndtr(z)
 
 
-def _hardware(spec: Any) -> Hardware:
+def _hardware(spec: str | Path | Hardware) -> Hardware:
     if not isinstance(spec, (str, Path, Hardware)):
         raise UsageError(f"hardware must be a name, a file or a Hardware, but got {spec!r}")
     return find_hardware(spec)
@@ -350,17 +350,19 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
     return TrainingSetup(**values)
 
 
-def _source(model: Any, setup: TrainingSetup, hardware: Hardware) -> tuple[FactsSource, TrainingSetup, str]:
+def _source(
+    model: "Workload | str | Path | FactsSource | Mapping[str, Any]", setup: TrainingSetup, hardware: Hardware
+) -> tuple[FactsSource, TrainingSetup, str]:
     """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
-    if isinstance(model, (ModelFacts, Shape)):
-        return model, setup, "tokens/s"
+    from ..models.workload import Workload
+
     if isinstance(model, Mapping):
         return ModelFacts.from_shape(**model), setup, "tokens/s"
     if isinstance(model, (str, Path)):
         from ..models import workload
 
         model = workload(model, seq_len=setup.seq_len, global_batch=setup.global_batch)
-    if hasattr(model, "build_model"):
+    if isinstance(model, Workload):
         from .facts import TracedFacts
 
         setup = replace(

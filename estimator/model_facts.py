@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import UsageError, unknown
 
@@ -206,7 +206,7 @@ class ModelFacts:
     @classmethod
     def from_shape(
         cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
-        **shape: object,
+        **shape: Any,
     ) -> "ModelFacts":  # fmt: skip
         """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
 
@@ -217,9 +217,8 @@ class ModelFacts:
         for name in shape:
             if name not in known:
                 raise UsageError(unknown("shape number", name, known))
-        return Shape(**shape).facts(  # type: ignore[arg-type]
-            precision=precision, attention=attention, fusion=fusion, kernels=kernels
-        )
+        made = Shape(**shape)
+        return made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

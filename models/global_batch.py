@@ -25,7 +25,7 @@ def shareable(usual: int, devices: int) -> int:
 
 
 def shared(
-    workload: Workload, devices: int, *, target: Any, asked: int | None
+    workload: Workload, devices: int, *, target: object, asked: int | None
 ) -> tuple[Workload, tuple[str, ...]]:
     """The workload with a global batch that so many devices can share, and what is to be said of it.
 

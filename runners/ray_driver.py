@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import RedlineError, RunnerError, UsageError
 from ..results import Status
@@ -30,6 +30,7 @@ from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_gang import Gang, HostActor, Layout, lay_out
 
+Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
 CLOSE_S = 15.0
 """How long Ray may take to end in good order, s."""
@@ -297,7 +298,7 @@ class Cluster:
         finally:
             self._free.put(slot)
 
-    def _watched(self, slot: int, call: Callable[[Gang], Any]) -> Any:
+    def _watched(self, slot: int, call: Callable[[Gang], Found]) -> Found:
         exceptions = self._ray.exceptions
         try:
             return call(self._gangs[slot])

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..device import liger_obstacle
@@ -139,7 +139,7 @@ class Training:
             batches = data if data is not None else self._micro_batches(self._share_of(self._step))
             self._step += 1
         total = self._passes(batches, None if on_device else self.device, watch)
-        if self.world.dp > 1:
+        if self._mesh is not None and self.world.dp > 1:
             import torch.distributed as dist
 
             dist.all_reduce(total, group=self._mesh.get_group("dp"))
@@ -217,7 +217,7 @@ class Training:
         with seeded(self._seed, self.device):
             return self._build_within(self.device)
 
-    def _build_within(self, making: Any) -> tuple["nn.Module", "torch.optim.Optimizer"]:
+    def _build_within(self, making: AbstractContextManager[Any]) -> tuple["nn.Module", "torch.optim.Optimizer"]:
         """Builds a model whose constructor runs in the context `making`."""
         import torch
 
