@@ -28,8 +28,8 @@ def quiet() -> Iterator[ModuleType]:
         transformers.logging.set_verbosity(before)
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """What transformers raises on values that it does not take."""
+def refusals(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """What transformers raises on values that it does not take, and others."""
     from huggingface_hub.errors import StrictDataclassError
 
     return (
@@ -40,6 +40,7 @@ def refusals() -> tuple[type[Exception], ...]:
         StrictDataclassError,
         TypeError,
         ValueError,
+        *others,
     )
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -18,7 +18,7 @@ def late_interrupts() -> Iterator[None]:
     lock is given back.
     """
     held: list[tuple[int, FrameType | None]] = []
-    before = {}
+    before: dict[int, Callable[[int, FrameType | None], object]] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
@@ -27,7 +27,7 @@ def late_interrupts() -> Iterator[None]:
                     signal.signal(number, lambda number, frame: held.append((number, frame)))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for name, handler in before.items():
+            signal.signal(name, handler)
         if held:
             before[held[0][0]](*held[0])

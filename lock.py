@@ -55,7 +55,12 @@ class FolderLock:
             self.release()
             raise cannot_write(folder, error) from error
         this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (lock := this()) and lock.release())
+
+        def let_go() -> None:
+            if (lock := this()) is not None:
+                lock.release()
+
+        os.register_at_fork(after_in_child=let_go)
 
     def release(self) -> None:
         """Lets another process have the folder. May be called twice."""

@@ -186,7 +186,7 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise Refused(f"it is not UTF-8 at {error.start}") from error
     except yaml.YAMLError as error:  # a character that YAML does not know
         raise Refused(" ".join(str(error).split())) from error

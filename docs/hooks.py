@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 MARK = "<!-- commands -->"
 
 
-def on_config(config):
+def on_config(config: Any) -> Any:
     """Puts pages that `nav` does not name under "More"."""
     named = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
     pages = sorted(
@@ -19,21 +20,21 @@ def on_config(config):
     return config
 
 
-def on_page_markdown(markdown, page, config, files):
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Writes the commands' help where it is asked for, and names sources that lie outside of the site."""
     if MARK in markdown:
         markdown = markdown.replace(MARK, commands())
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)(?:#[^)]*)?\)", _source, markdown)
 
 
-def _source(found):
+def _source(found: re.Match[str]) -> str:
     text, path = found.groups()
     if not (ROOT / path).exists():
         return found.group()  # mkdocs complains of it
     return text if path in text else f"{text} (`{path}`)"
 
 
-def commands():
+def commands() -> str:
     """Each command's help, as `-h` prints it."""
     import click
     from redline.tuner.cli.main import redline
@@ -42,6 +43,7 @@ def commands():
     parts = []
     for name in redline.list_commands(parent):
         command = redline.get_command(parent, name)
+        assert command is not None  # it has just been listed
         context = click.Context(command, info_name=name, parent=parent, max_content_width=100)
         parts.append(f"## redline {name}\n\n```text\n{command.get_help(context)}\n```\n")
     return "\n".join(parts)

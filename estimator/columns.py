@@ -1,6 +1,6 @@
 """Configurations as arrays, one entry each."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from ..models.families.standard import BLOCK_KNOBS
 from ..models.parallel import CHUNKED, PIPELINES
 from ..orders import ORDERS
 from ..results.meaning import REDUCED, hsdp_obstacle
+from .model_facts import Variant
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
@@ -18,6 +19,7 @@ _NUMBERS = {
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
+_ABSENT = np.array(None, dtype=object)
 _KNOWN = {"precision": PRECISIONS, "offload": OFFLOADS, "pipeline_schedule": PIPELINES, "reduce_dtype": REDUCED}
 
 
@@ -89,7 +91,7 @@ class Columns:
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each way of sharing out the model that occurs, and where."""
-        plain = np.equal(self.checkpoint_blocks, None) & np.equal(self.gathered_blocks, None)
+        plain = np.equal(self.checkpoint_blocks, _ABSENT) & np.equal(self.gathered_blocks, _ABSENT)
         v_shaped = self.order_that("v_shaped")
         ways = np.stack([self.pp, self.virtual_stages, v_shaped], axis=1)
         for way in np.unique(ways[plain], axis=0):
@@ -97,10 +99,10 @@ class Columns:
             at = np.flatnonzero(plain & (ways == way).all(axis=1))
             yield Split(pp, chunks, bool(turned), None, None), at
         named: dict[Split, list[int]] = {}
-        for at in np.flatnonzero(~plain).tolist():
-            pp, chunks, turned = ways[at].tolist()
-            key = Split(pp, chunks, bool(turned), self.checkpoint_blocks[at], self.gathered_blocks[at])
-            named.setdefault(key, []).append(at)
+        for index in np.flatnonzero(~plain).tolist():
+            pp, chunks, turned = ways[index].tolist()
+            key = Split(pp, chunks, bool(turned), self.checkpoint_blocks[index], self.gathered_blocks[index])
+            named.setdefault(key, []).append(index)
         for key, found in named.items():
             yield key, np.array(found)
 
@@ -112,7 +114,7 @@ class Columns:
             return changed
         return replace(changed, checkpoint_ratio=np.broadcast_to(checkpointed, len(self)).astype(float))
 
-    def variants(self) -> Iterator[tuple[tuple[str, str, bool, bool], np.ndarray]]:
+    def variants(self) -> Iterator[tuple[Variant, np.ndarray]]:
         """Each (precision, attention, fusion, kernels) that occurs, and where."""
         keys = list(
             zip(
@@ -120,14 +122,14 @@ class Columns:
                 strict=True,
             )
         )  # fmt: skip
-        seen: dict[Any, int] = {}
+        seen: dict[Variant, int] = {}
         codes = np.fromiter((seen.setdefault(key, len(seen)) for key in keys), int, len(keys))
         for key, code in seen.items():
             yield key, np.flatnonzero(codes == code)
 
 
 def columns(
-    configs: "Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]", setup: TrainingSetup
+    configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray], setup: TrainingSetup
 ) -> Columns:
     """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
 
@@ -146,8 +148,8 @@ def columns(
     dp = _replicas(table, setup, tp * pp)
     accum = _accumulation(table, setup, values["micro_batch"] * dp)
     for name, array in (("dp", dp), ("grad_accum", accum)):
-        table.refuse(array < 1, lambda at, name=name: f"{name} must be at least 1")
-    for at in np.flatnonzero(values["hsdp"] > 1):
+        table.refuse(array < 1, f"{name} must be at least 1")
+    for at in np.flatnonzero(values["hsdp"] > 1).tolist():
         if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
             raise UsageError(f"configuration {table.show(at)}: {why}")
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
@@ -170,7 +172,7 @@ def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:
     for name, (low, high) in _BOUNDS.items():
         rule = f"at least {low}" if high is None else f"from {low} to {high}"
         bad = ~(values[name] >= low) | (~(values[name] <= high) if high is not None else False)
-        table.refuse(bad, lambda at, name=name, rule=rule: f"{name} must be {rule}")
+        table.refuse(bad, f"{name} must be {rule}")
     return values
 
 
@@ -179,10 +181,7 @@ def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.nd
     if table.has("dp"):
         return table.numbers("dp", int, 1)
     dp = setup.devices // split
-    table.refuse(
-        dp * split != setup.devices,
-        lambda at: f"tp * pp must divide the devices, {setup.devices}, but is {int(split[at])}",
-    )
+    table.refuse(dp * split != setup.devices, f"tp * pp must divide the devices, {setup.devices}", split)
     return dp
 
 
@@ -194,10 +193,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
     if total is None:
         return np.ones(table.size, int)
     accum = total // np.maximum(together, 1)
-    table.refuse(
-        accum * together != total,
-        lambda at: f"micro_batch * dp must divide the global batch, {total}, but is {int(together[at])}",
-    )
+    table.refuse(accum * together != total, f"micro_batch * dp must divide the global batch, {total}", together)
     return accum
 
 
@@ -262,11 +258,13 @@ class _Table:
         got[:] = [None if each is None or each != each else str(each) for each in self._get(name, None)]
         return got
 
-    def refuse(self, bad: np.ndarray, why: Callable[[int], str]) -> None:
-        """Raises UsageError where any configuration is bad: says which is the first, and why."""
+    def refuse(self, bad: np.ndarray, rule: str, found: np.ndarray | None = None) -> None:
+        """Raises UsageError where any configuration is bad: names the first, the rule that it breaks, and what of it
+        is `found` in that place."""
         if bad.any():
             at = int(np.argmax(bad))
-            raise UsageError(f"configuration {self.show(at)}: {why(at)}")
+            but = "" if found is None else f", but is {int(found[at])}"
+            raise UsageError(f"configuration {self.show(at)}: {rule}{but}")
 
     def show(self, at: int) -> str:
         if self._columns:

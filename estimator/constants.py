@@ -119,22 +119,22 @@ class Constants:
 
 
 # Their constants were fitted to runs of theirs, which leaves less to doubt.
-_FITTED = {
-    "compute_std": 0.07, "launch_std": 0.12, "link_std": 0.15, "stall_std": 0.25, "time_noise": 0.07,
-    "network_noise": 0.14,
-}  # fmt: skip
+_FITTED = Constants(
+    compute_std=0.07, launch_std=0.12, link_std=0.15, stall_std=0.25, time_noise=0.07, network_noise=0.14
+)
 PROFILES: Mapping[str, Constants] = {
     "redline": Constants(),
-    "megatron": Constants(
+    "megatron": replace(
+        _FITTED,
         launch_us=30.0,
         # The vocabulary-parallel loss is a chain of plain operators in fp32.
         loss_traffic=2.0,
         overlap=0.1,
         sharded_overlap=0.1,
         straggler_ms=10.0,
-        **_FITTED,
     ),
-    "nanotron": Constants(
+    "nanotron": replace(
+        _FITTED,
         slack=0.12,
         slack_lasting=0.1,
         loss_factor=2.5,
@@ -151,7 +151,6 @@ PROFILES: Mapping[str, Constants] = {
         stall_least=0.02,
         stall_fatal=0.3,
         retry_factor=3.0,
-        **_FITTED,
     ),
 }
 """Constants by the framework that trains."""

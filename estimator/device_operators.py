@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _UNDER_AUTOCAST_FP32 = (
     "softmax",
@@ -19,7 +22,11 @@ _UNDER_AUTOCAST_FP32 = (
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
 
 
-def function_mode(device_type: str, attended: Callable[..., Any], grouped: Callable[..., None]) -> Any:
+def function_mode(
+    device_type: str,
+    attended: "Callable[[torch.Tensor, torch.Tensor, bool, Callable[[], torch.Tensor]], torch.Tensor]",
+    grouped: "Callable[[torch.Tensor, torch.Tensor], None]",
+) -> AbstractContextManager[Any]:
     """A mode under which operators are traced as on `device_type`.
 
     On CUDA dropout keeps a mask of a byte an element (`native_dropout`), attention is one kernel whatever the
@@ -71,7 +78,7 @@ def unpacked_sequences() -> Iterator[None]:
     Fake tensors have no values. Training data of a workload packs none, and without a mask attention takes
     other, leaner ways (grouped keys are not repeated), so while this is open the answer is no.
     """
-    masking = sys.modules.get("transformers.masking_utils")
+    masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
@@ -90,20 +97,30 @@ def _float(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    func: Any, input: "torch.Tensor", p: float = 0.5, training: bool = True, inplace: bool = False
+) -> "torch.Tensor":
     return _functions()[0].apply(input) if training and p > 0 else func(input, 0.0, False, inplace)
 
 
 def _grouped(
-    mat_a: Any, mat_b: Any, *, told: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> Any:
+    mat_a: "torch.Tensor",
+    mat_b: "torch.Tensor",
+    *,
+    told: "Callable[[torch.Tensor, torch.Tensor], None]",
+    offs: "torch.Tensor | None" = None,
+    bias: "torch.Tensor | None" = None,
+    out_dtype: "torch.dtype | None" = None,
+) -> "torch.Tensor":
     told(mat_a, mat_b)
     out = _functions()[2].apply(mat_a, mat_b)
     out = out if bias is None else out + bias
     return out if out_dtype is None else out.to(out_dtype)
 
 
-def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: Any) -> Any:
+def _attention(
+    func: Any, args: Any, kwargs: Any, device_type: str, attended: "Callable[..., torch.Tensor]"
+) -> "torch.Tensor":
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value = given["query"], given["key"], given["value"]
@@ -116,7 +133,7 @@ def _attention(func: Any, args: Any, kwargs: Any, device_type: str, attended: An
 
 
 @cache
-def _functions() -> tuple[Any, Any]:
+def _functions() -> tuple[Any, Any, Any]:
     import torch
 
     class Dropout(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UsageError
+from ..results.measurement import Status
 from .calibration import Correction, fit
 from .columns import Columns, columns
 from .constants import CPU, PROFILES, Constants
@@ -23,7 +24,7 @@ from .groups import (
 )
 from .hardware import Hardware, find_hardware
 from .memory import MEMORY_TERMS, peak_memory
-from .model_facts import FactsSource, ModelFacts, Shape
+from .model_facts import FactsSource, ModelFacts, Variant
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
 
@@ -51,7 +52,7 @@ class Estimator:
 
     def __init__(
         self,
-        model: "Workload | str | Path | ModelFacts | Shape | Mapping[str, Any] | FactsSource",
+        model: "Workload | str | Path | FactsSource | Mapping[str, Any]",
         hardware: str | Path | Hardware,
         training: TrainingSetup | Mapping[str, Any] | None = None,
         *,
@@ -65,7 +66,7 @@ class Estimator:
         self.constants = constants or (CPU if own_cpu else PROFILES[setup.framework])
         if setup.seq_len is None:
             self.unit = "samples/s"
-        self._facts: dict[tuple[str, str, bool, bool], ModelFacts] = {}
+        self._facts: dict[Variant, ModelFacts] = {}
         self._time = Correction.none(self._time_prior())
         self._memory = Correction.none(self._memory_prior())
 
@@ -86,7 +87,9 @@ class Estimator:
             )
         return table.row(0)
 
-    def table(self, configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> EstimateTable:
+    def table(
+        self, configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray]
+    ) -> EstimateTable:
         """Estimates of many configurations: mappings, or one mapping (or DataFrame) of columns.
 
         Those with more pipeline stages than blocks get infinite time and memory.
@@ -148,28 +151,20 @@ class Estimator:
         what was asked for, where known), all others say nothing. Give all trials of a run each time:
         calibrations do not add up.
         """
-        found = [trial for trial in trials if trial.measurement is not None]
+        found = [trial for trial in trials if not trial.pending]
         made = object.__new__(Estimator)
         made.__dict__.update(self.__dict__)
         if not found:
             return made
-        ok = [trial for trial in found if str(trial.measurement.status) == "ok"]
+        ok = [trial for trial in found if trial.ok]
         timed = [
             (trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0
         ]
-        sized = [
-            (trial.config, trial.measurement.peak_memory_mib, False)
-            for trial in ok
-            if trial.measurement.peak_memory_mib
-        ]
+        sized = [(trial.config, peak, False) for trial in ok if (peak := trial.measured.peak_memory_mib)]
         for trial in found:
-            if str(trial.measurement.status) == "oom":
-                least = max(
-                    self.memory_limit_mib if trial.measurement.memory_limit_mib is None
-                    else trial.measurement.memory_limit_mib,
-                    0.0,
-                )  # fmt: skip
-                sized.append((trial.config, least, True))
+            if trial.measured.status is Status.OOM:
+                limit = trial.measured.memory_limit_mib
+                sized.append((trial.config, max(self.memory_limit_mib if limit is None else limit, 0.0), True))
         prior, noise = self._memory_prior(), self.constants.memory_noise
         made._memory = Correction.none(prior)
         if sized:
@@ -229,7 +224,7 @@ class Estimator:
 
     def facts(self, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The model's facts in one variant."""
-        key = (precision, attention, bool(fusion), bool(kernels))
+        key: Variant = (precision, attention, bool(fusion), bool(kernels))
         if key not in self._facts:
             self._facts[key] = self.source.facts(
                 precision=precision, attention=attention, fusion=bool(fusion), kernels=bool(kernels)
@@ -306,8 +301,7 @@ class Estimator:
         return np.array([c.static_std, c.activation_std, c.overhead_std])
 
     def _step_of(self, trial: "Trial") -> float | None:
-        measured = trial.measurement
-        assert measured is not None
+        measured = trial.measured
         if measured.step_ms:
             return float(measured.step_ms)
         rate = measured.tokens_per_second if self.unit == "tokens/s" else measured.samples_per_second
@@ -338,7 +332,7 @@ def _log_normal(z: np.ndarray) -> np.ndarray:
     return log_ndtr(z)
 
 
-def _hardware(spec: Any) -> Hardware:
+def _hardware(spec: str | Path | Hardware) -> Hardware:
     if not isinstance(spec, (str, Path, Hardware)):
         raise UsageError(f"hardware must be a name, a file or a Hardware, but got {spec!r}")
     return find_hardware(spec)
@@ -356,17 +350,19 @@ def _setup(values: Mapping[str, Any]) -> TrainingSetup:
     return TrainingSetup(**values)
 
 
-def _source(model: Any, setup: TrainingSetup, hardware: Hardware) -> tuple[FactsSource, TrainingSetup, str]:
+def _source(
+    model: "Workload | str | Path | FactsSource | Mapping[str, Any]", setup: TrainingSetup, hardware: Hardware
+) -> tuple[FactsSource, TrainingSetup, str]:
     """Who tells the facts; the setup with what the workload knows; the unit of throughput."""
-    if isinstance(model, (ModelFacts, Shape)):
-        return model, setup, "tokens/s"
+    from ..models.workload import Workload
+
     if isinstance(model, Mapping):
         return ModelFacts.from_shape(**model), setup, "tokens/s"
     if isinstance(model, (str, Path)):
         from ..models import workload
 
         model = workload(model, seq_len=setup.seq_len, global_batch=setup.global_batch)
-    if hasattr(model, "build_model"):
+    if isinstance(model, Workload):
         from .facts import TracedFacts
 
         setup = replace(

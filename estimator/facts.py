@@ -1,7 +1,7 @@
 """The facts of any workload, by tracing one step of it on fake tensors."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ..models import Workload
 from ..models.architecture import Architecture
 from . import facts_cache
 from .layout import Layout
-from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
+from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
 from .trace_record import AttentionCall, Region, Tally, Trace
 from .tracing import trace
 from .uncollected import uncollected
@@ -38,8 +38,8 @@ class TracedFacts:
     """Where it would run: `cuda` or `cpu`, which keep different things for backward."""
     folder: Path | None = None
     """Where facts are cached; None for the user's cache folder."""
-    _known: dict[tuple[Any, ...], ModelFacts] = field(default_factory=dict, init=False, repr=False)
-    _failed: dict[tuple[Any, ...], WorkloadError] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
+    _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
     _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -67,22 +67,22 @@ class TracedFacts:
                 raise
         return self._known[variant]
 
-    def is_known(self, variant: tuple[Any, ...]) -> bool:
+    def is_known(self, variant: Variant) -> bool:
         """Whether (precision, attention, fusion, kernels) needs no tracing, since it is in memory or on the
         disk: what `kernels` changes follows from what is known without."""
         precision, attention, fusion, _ = variant
-        variant = (precision, attention, fusion)
-        if variant in self._known:
+        formed = (precision, attention, fusion)
+        if formed in self._known:
             return True
         named = {"precision": precision, "attention": attention, "fusion": fusion}
         found = facts_cache.load(
             facts_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder
         )
         if found is not None:
-            self._known[variant] = found
+            self._known[formed] = found
         return found is not None
 
-    def add(self, found: Mapping[tuple[Any, ...], ModelFacts]) -> None:
+    def add(self, found: Mapping[Variant, ModelFacts]) -> None:
         """Takes over variants that another process traced."""
         self._known.update({variant[:3]: facts for variant, facts in found.items()})
 
@@ -123,8 +123,17 @@ def trace_facts(
     elif attention is None or workload.model.default_attention == "eager":
         attention = workload.model.default_attention
     if kernels:
-        named = {"precision": precision, "attention": attention, "fusion": fusion, "device_type": device_type}
-        return unformed(trace_facts(workload, **named, folder=folder, cached=cached, steps=steps))
+        formed = trace_facts(
+            workload,
+            precision=precision,
+            attention=attention,
+            fusion=fusion,
+            device_type=device_type,
+            folder=folder,
+            cached=cached,
+            steps=steps,
+        )
+        return unformed(formed)
     variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
     key = facts_cache.key_of(workload.id, variant)
     found = facts_cache.load(key, folder) if cached else None
@@ -159,13 +168,15 @@ def _trace(
             ),
         )
     layout, seen = steps[precision, attention]
+    vocabulary, tied = _head(seen, layout)
     facts = ModelFacts(
         name=workload.name,
         parts=tuple(_parts(workload, seen, layout)),
         precision=precision,
         attention=attention,
         fusion=fusion,
-        **_head(seen, layout),
+        vocabulary=vocabulary,
+        tied=tied,
         notes=tuple(layout.notes),
     )
     if seen.error and "in backward" not in seen.operator:
@@ -198,8 +209,10 @@ def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
     """The regions of a trace, gathered into parts in the order of the forward pass."""
     owned = _owned(seen, layout)
     maker = _Maker(workload, seen, layout, owned)
-    before, between, tail = [], [], []
-    kinds: dict[Any, list[Region]] = {}
+    before: list[Region] = []
+    between: list[Region] = []
+    tail: list[Region] = []
+    kinds: dict[Hashable, list[Region]] = {}
     reached = {region.path for region in seen.regions if region.block}
     # Blocks that were not come to still have their parameters.
     missed = [Region(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
@@ -274,16 +287,16 @@ def _key(path: str, block: bool, after: int) -> str:
     return f"block {path}" if block else f"{path}@{after}"
 
 
-def _head(seen: Trace, layout: Layout) -> dict[str, Any]:
+def _head(seen: Trace, layout: Layout) -> tuple[int, bool]:
     """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded
     vocabulary."""
     last = [each for region in seen.regions if region.after == len(layout.blocks) for each in region.products]
     tokens = [each for each in last if each.weight]
     if not tokens or not layout.blocks:
-        return {"vocabulary": 0, "tied": False}
+        return 0, False
     widest = max(tokens, key=lambda each: each.n)
     before = {name for region in seen.regions if region.after == 0 for name in region.parameters}
-    return {"vocabulary": widest.n, "tied": widest.weight in before}
+    return widest.n, widest.weight in before
 
 
 class _Maker:
@@ -297,7 +310,7 @@ class _Maker:
         self._tokens = seen.samples * self._length
         self._is_causal = getattr(workload.model, "task", "") == "causal"
 
-    def signature(self, region: Region) -> Any:
+    def signature(self, region: Region) -> Hashable:
         """Equal for blocks that are alike."""
         products = tuple((each.k, each.n, each.rows, each.count) for each in region.products)
         calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in region.attention)

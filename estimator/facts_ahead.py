@@ -12,28 +12,30 @@ from ..device import usable_cores
 from ..errors import WorkloadError
 from ..space import Space
 from .facts import TracedFacts
-from .model_facts import ModelFacts
+from .model_facts import ModelFacts, Variant
 from .setup import TrainingSetup
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
 
 
-def variants_of(space: Space, setup: TrainingSetup) -> list[tuple[Any, ...]]:
+def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     """What a space varies of precision, attention, fusion and kernels; for a knob it lacks, what the setup
     has."""
-    known = {knob.name: knob.values for knob in space.knobs if not knob.derived}
-    return list(product(*(known.get(name, (getattr(setup, name),)) for name in _VARIANT)))
+    known: dict[str, tuple[Any, ...]] = {knob.name: knob.values for knob in space.knobs if not knob.derived}
+    precisions, attentions, fusions, kernels = (known.get(name, (getattr(setup, name),)) for name in _VARIANT)
+    return list(product(precisions, attentions, fusions, kernels))
 
 
-def trace_ahead(source: TracedFacts, variants: Iterable[tuple[Any, ...]]) -> None:
+def trace_ahead(source: TracedFacts, variants: Iterable[Variant]) -> None:
     """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
 
     Processes are forked, so that they have torch and transformers: only where no other thread runs that may
     hold a lock. Elsewhere nothing happens, and variants are traced when they are asked for.
     """
-    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    groups: dict[tuple[str, str], list[Variant]] = {}
     # What kernels change follows from the facts without.
-    for variant in dict.fromkeys((*each[:3], False) for each in variants):
+    formed: Iterable[Variant] = ((*each[:3], False) for each in variants)
+    for variant in dict.fromkeys(formed):
         if not source.is_known(variant):
             # Those that differ in fusion alone share a trace.
             groups.setdefault(variant[:2], []).append(variant)
@@ -58,12 +60,15 @@ def _begin(source: TracedFacts) -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 
 
-def _trace(variants: list[tuple[Any, ...]]) -> Mapping[tuple[Any, ...], ModelFacts]:
+def _trace(variants: list[Variant]) -> Mapping[Variant, ModelFacts]:
     assert _source is not None
     found = {}
     for variant in variants:
         try:
-            found[variant] = _source.facts(**dict(zip(_VARIANT, variant, strict=True)))
+            precision, attention, fusion, kernels = variant
+            found[variant] = _source.facts(
+                precision=precision, attention=attention, fusion=fusion, kernels=kernels
+            )
         except WorkloadError:
             return found  # raised again where it is asked for
     return found

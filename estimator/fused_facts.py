@@ -7,8 +7,8 @@ splits forward from backward by a minimum cut over what is kept, and the two gra
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from .._transformers import quiet
 from ..models import Workload
 from ..models.architecture import Architecture
 from .model_facts import ModelFacts, Part, PerToken
-from .trace_record import Product, Spec, Trace
+from .trace_record import Product, Region, Spec, Trace
 from .tracing import HALVES, cast, fake_model
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
     return {"attention": facts.attention if facts.attention in ("eager", "sdpa") else "sdpa"}
 
 
-def _one_of(part: Part, paths: list[str], regions: Mapping[str, Any]) -> str:
+def _one_of(part: Part, paths: list[str], regions: Mapping[str, Region]) -> str:
     """The middle one of the blocks that have the part's products, since the first may differ from the
     rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
@@ -78,12 +78,10 @@ def _one_of(part: Part, paths: list[str], regions: Mapping[str, Any]) -> str:
     return (alike or paths)[len(alike or paths) // 2]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Graphs:
-    forward: Any = None
-    backward: Any = None
-    outputs: int = 1
-    kept: list[Any] = field(default_factory=list)
+    forward: "torch.fx.GraphModule"
+    backward: "torch.fx.GraphModule"
 
 
 def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs | str":
@@ -101,11 +99,11 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
         tree_map,
     )
 
-    graphs = _Graphs()
+    graphs: dict[str, torch.fx.GraphModule] = {}
 
-    def keep(name: str) -> Any:
-        def take(module: Any, example: Any) -> Any:
-            setattr(graphs, name, module)
+    def keep(name: str) -> Callable[..., Any]:
+        def take(module: torch.fx.GraphModule, example: Any) -> Any:
+            graphs[name] = module
             return make_boxed_func(module.forward)
 
         return take
@@ -138,9 +136,9 @@ def _compile(block: "torch.nn.Module", inputs: Any, precision: str) -> "_Graphs 
             return " ".join(str(error).split())[:160] or type(error).__name__
         finally:
             dynamo.reset()
-    if graphs.forward is None or graphs.backward is None:
+    if len(graphs) < 2:
         return "it is more than one graph"
-    return graphs
+    return _Graphs(graphs["forward"], graphs["backward"])
 
 
 def _empty(value: Any) -> Any:
@@ -177,9 +175,9 @@ class _opaque_attention:
 
 
 def _attend(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: Any = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", attn_mask: "torch.Tensor | None" = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> "torch.Tensor":  # fmt: skip
     import torch
 
     return torch.ops.redline.attention(query, key, value)[0]
@@ -243,7 +241,7 @@ def _counted(part: Part, graphs: _Graphs, products: list[Product], samples: int,
     )
 
 
-def _kept_by(backward: Any) -> int:
+def _kept_by(backward: "torch.fx.GraphModule") -> int:
     """How many of backward's inputs are not gradients."""
     names = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
     return sum(not name.startswith("tangents") for name in names)
@@ -253,13 +251,15 @@ class _Counter:
     """Counts one graph as inductor would run it: products and attention are kernels of their own, everything
     between is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
 
-    def __init__(self, module: Any, products: list[Product], samples: int, length: int) -> None:
+    def __init__(
+        self, module: "torch.fx.GraphModule", products: list[Product], samples: int, length: int
+    ) -> None:
         self._samples, self._length = samples, length
         self._nodes = list(module.graph.nodes)
         self._output = next(node for node in self._nodes if node.op == "output")
-        self._inside: dict[Any, bool] = {}
+        self._inside: dict[torch.fx.Node, bool] = {}
         self._read: dict[str, float] = {"outside": 0.0, "inside": 0.0, "scores": 0.0}
-        self._weight: dict[Any, bool] = {}
+        self._weight: dict[torch.fx.Node, bool] = {}
         self.traffic_fixed = self.saved_fixed = 0.0
         self.kernels = 0
         self._follow(list(products))
@@ -281,14 +281,14 @@ class _Counter:
                     self._inside[node] = split == "column"
             self._account(node, sources)
 
-    def _split_of(self, node: Any, products: list[Product]) -> str | None:
+    def _split_of(self, node: "torch.fx.Node", products: list[Product]) -> str | None:
         value = _value(node)
         for index, product in enumerate(products):
             if value is not None and value.shape[-1] == product.n:
                 return products.pop(index).split
         return None
 
-    def _account(self, node: Any, sources: list[Any]) -> None:
+    def _account(self, node: "torch.fx.Node", sources: "list[torch.fx.Node]") -> None:
         value = _value(node)
         if _is_view(node) or value is None:
             return
@@ -309,18 +309,18 @@ class _Counter:
                 if first is node or _root(first) is each:
                     self._move(each, _value(each))
 
-    def _move(self, node: Any, value: Any) -> None:
+    def _move(self, node: "torch.fx.Node", value: "torch.Tensor | None") -> None:
         if value is not None:
             self._read[self._kind(node, value)] += _bytes(value)
 
-    def _kind(self, node: Any, value: Any) -> str:
+    def _kind(self, node: "torch.fx.Node", value: "torch.Tensor") -> str:
         shape = value.shape
         is_square = len(shape) >= 3 and shape[-1] == shape[-2] == self._length
         if is_square and (len(shape) > 3 or shape[0] > self._samples):
             return "scores"
         return "inside" if self._inside.get(node, False) else "outside"
 
-    def _is_activation(self, node: Any) -> bool:
+    def _is_activation(self, node: "torch.fx.Node") -> bool:
         value = _value(node)
         if value is None or value.dim() == 0:
             return False
@@ -367,31 +367,31 @@ _VIEWS = (
 )  # fmt: skip
 
 
-def _name(node: Any) -> str:
+def _name(node: "torch.fx.Node") -> str:
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
-def _is_view(node: Any) -> bool:
+def _is_view(node: "torch.fx.Node") -> bool:
     return node.op == "call_function" and _name(node) in (*_VIEWS, "getitem")
 
 
-def _is_product(node: Any) -> bool:
+def _is_product(node: "torch.fx.Node") -> bool:
     return node.op == "call_function" and _name(node) in ("mm", "addmm", "bmm", "baddbmm")
 
 
-def _is_extern(node: Any) -> bool:
+def _is_extern(node: "torch.fx.Node") -> bool:
     return node.op == "call_function" and (
         _is_product(node) or _name(node) in ("convolution", "attention", "attention_backward")
     )
 
 
-def _root(node: Any) -> Any:
+def _root(node: "torch.fx.Node") -> "torch.fx.Node":
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _users(node: Any) -> list[Any]:
+def _users(node: "torch.fx.Node") -> "list[torch.fx.Node]":
     """Who reads a tensor, through views."""
     out = []
     for user in node.users:
@@ -399,12 +399,12 @@ def _users(node: Any) -> list[Any]:
     return out
 
 
-def _value(node: Any) -> Any:
+def _value(node: "torch.fx.Node") -> "torch.Tensor | None":
     import torch
 
     value = node.meta.get("val") if hasattr(node, "meta") else None
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _bytes(value: Any) -> float:
+def _bytes(value: "torch.Tensor | None") -> float:
     return float(value.numel() * value.element_size()) if value is not None else 0.0

@@ -18,7 +18,7 @@ from ..errors import SpaceError
 from ..models import Workload
 from ..models.families.standard import BLOCK_KNOBS, StandardSchedule
 from ..models.parallel import SPLITTING
-from ..space import Config, Space
+from ..space import Config, Space, Value
 from .columns import Columns, columns
 from .estimator import Estimator
 from .groups import MEMORY_GROUPS, TIME_GROUPS
@@ -144,7 +144,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
     values = {name: space[name].values for name in varied}
     fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
     for combination in product(*values.values()):
-        changed = {**fixed, **dict(zip(values, combination))}
+        changed: dict[str, Value] = {**fixed, **dict(zip(values, combination))}
         with suppress(SpaceError):  # not valid with the others
             found.append(space.config(changed))
     return found
@@ -263,7 +263,8 @@ def _ends(
         stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory."
     )
     (seconds,) = stage_times([stage], pp, facts, cols, setup, estimator.hardware, constants)
-    return sum(memory.values()), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values())
+    none = np.zeros(len(cols))
+    return sum(memory.values(), none), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values(), none)
 
 
 def _choices(

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..device import Device, detect, usable_cores
 from ..errors import RunnerError
 from ..scratch import Scratch
 from . import facts_cache
 from .hardware import Hardware, Link, recognise
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of the square products that are timed."""
@@ -156,7 +159,7 @@ def _measured(device: Device, short: bool, seconds: float) -> tuple[dict[tuple[s
 
     kind = device.type
     where = torch.device(kind)
-    works: dict[tuple[str, int], Callable[[], Any]] = {}
+    works: dict[tuple[str, int], Callable[[], object]] = {}
     for name, dtype in _dtypes(device, short).items():
         for size in (SHORT_SIZES if short else SIZES)[kind]:
             works[name, size] = _product(size, dtype, where, tf32=name == "tf32")
@@ -252,7 +255,7 @@ def table_entry(device: Device) -> Hardware | None:
     return recognise(device.name, device.memory_mib) if device.type == "cuda" else None
 
 
-def _dtypes(device: Device, short: bool) -> dict[str, Any]:
+def _dtypes(device: Device, short: bool) -> "dict[str, torch.dtype]":
     import torch
 
     if device.type == "cpu":
@@ -264,7 +267,7 @@ def _dtypes(device: Device, short: bool) -> dict[str, Any]:
     return out
 
 
-def _product(size: int, dtype: Any, where: Any, *, tf32: bool = False) -> Callable[[], Any]:
+def _product(size: int, dtype: "torch.dtype", where: "torch.device", *, tf32: bool = False) -> Callable[[], object]:
     """A square product."""
     import torch
 
@@ -283,7 +286,7 @@ def _product(size: int, dtype: Any, where: Any, *, tf32: bool = False) -> Callab
     return work
 
 
-def _copy(size: int, source: Any, target: Any) -> Callable[[], Any]:
+def _copy(size: int, source: "torch.device", target: "torch.device") -> Callable[[], object]:
     """A copy of so many bytes."""
     import torch
 
@@ -292,7 +295,9 @@ def _copy(size: int, source: Any, target: Any) -> Callable[[], Any]:
     return lambda: second.copy_(first, non_blocking=True)
 
 
-def _best(works: Mapping[Any, Callable[[], Any]], where: Any, seconds: float) -> dict[Any, float]:
+def _best(
+    works: Mapping[tuple[str, int], Callable[[], object]], where: "torch.device", seconds: float
+) -> dict[tuple[str, int], float]:
     """Seconds that one call of each takes where nothing disturbs it; each is called for so many seconds in
     all.
 
@@ -301,7 +306,7 @@ def _best(works: Mapping[Any, Callable[[], Any]], where: Any, seconds: float) ->
     """
     import torch
 
-    def once(work: Callable[[], Any]) -> tuple[float, float]:
+    def once(work: Callable[[], object]) -> tuple[float, float]:
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         begin, busy = time.perf_counter(), time.thread_time()
@@ -310,7 +315,7 @@ def _best(works: Mapping[Any, Callable[[], Any]], where: Any, seconds: float) ->
             torch.cuda.synchronize(where)
         return time.perf_counter() - begin, time.thread_time() - busy
 
-    taken: dict[Any, list[tuple[float, float]]] = {name: [] for name in works}
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {name: [] for name in works}
     for work in works.values():
         once(work)
     for _ in range(WINDOWS):
@@ -435,7 +440,7 @@ def link_rank() -> None:
     dist.destroy_process_group()
 
 
-def _collective(name: str, size: int, rank: int, ranks: int, where: Any) -> float:
+def _collective(name: str, size: int, rank: int, ranks: int, where: "torch.device") -> float:
     import torch
     import torch.distributed as dist
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import UsageError, unknown
 
 ROLES = ("embedding", "block", "norm", "head", "loss", "other")
 SPLITS = ("none", "column", "row")
 
+Variant = tuple[str, str, bool, bool]
+"""What the facts of a model depend on: the knobs (precision, attention, fusion, kernels)."""
 FLASH = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Attention implementations that keep no scores."""
 
@@ -204,7 +206,7 @@ class ModelFacts:
     @classmethod
     def from_shape(
         cls, *, precision: str = "bf16", attention: str = "sdpa", fusion: bool = False, kernels: bool = False,
-        **shape: object,
+        **shape: Any,
     ) -> "ModelFacts":  # fmt: skip
         """Facts from shape numbers, for models one does not have: the fields of `Shape` by name.
 
@@ -215,9 +217,8 @@ class ModelFacts:
         for name in shape:
             if name not in known:
                 raise UsageError(unknown("shape number", name, known))
-        return Shape(**shape).facts(  # type: ignore[arg-type]
-            precision=precision, attention=attention, fusion=fusion, kernels=kernels
-        )
+        made = Shape(**shape)
+        return made.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,8 +52,6 @@ def shape_space(
     Raises:
         SpaceError: no number of replicas divides the global batch.
     """
-    from types import SimpleNamespace
-
     from ..device import float8_obstacle
     from ..models import parallel
     from ..models.families.standard import Support
@@ -62,17 +60,16 @@ def shape_space(
     device = device_of(hardware)
     space = Space()
     kv_heads = shape.kv_heads or shape.heads
-    refused = {
-        "tp": lambda ranks: "" if kv_heads % ranks == 0 and shape.heads % ranks == 0 else (
-            f"{ranks} ranks must divide the {kv_heads} key and value heads"
-        ),
-        "pp": lambda stages: "" if stages <= shape.layers else (
-            f"{stages} stages need as many of {shape.layers} layers"
-        ),
-    }  # fmt: skip
-    support = Support(tp=refused["tp"], pp=refused["pp"], sequence_parallel="", zero="", offload="")
-    batch = SimpleNamespace(global_batch=global_batch, seq_len=seq_len)
-    spread = parallel.declare(space, batch, device, devices, support, any_batch=False)
+
+    def uncut(ranks: int) -> str:
+        even = kv_heads % ranks == 0 and shape.heads % ranks == 0
+        return "" if even else f"{ranks} ranks must divide the {kv_heads} key and value heads"
+
+    def undivided(stages: int) -> str:
+        return "" if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
+
+    support = Support(tp=uncut, pp=undivided, sequence_parallel="", zero="", offload="")
+    spread = parallel.declare(space, global_batch, device, devices, support, any_batch=False)
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
     micro = space.choice(
         "micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1
@@ -89,7 +86,7 @@ def shape_space(
     together = micro * space["dp"] if devices > 1 else micro
     accumulate = space.derive("grad_accum", global_batch // together, help="micro-batches per optimizer step")
     space.require(together * accumulate == global_batch, f"global batch {global_batch}")
-    parallel.compose(space, batch, device, support)
+    parallel.compose(space, device, devices, support, seq_len=seq_len, own_loss=False)
     return space
 
 
@@ -130,14 +127,15 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
-    configs: Any
-    if space.enumerable and len(space) <= MAX_CONFIGS:
-        valid, configs = len(space), None
-        table = estimator.table(columns_of(space, estimator) if _by_columns(space) else list(space))
-    else:
+    configs: list[Config] | None = None
+    valid = len(space) if space.enumerable else space.combinations
+    if not space.enumerable or valid > MAX_CONFIGS:
         configs = space.sample(MAX_CONFIGS, seed=seed)
-        valid = len(space) if space.enumerable else space.combinations
         table = estimator.table(configs)
+    elif _by_columns(space):
+        table = estimator.table(columns_of(space, estimator))
+    else:
+        table = estimator.table(list(space))
     order = ranking(table)
     take = configs.__getitem__ if configs is not None else space.at
     lossy = lossy_of_space(space)
@@ -147,7 +145,7 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
         return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
 
     best = tuple(ranked(index) for index in order[:top])
-    exact = order[~_lossy(space, lossy, configs)[order]] if lossy else ()
+    exact = order[~_lossy(space, lossy, configs)[order]] if lossy else order[:0]
     return Plan(
         best=best,
         valid=valid,

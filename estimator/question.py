@@ -69,6 +69,8 @@ def ask(
     request.check_numbers()
     machine, count = machine_of(hardware, request.devices)
     notes: tuple[str, ...] = (machine.note,) if machine.note else ()
+    length: int | None
+    total: int | None
     if isinstance(target, Shape):
         space, length, total, said = _of_shape(request, target, machine, count)
         workload, name = None, target.name

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .._torch import schema_of
@@ -39,11 +39,11 @@ class Recorder:
         self._backward_region: Region | None = None
         self._start_live = 0.0
         self._live = self._tail_peak = self._forward_end = 0.0
-        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._saved: set[int] = set()
         self._weights: dict[int, str] = {}
         self._copies: set[int] = set()
-        self._keep: list[Any] = []
+        self._keep: list[torch.UntypedStorage] = []
         self._shapes = {tuple(each.shape) for each in model.parameters()}
         self._trainable = {name for name, each in model.named_parameters() if each.requires_grad}
         for name, parameter in model.named_parameters():
@@ -132,7 +132,7 @@ class Recorder:
 
     # What autograd keeps.
 
-    def saving(self) -> Any:
+    def saving(self) -> AbstractContextManager[Any]:
         """Records what is saved for backward while it is open."""
         import torch
 
@@ -183,12 +183,12 @@ class Recorder:
         else:
             self._live += size
 
-    def _track(self, storage: Any) -> None:
+    def _track(self, storage: "torch.UntypedStorage") -> None:
         key = id(storage)
         if key in self._sizes or (key in self._weights and key not in self._copies):
             return
         size = storage.nbytes()
-        self._sizes[key] = (weakref.ref(storage, lambda _, key=key: self._freed(key)), size)
+        self._sizes[key] = (weakref.ref(storage, lambda _: self._freed(key)), size)
         self._grow(size)
 
     def _grow(self, size: float) -> None:
@@ -275,7 +275,7 @@ class Recorder:
             return id(tensor.untyped_storage()) in self._weights
         return tensor.dim() == 2 and tuple(tensor.shape) in self._shapes
 
-    def _product(self, func: Any, args: Any, outputs: Any, region: Region) -> None:
+    def _product(self, func: Any, args: Any, outputs: "list[torch.Tensor]", region: Region) -> None:
         import torch
 
         if func is torch.ops.aten.convolution.default:
@@ -301,7 +301,9 @@ class Recorder:
         else:
             region.products.append(Product("", rows, k, n, False, False))
 
-    def _weighted(self, weight: Any, rows: int, k: int, n: int, transposed: bool, region: Region) -> None:
+    def _weighted(
+        self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, region: Region
+    ) -> None:
         self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, region)
 
     def _count_product(
@@ -322,7 +324,9 @@ class Recorder:
             region.attention.append(call)
         self._attended = True
 
-    def attending(self, query: Any, key: Any, causal: bool, run: Callable[[], Any]) -> Any:
+    def attending(
+        self, query: "torch.Tensor", key: "torch.Tensor", causal: bool, run: "Callable[[], torch.Tensor]"
+    ) -> "torch.Tensor":
         """Runs an attention that is one function; what it is made of below counts as that one."""
         heads = query.shape[-3] if query.dim() > 2 else 1
         kv_heads = key.shape[-3] if key.dim() > 2 else 1
@@ -334,7 +338,7 @@ class Recorder:
         finally:
             self._in_attention = False
 
-    def grouped(self, rows: Any, weights: Any) -> None:
+    def grouped(self, rows: "torch.Tensor", weights: "torch.Tensor") -> None:
         """A product of (r, k) rows, sorted by expert, with (experts, k, n) weights ran: as many rows each on
         average."""
         experts, k, n = weights.shape

@@ -171,12 +171,12 @@ def step_time(
 
 def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np.ndarray]:
     """The terms of a stage as they are on average over all stages, without the bubble."""
-    whole = sum(counts)
+    whole, none = sum(counts), np.zeros_like(found[0]["bubble"])
     mean = {
-        name: sum(count * terms[name] for count, terms in zip(counts, found, strict=True)) / whole
+        name: sum((count * terms[name] for count, terms in zip(counts, found, strict=True)), none) / whole
         for name in TIME_TERMS
     }
-    return {**mean, "bubble": np.zeros_like(mean["bubble"])}
+    return {**mean, "bubble": none}
 
 
 def stage_times(

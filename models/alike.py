@@ -1,6 +1,6 @@
 """Repeated blocks that are alike, of which a few stand for all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._torch import children_of, parameters_of
@@ -23,7 +23,7 @@ def twins_of(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
         model: holds the blocks.
         blocks: paths of its repeated blocks, in their order.
     """
-    kinds: dict[Any, list[str]] = {}
+    kinds: dict[Hashable, list[str]] = {}
     for index, path in enumerate(blocks):
         kinds.setdefault(described(model.get_submodule(path), index), []).append(path)
     return {each: alike[1] for alike in kinds.values() if len(alike) > FOLLOWED for each in alike[2:-1]}
@@ -37,7 +37,7 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
     Returns:
         The paths of the blocks that are left, in their order.
     """
-    holders: dict[Any, set[int]] = {}
+    holders: dict[nn.Parameter, set[int]] = {}
     for module in model.modules():
         for param in parameters_of(module).values():
             if param is not None:
@@ -53,11 +53,11 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
     return [path for path in blocks if path not in gone]
 
 
-def described(block: "nn.Module", index: int) -> Any:
+def described(block: "nn.Module", index: int) -> Hashable:
     """Equal for blocks that do the same with equal inputs, but for the values of their weights: classes,
     shapes and plain attributes of all modules in it, and what the configuration says of this block by
     itself."""
-    out: list[Any] = []
+    out: list[Hashable] = []
     configs: dict[int, Any] = {}
     for path, module in block.named_modules():
         attributes = []
@@ -77,7 +77,7 @@ def described(block: "nn.Module", index: int) -> Any:
     return tuple(out)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> Hashable:
     """Something hashable that is equal where the value is; of what is no plain data, the thing itself."""
     import torch
 

@@ -25,20 +25,20 @@ _NOT_ARCHITECTURE = (
     "torch_dtype",
     "transformers_version",
 )
-_AUTO = {
+_AUTO: dict[Task, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
 }
 # What transformers computes for labels that are shifted already is that of masked tokens.
-_LOSS = {
+_LOSS: dict[Task, str] = {
     "causal": "ForCausalLM",
     "masked": "ForMaskedLM",
     "seq2seq": "ForMaskedLM",
     "image": "ForImageClassification",
 }
-_MAPPING = {
+_MAPPING: dict[Task, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -176,7 +176,8 @@ def _task(configuration: Any, kinds: list[Task]) -> Task:
     return preferred if preferred in kinds else kinds[0]
 
 
-def _config_class(transformers: ModuleType, model_type: str) -> type:
+def _config_class(transformers: ModuleType, model_type: str) -> Any:
+    """The class of a family's configurations, of `transformers.PretrainedConfig`."""
     return transformers.CONFIG_MAPPING[model_type]
 
 

@@ -26,10 +26,9 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
         batch = tuple(batch)
     if not isinstance(batch, Mapping | tuple):
         raise WorkloadError(f"{where} must be a dict or a tuple of tensors, but is {type(batch).__name__}")
-    parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     if not batch:
         raise WorkloadError(f"{where} is an empty {type(batch).__name__}; it must hold tensors")
-    for key, value in parts:
+    for key, value in entries(batch).items():
         if not isinstance(value, torch.Tensor):
             raise WorkloadError(f"{where}: entry {key!r} must be a tensor, but is {type(value).__name__}")
         if value.device.type != "cpu":
@@ -45,6 +44,11 @@ def make_batch(workload: Workload, size: int, seed: int) -> Batch:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
+def entries(batch: Batch) -> dict[str | int, Any]:
+    """What a batch holds, by name or by position."""
+    return dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+
+
 def part(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` - 1 of a batch, as views."""
     return each_tensor(batch, lambda tensor: tensor[start:stop])
@@ -52,8 +56,7 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
 
 def num_bytes(batch: Batch) -> int:
     """Bytes of the batch's tensors."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return sum(each.numel() * each.element_size() for each in values)
+    return sum(each.numel() * each.element_size() for each in entries(batch).values())
 
 
 def to_device(batch: Batch, device: "torch.device") -> Batch:
@@ -61,7 +64,7 @@ def to_device(batch: Batch, device: "torch.device") -> Batch:
     return each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def each_tensor(batch: Batch, function: Any) -> Batch:
+def each_tensor(batch: Batch, function: "Callable[[torch.Tensor], Any]") -> Batch:
     """The batch with `function` applied to every tensor; a tensor that stands there twice stays one."""
     done: dict[int, Any] = {}
 

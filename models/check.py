@@ -1,7 +1,7 @@
 """A look at a workload of somebody's own before anything is tuned."""
 
 from ..errors import WorkloadError
-from .batches import make_batch
+from .batches import entries, make_batch
 from .blame import blamed
 from .flops import flops_of
 from .skeleton import skeleton
@@ -21,10 +21,15 @@ def check_workload(workload: Workload) -> None:
 
     skeleton(workload)
     with blamed(f"{workload.name}: batch(2, 0)"):
-        first, second = make_batch(workload, 2, 0), make_batch(workload, 2, 0)
-    for key in first if isinstance(first, dict) else range(len(first)):
-        value, other = first[key], second[key]
-        if value.shape != other.shape or not torch.equal(value.nan_to_num(), other.nan_to_num()):
+        first, second = (entries(make_batch(workload, 2, 0)) for _ in range(2))
+    for key in {**first, **second}:
+        value, other = first.get(key), second.get(key)
+        if (
+            value is None
+            or other is None
+            or value.shape != other.shape
+            or not torch.equal(value.nan_to_num(), other.nan_to_num())
+        ):
             raise WorkloadError(
                 f"{workload.name}: batch(2, 0) differs from one call to the next in entry {key!r}; losses of "
                 "configurations are compared, so draw from a generator that is seeded by the second argument"

@@ -67,7 +67,7 @@ class TokenBatches:
         inputs = (
             self._random((size, length), generator)
             if self.text is None
-            else self._windows(size, length, generator)
+            else _windows(self.text.tokens, (size, length), generator)
         )
         if self.task == "seq2seq":
             source, target = inputs.split(self.seq_len, dim=1)
@@ -84,15 +84,6 @@ class TokenBatches:
             return torch.randint(self.vocab_size, shape, generator=generator)
         ids = torch.randint(self.vocab_size - 1, shape, generator=generator)
         return ids + (ids >= self.pad_id)
-
-    def _windows(self, size: int, length: int, generator: "torch.Generator") -> "torch.Tensor":
-        import numpy as np
-        import torch
-
-        tokens = self.text.tokens
-        starts = torch.randint(len(tokens) - length + 1, (size,), generator=generator).numpy()
-        picked = tokens[starts[:, None] + np.arange(length)]
-        return torch.from_numpy(picked.astype(np.int64))
 
     def _mask(
         self, inputs: "torch.Tensor", generator: "torch.Generator"
@@ -112,6 +103,17 @@ class TokenBatches:
         mask = torch.full_like(kept, self.vocab_size - 1 if known is None else known)
         replaced = torch.where(fate < 0.8, mask, torch.where(fate < 0.9, drawn, kept))
         return inputs.scatter(1, positions, replaced), labels
+
+
+def _windows(tokens: "np.ndarray", shape: tuple[int, int], generator: "torch.Generator") -> "torch.Tensor":
+    """Pieces of a text that begin anywhere in it, of so many samples and tokens."""
+    import numpy as np
+    import torch
+
+    size, length = shape
+    starts = torch.randint(len(tokens) - length + 1, (size,), generator=generator).numpy()
+    picked = tokens[starts[:, None] + np.arange(length)]
+    return torch.from_numpy(picked.astype(np.int64))
 
 
 def window(task: Task, seq_len: int) -> int:
@@ -195,6 +197,6 @@ def _tokenizer(folder: Path) -> Any:
             return transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, *refusals()) as error:
+        except refusals(OSError) as error:
             last = " ".join(str(error).split())[:300]
             raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {last}") from error

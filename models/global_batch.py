@@ -25,7 +25,7 @@ def shareable(usual: int, devices: int) -> int:
 
 
 def shared(
-    workload: Workload, devices: int, *, target: Any, asked: int | None
+    workload: Workload, devices: int, *, target: object, asked: int | None
 ) -> tuple[Workload, tuple[str, ...]]:
     """The workload with a global batch that so many devices can share, and what is to be said of it.
 
@@ -75,7 +75,7 @@ def free_accumulation(
     Raises:
         UsageError: they are not whole numbers of at least 1.
     """
-    fixed = [fix["grad_accum"]] if "grad_accum" in (fix or {}) else None
+    fixed = [fix["grad_accum"]] if fix and "grad_accum" in fix else None
     given = (override or {}).get("grad_accum") or fixed
     if given is None or global_batch is not None or space is not None or workload.space is not None:
         return None

@@ -1,8 +1,9 @@
 """Any Hugging Face language model or image classifier as a workload, built from its configuration alone."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
 from .architecture import Architecture, described, from_configuration, without_memory
@@ -10,6 +11,9 @@ from .data import TokenBatches, read_text, window
 from .families import schedule_of
 from .images import ImageBatches
 from .workload import DEFAULT_GLOBAL_BATCH, Workload
+
+if TYPE_CHECKING:
+    from ..schedule import Schedule
 
 DEFAULT_IMAGE_SIZE = 224
 """Pixels on a side, as in ImageNet training."""
@@ -50,7 +54,7 @@ def hugging_face(
     configuration: Any,
     *,
     name: str | None = None,
-    schedule: Any = None,
+    schedule: "Callable[[Schedule, Mapping[str, Any]], Any] | None" = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     data: str | Path | None = None,

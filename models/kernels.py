@@ -46,6 +46,7 @@ def kernels_obstacle(workload: Workload, sch: "Schedule | None" = None) -> str:
 def formed_logits(workload: Workload) -> str:
     """Why the logits of a workload's head would be formed all the same, empty where they are not.
 
+    Its schedule is a StandardSchedule.
     Its loss is computed for one sample of fake tensors, behind the first blocks of the model.
     """
     import torch
@@ -57,6 +58,7 @@ def formed_logits(workload: Workload) -> str:
     from ..schedule.primitives.fused_loss import formed_for
 
     schedule = workload.schedule or generic_schedule
+    assert isinstance(schedule, StandardSchedule)
     batch = make_batch(workload, 1, 0)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -9,7 +9,6 @@ from ..orders import ORDERS
 from ..results.meaning import FLOAT8
 from ..space import Space
 from .families.standard import Support
-from .workload import Workload
 
 HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the loss needs it"
 """Why `kernels` cannot be with ZeRO 2 and 3 in a pipeline, where each part of a stage is cut by itself, nor
@@ -37,7 +36,7 @@ class Spread:
 
 
 def declare(
-    space: Space, workload: Workload, device: Device, devices: int, support: Support, *, any_batch: bool
+    space: Space, total: int, device: Device, devices: int, support: Support, *, any_batch: bool
 ) -> Spread:
     """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
     where there are several devices, with a constraint for each degree that the model or the host cannot have.
@@ -47,7 +46,7 @@ def declare(
 
     Args:
         space: receives the knobs.
-        workload: what is trained.
+        total: samples of one optimizer step over all devices.
         device: the kind of device, and how many of it a host has.
         devices: devices of one trial.
         support: what the model's schedule can do.
@@ -58,8 +57,8 @@ def declare(
     """
     if devices == 1:
         return Spread(replicas=(1,), default_dp=1)
-    total, degrees = workload.global_batch, divisors(devices)
-    refused = {"tp": {}, "pp": {}}
+    degrees = divisors(devices)
+    refused: dict[str, dict[int, str]] = {"tp": {}, "pp": {}}
     for degree in degrees[1:]:
         refused["tp"][degree] = support.tp(degree) or _beyond_host(degree, devices, device)
         refused["pp"][degree] = support.pp(degree)
@@ -159,8 +158,19 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         )
 
 
-def compose(space: Space, workload: Workload, device: Device, support: Support) -> None:
-    """Adds `offload`, and the constraints between parallel knobs and all others. Call it last."""
+def compose(
+    space: Space, device: Device, devices: int, support: Support, *, seq_len: int | None, own_loss: bool
+) -> None:
+    """Adds `offload`, and the constraints between parallel knobs and all others. Call it last.
+
+    Args:
+        space: receives them.
+        device: the kind of device.
+        devices: devices of one trial.
+        support: what the model's schedule can do.
+        seq_len: tokens of a sample; None where samples are not made of tokens.
+        own_loss: whether the loss is not the model's own.
+    """
     names = space.by_name
     if device.type == "cuda" and not support.offload:
         space.choice(
@@ -171,7 +181,7 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
     elif "zero" in names and "pp" in names and support.zero_in_stages:
         space.require((space["zero"] < 2) | (space["pp"] == 1), support.zero_in_stages)
     if "sequence_parallel" in names:
-        _sequence_parallel(space, workload, support)
+        _sequence_parallel(space, devices, seq_len, support)
     if "pipeline_schedule" in names:
         _order(space)
     if "fp16" in (*space["precision"].values, *(space["precision"].others or ())):
@@ -184,11 +194,11 @@ def compose(space: Space, workload: Workload, device: Device, support: Support) 
             space.require(~half | ~space["kernels"], SCALED_TOO_LATE)
     if "tp" in names and set(FLOAT8) & {*space["precision"].values, *(space["precision"].others or ())}:
         whole = ~space["precision"].isin(FLOAT8)
-        for tp in space["tp"].values[1:]:
+        for tp in divisors(devices)[1:]:
             if not support.tp(tp) and (why := support.float8(tp)):
                 space.require(whole | (space["tp"] != tp), why)
     if "kernels" in names and "zero" in names:
-        if workload.loss is not None:
+        if own_loss:
             space.require(~space["kernels"] | (space["zero"] < 3), HEAD_IS_CUT_AGAIN)
         if "pp" in names:
             space.require(~space["kernels"] | (space["zero"] < 2) | (space["pp"] == 1), HEAD_IS_CUT_AGAIN)
@@ -260,14 +270,14 @@ def _order(space: Space) -> None:
         )
 
 
-def _sequence_parallel(space: Space, workload: Workload, support: Support) -> None:
+def _sequence_parallel(space: Space, devices: int, seq_len: int | None, support: Support) -> None:
     whole = ~space["sequence_parallel"]
     if support.sequence_parallel:
         space.require(whole, support.sequence_parallel)
-    elif workload.seq_len is not None:
-        uneven = [tp for tp in space["tp"].values if workload.seq_len % tp]
+    elif seq_len is not None:
+        uneven = [tp for tp in divisors(devices) if seq_len % tp]
         if uneven:
-            reason = f"tp must divide the {workload.seq_len} tokens of a sample to cut them"
+            reason = f"tp must divide the {seq_len} tokens of a sample to cut them"
             space.require(whole | ~space["tp"].isin(uneven), reason)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
-from .batches import Batch, each_tensor
-from .workload import Workload
+from .batches import each_tensor
+from .workload import Batch, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +88,15 @@ def _copies(tensor: "torch.Tensor", count: int) -> "torch.Tensor":
 
 
 def _num_bytes(output: Any) -> int:
-    sizes: list[int] = []
-    _each(output, lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
-    return sum(sizes)
+    size = 0
+
+    def add(tensor: "torch.Tensor") -> "torch.Tensor":
+        nonlocal size
+        size += tensor.numel() * tensor.element_size()
+        return tensor
+
+    _each(output, add)
+    return size
 
 
 def _each(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
@@ -100,7 +106,7 @@ def _each(value: Any, function: "Callable[[torch.Tensor], Any]") -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        out = copy.copy(value)  # transformers' outputs are mappings with attributes
+        out: Any = copy.copy(value)  # transformers' outputs are mappings with attributes, and can be changed
         for key, each in value.items():
             out[key] = _each(each, function)
         return out

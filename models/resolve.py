@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ..errors import WorkloadError, nearest, unknown
 from .workload import Workload, default_name
@@ -14,6 +14,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<name>.*))?", re.DOTALL)
 _NAMED = re.compile(r"(?P<path>.+):(?P<name>\w*)", re.DOTALL)
 CONNECT_SECONDS = 3
+
+
+class _Given(TypedDict):
+    """What a model's own sizes and data are overridden by; None for these."""
+
+    seq_len: int | None
+    global_batch: int | None
+    data: str | Path | None
 
 
 def workload(
@@ -54,7 +62,7 @@ def workload(
         made = FileSource.read(Path(file["path"]).expanduser(), file["name"] or "").load()
         name = file["name"] if made.name == default_name(made.model) else made.name
         return _own(made.with_name(name, text), seq_len, global_batch, data)
-    given: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
+    given: _Given = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
     from .presets import PRESETS
 
     if text in PRESETS:
@@ -88,7 +96,9 @@ def _no_python_file(text: str) -> WorkloadError:
     return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{near}")
 
 
-def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: Any) -> Workload:
+def _own(
+    made: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None
+) -> Workload:
     from .check import check_workload
 
     for what, value in (("seq_len", seq_len), ("data", data)):
@@ -103,7 +113,7 @@ def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: An
     return made
 
 
-def _preset(name: str, given: dict[str, Any]) -> Workload:
+def _preset(name: str, given: _Given) -> Workload:
     from .architecture import Architecture
     from .huggingface import hugging_face_workload
     from .presets import PRESETS
@@ -130,7 +140,7 @@ def _preset(name: str, given: dict[str, Any]) -> Workload:
     return hugging_face_workload(architecture, name=name, spec=name, **given)
 
 
-def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
+def _local(path: Path, text: str, given: _Given) -> Workload:
     from .._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
@@ -169,7 +179,7 @@ def _local(path: Path, text: str, given: dict[str, Any]) -> Workload:
     )
 
 
-def _hub(text: str, given: dict[str, Any]) -> Workload:
+def _hub(text: str, given: _Given) -> Workload:
     from .._transformers import quiet, refusals
     from .architecture import from_configuration
     from .huggingface import hugging_face_workload
@@ -183,7 +193,7 @@ def _hub(text: str, given: dict[str, Any]) -> Workload:
             _reach_hub(text)
             try:
                 configuration = transformers.AutoConfig.from_pretrained(text, trust_remote_code=False)
-            except (OSError, *refusals()) as error:
+            except refusals(OSError) as error:
                 raise WorkloadError(f"the hub's model '{text}' cannot be used: {_one_line(error)}") from error
     return hugging_face_workload(
         from_configuration(configuration, text), name=text.rpartition("/")[2], spec=text, **given

@@ -102,10 +102,10 @@ class FileSource:
         try:
             code = compile(self.text, self.path, "exec")
         except (SyntaxError, ValueError) as error:  # the latter for null bytes, before Python 3.12
-            line = f":{error.lineno}" if getattr(error, "lineno", None) else ""
-            raise WorkloadError(
-                f"{self.path}{line} is not valid Python: {getattr(error, 'msg', error)}"
-            ) from error
+            line, said = "", str(error)
+            if isinstance(error, SyntaxError):
+                line, said = f":{error.lineno}" if error.lineno else "", error.msg
+            raise WorkloadError(f"{self.path}{line} is not valid Python: {said}") from error
         sys.modules[name] = module
         try:
             exec(code, module.__dict__)

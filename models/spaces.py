@@ -83,8 +83,8 @@ def default_space(
     allow = checked_allowance(allow)
     space = Space()
     facts = _schedule_facts(workload)
-    spread = parallel.declare(space, workload, device, devices, facts.parallel, any_batch=grad_accum is not None)
     total = workload.global_batch
+    spread = parallel.declare(space, total, device, devices, facts.parallel, any_batch=grad_accum is not None)
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
     share = max(1, total // spread.default_dp)
     usual = [size for size in sizes if grad_accum is not None or share % size == 0]
@@ -136,15 +136,14 @@ def default_space(
         space.flag("kernels", help=words)
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
-    together = micro
-    if devices > 1:
-        together = micro * space["dp"]
+    together = micro * space["dp"] if devices > 1 else micro
     if grad_accum is not None:
         space.choice("grad_accum", grad_accum, help="micro-batches per optimizer step", monotone_memory=0)
     else:
         accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
         space.require(together * accumulate == total, f"global batch {total}")
-    parallel.compose(space, workload, device, facts.parallel)
+    own_loss = workload.loss is not None
+    parallel.compose(space, device, devices, facts.parallel, seq_len=workload.seq_len, own_loss=own_loss)
     if max(spread.replicas) > 1 and "lossy" in allow:
         space.choice(
             "reduce_dtype",
@@ -256,8 +255,10 @@ def nothing_allowed(space: Space, allow: Sequence[str]) -> tuple[str, ...]:
 def lossy_beyond(space: Space) -> list[str]:
     """The lossy values that the space would accept and does not hold, as `knob=value`."""
     knob = space.by_name.get("precision")
-    others = knob.others or () if knob is not None else ()
-    return [f"precision={value}" for value in others if value in LOSSY["precision"] and value not in knob.values]
+    if knob is None:
+        return []
+    lossy = (value for value in knob.others or () if value in LOSSY["precision"])
+    return [f"precision={value}" for value in lossy if value not in knob.values]
 
 
 class _Recorder(Mapping[str, Any]):

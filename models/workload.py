@@ -40,8 +40,9 @@ NEUTRAL = Config(
 class Source(Protocol):
     """Where a workload can be made again from: `FileSource` of a Python file."""
 
-    name: str
-    """Its name there."""
+    @property
+    def name(self) -> str:
+        """Its name there."""
 
     @property
     def digest(self) -> str:
@@ -71,7 +72,7 @@ class Workload:
     """`batch(size, seed)`: CPU tensors whose first dimension is `size`; equal for equal seeds. Of a dict the
     model gets, by name, what its `forward` takes; of a tuple everything but the last, which is the target
     (with `loss=None`: everything)."""
-    loss: "Callable[[Any, Batch], torch.Tensor] | None"
+    loss: "Callable[[Any, Any], torch.Tensor] | None"
     """`loss(output, batch)`: a scalar, the mean over the batch's samples. None takes `output.loss`."""
     name: str = ""
     """What people call it."""

@@ -12,6 +12,7 @@ import importlib
 import os
 import selectors
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -84,9 +85,8 @@ def _import(names: tuple[str, ...]) -> None:
 
 
 def _serve(listener: Listener, starter: Connection) -> None:
-    socket = listener._listener._socket  # Listener offers no fileno()
     with selectors.DefaultSelector() as selector:
-        selector.register(socket, selectors.EVENT_READ, "client")
+        selector.register(_socket_of(listener), selectors.EVENT_READ, "client")
         selector.register(starter, selectors.EVENT_READ, "starter")
         while True:
             for key, _ in selector.select():
@@ -109,6 +109,11 @@ def _serve(listener: Listener, starter: Connection) -> None:
                     reap()
 
 
+def _socket_of(listener: Listener) -> socket.socket:
+    """What a listener listens on; it offers no fileno() itself."""
+    return listener._listener._socket  # type: ignore[attr-defined]  # not public
+
+
 def _fork_supervisor(client: Connection, listener: Listener, starter: Connection) -> tuple[int, int]:
     me = os.getpid()
     pid = os.fork()
@@ -119,7 +124,7 @@ def _fork_supervisor(client: Connection, listener: Listener, starter: Connection
         die_with_parent(me)
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        listener._listener._socket.close()
+        _socket_of(listener).close()
         starter.close()
         _supervise(client, os.path.dirname(listener.address))
         code = 0

@@ -25,7 +25,7 @@ class Deadline:
         """Takes note of whether any rank compiles from now on; whether that is news."""
         if yes == self.in_compilation:
             return False
-        if yes:
+        if self._since is None:
             self._since = now
         else:
             self._compiled += now - self._since

@@ -4,7 +4,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import psutil
 
@@ -19,7 +18,7 @@ from .job import Job, Outcome, RankOutcome, Rendezvous
 from .load import foreign_cores
 from .memory import MIB
 from .runner import Runner, TrialRequest
-from .work import TrialTerms, Work
+from .work import Known, TrialTerms, Work
 
 MEMORY_SHARE = 0.7
 """Of what memory there is, what candidates that are in it together may take by what they took alone."""
@@ -52,7 +51,7 @@ class DryRunner(Runner):
     def run(self, request: TrialRequest) -> Measurement:
         started, begin = time.time(), time.perf_counter()
         outcome = self.dispatch(self.work.job(request, self.terms))
-        known = {
+        known: Known = {
             "devices": self.terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -70,11 +69,12 @@ class DryRunner(Runner):
     ) -> list[list[Measurement]] | None:
         terms = self.terms
         room = min(float(terms.device.memory_mib), psutil.virtual_memory().available / MIB)
-        peaks_mib = [each.peak_memory_mib for each in alone]
-        if None in peaks_mib or sum(peaks_mib) * terms.devices > MEMORY_SHARE * room:
+        peaks_mib = _sum([each.peak_memory_mib for each in alone])
+        if peaks_mib is None or peaks_mib * terms.devices > MEMORY_SHARE * room:
             return None
         jobs = [self.work.job(request, terms) for request in requests]
         turns_s = TURNS_SHARE * terms.plan.seconds * len(jobs)
+        alone_s = _sum([each.timeout_s for each in jobs])
         together = replace(
             jobs[0],
             beside=tuple(each.program for each in jobs[1:]),
@@ -82,14 +82,14 @@ class DryRunner(Runner):
             turns=max(jobs[0].turns, round(TURNS_A_SECOND * terms.plan.seconds)),
             turns_s=turns_s,
             patience_s=patience_s,
-            timeout_s=sum(each.timeout_s for each in jobs) + turns_s + patience_s,
+            timeout_s=None if alone_s is None else alone_s + turns_s + patience_s,
             compile_timeout_s=sum(each.compile_timeout_s for each in jobs),
         )
         started, begin = time.time(), time.perf_counter()
         outcome = self.dispatch(together)
         if outcome.status is not Status.OK:  # one of them has taken all with it
             return None
-        known = {
+        known: Known = {
             "devices": terms.devices,
             "started": started,
             "seconds_total": time.perf_counter() - begin,
@@ -139,10 +139,10 @@ class DryRuns(Work):
         )
 
     def measurement(
-        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: dict[str, Any]
+        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: Known
     ) -> Measurement:
-        reports = [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
-        common = {
+        reports = _reports(outcome)
+        common: _Common = {
             **known,
             "memory_limit_mib": terms.memory_limit_mib or float(terms.device.memory_mib),
             "ranks": tuple(_rank_report(each) for each in outcome.ranks),
@@ -159,17 +159,18 @@ class DryRuns(Work):
         return self._timed(request, terms, reports, common)
 
     def turns(self, measured: Measurement, outcome: Outcome) -> list[Measurement]:
-        reports = [each.report for each in outcome.ranks]
+        reports = _reports(outcome)
+        together_ms = max(each.step_ms for each in reports)
         found = []
         for taken in zip(*(each.turns for each in reports), strict=True):
             step_ms = max(each.step_ms for each in taken)
             load = foreign_cores([each.load for each in taken])
-            throughput = measured.throughput * measured.step_ms / step_ms
+            throughput = measured.reached * together_ms / step_ms
             found.append(replace(measured, throughput=throughput, step_ms=step_ms, foreign_cores=load))
         return found
 
     def _timed(
-        self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: dict[str, Any]
+        self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: "_Common"
     ) -> Measurement:
         config = request.config
         slowest = max(reports, key=lambda each: each.step_ms)
@@ -188,11 +189,8 @@ class DryRuns(Work):
             notes.append(truth.why_not(probe, request.reference))
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
-        timed = {
-            "seconds_build": slowest.seconds_build + slowest.seconds_compile,
-            "seconds_warmup": slowest.seconds_warmup,
-            "seconds_measure": slowest.seconds_measure,
-        }
+        seconds_build = slowest.seconds_build + slowest.seconds_compile
+        seconds_known = sum((seconds_build, slowest.seconds_warmup, slowest.seconds_measure))
         return Measurement(
             status=Status.WRONG if wrong else Status.OK,
             reason="; ".join(each for each in notes if each),
@@ -209,11 +207,31 @@ class DryRuns(Work):
             probe=probe,
             samples_per_step=slowest.samples_per_step,
             foreign_cores=foreign_cores([each.load for each in reports]),
-            seconds_overhead=max(0.0, common["seconds_total"] - sum(timed.values())),
+            seconds_overhead=max(0.0, common["seconds_total"] - seconds_known),
+            seconds_build=seconds_build,
             seconds_compile=slowest.seconds_compile,
-            **timed,
+            seconds_warmup=slowest.seconds_warmup,
+            seconds_measure=slowest.seconds_measure,
             **common,
         )
+
+
+class _Common(Known):
+    """What all measurements of a workload's dry runs tell."""
+
+    memory_limit_mib: float
+    ranks: tuple[RankReport, ...]
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """The sum; None where one of them is not known."""
+    known = [each for each in values if each is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _reports(outcome: Outcome) -> list[DryRunReport]:
+    """What the ranks that have ended well report."""
+    return [each.report for each in outcome.ranks if isinstance(each.report, DryRunReport)]
 
 
 def _utilisation(device: Device, tflops: float | None, precision: str) -> float | None:
@@ -225,14 +243,13 @@ def _utilisation(device: Device, tflops: float | None, precision: str) -> float 
 
 
 def _rank_report(outcome: RankOutcome) -> RankReport:
-    report = outcome.report
-    known = isinstance(report, DryRunReport)
+    report = outcome.report if isinstance(outcome.report, DryRunReport) else None
     return RankReport(
         rank=outcome.rank,
         status=outcome.status,
         reason=outcome.reason,
-        step_ms=report.step_ms if known else None,
-        peak_memory_mib=report.peak_memory_mib if known else outcome.peak_memory_mib,
-        peak_allocated_mib=report.peak_allocated_mib if known else None,
-        allocation_retries=report.allocation_retries if known else 0,
+        step_ms=report.step_ms if report else None,
+        peak_memory_mib=report.peak_memory_mib if report else outcome.peak_memory_mib,
+        peak_allocated_mib=report.peak_allocated_mib if report else None,
+        allocation_retries=report.allocation_retries if report else 0,
     )

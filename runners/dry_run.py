@@ -1,6 +1,7 @@
 """What one rank of a trial does: build the candidate, warm it up, time it, tell."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,7 +211,7 @@ def join(context: RankContext) -> None:
     )
 
 
-def _agreement(world_size: int):
+def _agreement(world_size: int) -> Callable[[list[float]], list[float]]:
     """Elementwise maximum of a list over all ranks."""
     if world_size == 1:
         return lambda values: values

@@ -20,7 +20,7 @@ from .work import Work
 
 if TYPE_CHECKING:
     from .rank import RankContext
-    from .work import TrialTerms
+    from .work import Known, TrialTerms
 
 _OFTEN_NEEDED = ("numpy", "torch", "transformers")
 """Imported once in the host agent where this process has them too: a callable is likely to need them."""
@@ -57,7 +57,7 @@ class Calls(Work):
         )
 
     def measurement(
-        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: dict[str, Any]
+        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
         limit = terms.memory_limit_mib
         rank = next(iter(outcome.ranks), None)
@@ -67,8 +67,13 @@ class Calls(Work):
             peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit is not None else None)
         if outcome.status is Status.OK and rank is not None:
             return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit)
-        told = {"peak_memory_mib": peak, "memory_limit_mib": limit, **known}
-        return Measurement(status=outcome.status, reason=outcome.reason, **told)
+        return Measurement(
+            status=outcome.status,
+            reason=outcome.reason,
+            peak_memory_mib=peak,
+            memory_limit_mib=limit,
+            **known,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,7 @@ def _read(value: Any) -> Measurement:
 def _sound(measured: Measurement) -> Measurement:
     """A measurement of somebody's own: `wrong` where it is `ok` with a throughput that is none, and without any other
     number that is not finite."""
-    senseless = {
+    senseless: dict[str, Any] = {
         each.name: None
         for each in fields(Measurement)
         if isinstance(number := getattr(measured, each.name), float) and not math.isfinite(number)

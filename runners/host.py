@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
-from typing import Any
 
 import psutil
 
@@ -123,7 +122,7 @@ class HostAgent:
                 self._end()  # perhaps this agent was started while another was being closed
                 raise RunnerError("the host agent is closed")
 
-    def _first_words(self) -> dict[str, Any] | None:
+    def _first_words(self) -> dict[str, str | int] | None:
         """What the agent says of its start; None if it died before."""
         connection = self._process.connection
         ran = time.monotonic()

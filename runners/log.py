@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -17,8 +18,8 @@ class LogFile:
         tail: last bytes kept beyond them.
     """
 
-    def __init__(self, path: str | os.PathLike | None, *, head: int = 4 * MIB, tail: int = 4 * MIB) -> None:
-        self._file = None
+    def __init__(self, path: str | os.PathLike[str] | None, *, head: int = 4 * MIB, tail: int = 4 * MIB) -> None:
+        self._file: FileIO | None = None
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115
@@ -57,10 +58,13 @@ class LogFile:
         for data in self._tail:
             self._put(data)
         self._tail.clear()
-        self._file.close()
-        self._file = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _put(self, data: bytes) -> None:
+        if self._file is None:  # the disk was full before
+            return
         try:
             self._file.write(data)
         except OSError:  # a full disk must not end the trial; the log ends here

@@ -10,7 +10,10 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1024 * 1024
 _STACK = 2 * MIB
@@ -104,7 +107,7 @@ class HostMemoryMeter(MemoryMeter):
 class CudaMemoryMeter(MemoryMeter):
     """Memory of a process's CUDA devices, the fullest of them, by torch's caching allocator."""
 
-    def __init__(self, devices: Sequence[Any]) -> None:
+    def __init__(self, devices: "Sequence[torch.device]") -> None:
         import torch
 
         self._cuda = torch.cuda

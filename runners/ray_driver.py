@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import RedlineError, RunnerError, UsageError
 from ..results import Status
@@ -30,6 +30,7 @@ from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
 from .ray_gang import Gang, HostActor, Layout, lay_out
 
+Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
 CLOSE_S = 15.0
 """How long Ray may take to end in good order, s."""
@@ -87,7 +88,7 @@ class Reply:
 
 
 READY = "ready"
-"""A request that is answered when the first trial would start at once."""
+"""A request, beside jobs, that is answered when the first trial would start at once."""
 
 
 def main() -> None:
@@ -141,13 +142,17 @@ def _speak(starter: Connection) -> NoReturn:
 def _serve(cluster: "Cluster", starter: Connection) -> None:
     lock = threading.Lock()
 
-    def tell(what: Any) -> None:
+    def tell(what: Reply | Alive) -> None:
         with lock, contextlib.suppress(OSError):  # it hung up, which ends this process
             starter.send(what)
 
-    def answer(number: int, asked: Any) -> None:
+    def answer(number: int, asked: Job | str) -> None:
         try:
-            tell(Reply(number, cluster.wait_ready() if asked == READY else cluster.dispatch(asked)))
+            if isinstance(asked, Job):
+                tell(Reply(number, cluster.dispatch(asked)))
+            else:
+                cluster.wait_ready()
+                tell(Reply(number))
         except RunnerError as error:
             tell(Reply(number, error=error))
         except BaseException as error:  # a fault of this program, to be seen where it is asked
@@ -293,7 +298,7 @@ class Cluster:
         finally:
             self._free.put(slot)
 
-    def _watched(self, slot: int, call: Callable[[Gang], Any]) -> Any:
+    def _watched(self, slot: int, call: Callable[[Gang], Found]) -> Found:
         exceptions = self._ray.exceptions
         try:
             return call(self._gangs[slot])

@@ -86,19 +86,20 @@ class RayRunner(DryRunner):
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        self._ask(READY)
+        self._asked(READY).result()
 
     def dispatch(self, job: Job) -> Outcome:
-        return self._ask(job)
+        return self._asked(job).result()
 
-    def _ask(self, what: Any) -> Any:
+    def _asked(self, what: Job | str) -> Future[Any]:
+        """What will be answered: an `Outcome` to a job."""
         with self._lock:
             if self._link.lost and not self.closed:
                 self._link.close(0)
                 self._link = _Link(self._setup)
             link = self._link
         link.answers[0].result()
-        return link.ask(next(self._numbers), what).result()
+        return link.ask(next(self._numbers), what)
 
     def close(self) -> None:
         self.closed = True
@@ -127,7 +128,7 @@ class _Link:
         """Whether it will answer nothing more."""
         return bool(self._why)
 
-    def ask(self, number: int, what: Any) -> Future[Any]:
+    def ask(self, number: int, what: Job | str) -> Future[Any]:
         """The answer to a request, to come."""
         made: Future[Any] = Future()
         with self._lock:

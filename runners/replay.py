@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Surface:
     @property
     def best(self) -> float | None:
         """The highest throughput recorded; None if every row failed."""
-        return max((each.throughput for each in self.rows.values() if each.ok), default=None)
+        return max((each.reached for each in self.rows.values() if each.ok), default=None)
 
     @property
     def causes_known(self) -> bool:
@@ -169,7 +170,7 @@ def _space(points: list[dict[str, Any]]) -> Space:
     def recorded(*values: Any, **named: Any) -> bool:
         return (values or tuple(named[name] for name in free)) in known
 
-    recorded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    recorded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # inspect reads it of any callable
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in free]
     )
     space.require(recorded, "recorded in the table")
@@ -184,33 +185,29 @@ def _measurement(
     if peak is None and (gib := _float(row.get("peak_memory_gib"))) is not None:
         peak = gib * 1024
     limit = _float(row.get("memory_limit_mib")) or limit
-    common = {
-        "peak_memory_mib": peak,
-        "memory_limit_mib": limit,
-        "seconds_total": _float(row.get("seconds_total")),
-    }
+    made = partial(
+        Measurement,
+        peak_memory_mib=peak,
+        memory_limit_mib=limit,
+        seconds_total=_float(row.get("seconds_total")),
+    )
     if status == "failed":
         # Most are out of memory, so that is what a search is told.
-        return Measurement(status=Status.OOM, reason="cause not recorded", **common)
+        return made(status=Status.OOM, reason="cause not recorded")
     if status not in {*Status}:
         raise UsageError(f"{where}: the status must be ok, failed, oom, crash or timeout, but got '{status}'")
     if status != Status.OK:
-        return Measurement(status=Status(status), reason=row.get("reason") or "as recorded", **common)
+        return made(status=Status(status), reason=row.get("reason") or "as recorded")
     value = _float(row[objective])
     if value is None or value <= 0:
         raise UsageError(f"{where}: {objective} must be a positive number where the status is ok")
     if objective == "step_ms":
-        return Measurement(
-            status=Status.OK,
-            throughput=1000.0 / value * float(point.get("global_batch", 1)),
-            unit="samples/s",
-            step_ms=value,
-            **common,
-        )
+        rate = 1000.0 / value * float(point.get("global_batch", 1))
+        return made(status=Status.OK, throughput=rate, unit="samples/s", step_ms=value)
     unit = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}.get(
         objective, row.get("unit") or ""
     )
-    return Measurement(status=Status.OK, throughput=value, unit=unit, **common)
+    return made(status=Status.OK, throughput=value, unit=unit)
 
 
 def _float(text: str | None) -> float | None:

@@ -53,14 +53,17 @@ class Runner(ABC):
     """How many trials can run at the same time."""
     isolated: bool = True
     """Whether this process outlives whatever a trial does."""
-    takes_turns: bool = False
-    """Whether `take_turns` does anything."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
     per_host: int | None = None
     """Devices that a host gives a trial, where that is for the runner to find out; None where it is not."""
     closed: bool = False
     """Whether `close` was called; a trial that fails from then on is not tried again."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether `take_turns` does anything."""
+        return False
 
     def wait_ready(self) -> None:
         """Returns when trials can begin."""

@@ -31,7 +31,7 @@ class _Held:
 class KernelLog:
     """What the kernel has logged since this was made (`man 4 kmsg`); nothing where it may not be read."""
 
-    def __init__(self, path: str | os.PathLike = "/dev/kmsg") -> None:
+    def __init__(self, path: str | os.PathLike[str] = "/dev/kmsg") -> None:
         self._lines: list[str] = []
         try:
             self._file: int | None = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -53,6 +53,20 @@ class SimulationTerms:
     """Unix time on the cluster's clock at which its first trial can start, s; None for now."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Phases:
+    """How long the parts of a trial take, s."""
+
+    start: float
+    build: float
+    warmup: float
+    measure: float
+
+    @property
+    def total(self) -> float:
+        return sum((self.start, self.build, self.warmup, self.measure))
+
+
 @dataclass
 class SimulateRunner(Runner):
     """Answers with what a drawn world would measure. The same seed gives the same answers, in whatever order.
@@ -97,7 +111,7 @@ class SimulateRunner(Runner):
         config = request.config
         table = self._world.table([config])
         if not np.isfinite(table.step_ms[0]):
-            return self._failed(request, Status.CRASH, "more pipeline stages than blocks", {})
+            return self._failed(request, Status.CRASH, "more pipeline stages than blocks", 0.0)
         truth = table.row(0)
         constants = self.estimator.constants
         peak = float(table.fullest_memory_mib[0]) * np.exp(
@@ -111,19 +125,19 @@ class SimulateRunner(Runner):
         own = self._random("failures", config.id)
         needed = peak * (1 + FRAGMENTATION * abs(own.normal()))
         phases = self._phases(config, step)
-        common = {"peak_memory_mib": needed, "memory_limit_mib": truth.memory_limit_mib}
-        if needed > truth.memory_limit_mib:
-            reason = f"out of memory: {needed:,.0f} MiB are needed and {truth.memory_limit_mib:,.0f} MiB there"
-            short = {**phases, "seconds_warmup": step / 1e3, "seconds_measure": 0.0}
-            return self._failed(request, Status.OOM, reason, short, **common)
+        limit = truth.memory_limit_mib
+        if needed > limit:
+            reason = f"out of memory: {needed:,.0f} MiB are needed and {limit:,.0f} MiB there"
+            short = replace(phases, warmup=step / 1e3, measure=0.0).total
+            failed = self._failed(request, Status.OOM, reason, short)
+            return replace(failed, peak_memory_mib=needed, memory_limit_mib=limit)
+        total = phases.total
         if own.random() < CRASHES:
-            return self._failed(request, Status.CRASH, "a rank was lost", phases)
-        total = sum(phases.values())
+            return self._failed(request, Status.CRASH, "a rank was lost", total)
         compiling = _compile_s(config)
         if self.terms.timeout_s is not None and total - compiling > self.terms.timeout_s:
             reason = f"longer than the deadline of {self.terms.timeout_s:g} s: {total - compiling:,.0f} s"
-            until = {"until killed": self.terms.timeout_s + compiling}
-            return self._failed(request, Status.TIMEOUT, reason, until)
+            return self._failed(request, Status.TIMEOUT, reason, self.terms.timeout_s + compiling)
         cols = columns([config], self.estimator.training)
         samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
         rate, unit = truth.throughput * truth.step_ms / seen, truth.unit
@@ -143,38 +157,33 @@ class SimulateRunner(Runner):
             devices=self.terms.devices,
             samples_per_step=samples,
             seconds_total=total,
-            seconds_overhead=phases["start"],
-            **{name: value for name, value in phases.items() if name.startswith("seconds_")},
+            seconds_overhead=phases.start,
+            seconds_build=phases.build,
+            seconds_warmup=phases.warmup,
+            seconds_measure=phases.measure,
             log=self._log_name(request),
-            **{**common, "peak_memory_mib": peak},
+            peak_memory_mib=peak,
+            memory_limit_mib=limit,
         )
 
-    def _phases(self, config: Mapping[str, Any], step_ms: float) -> dict[str, float]:
-        """How long a trial would take, s."""
+    def _phases(self, config: Mapping[str, Any], step_ms: float) -> _Phases:
+        """How long a trial would take."""
         ranks = np.log2(max(self.terms.devices, 2))
-        return {
-            "start": START_S + 2.0 * ranks,
-            "seconds_build": 5.0 + ranks + _compile_s(config),
-            "seconds_warmup": 5 * step_ms / 1e3,
-            "seconds_measure": max(3 * step_ms / 1e3, self.terms.measure_s),
-        }
+        return _Phases(
+            start=START_S + 2.0 * ranks,
+            build=5.0 + ranks + _compile_s(config),
+            warmup=5 * step_ms / 1e3,
+            measure=max(3 * step_ms / 1e3, self.terms.measure_s),
+        )
 
-    def _failed(
-        self,
-        request: TrialRequest,
-        status: Status,
-        reason: str,
-        phases: Mapping[str, float],
-        **more: Any,
-    ) -> Measurement:
+    def _failed(self, request: TrialRequest, status: Status, reason: str, seconds: float) -> Measurement:
         self._log(request, f"{status}: {reason}", {})
         return Measurement(
             status=status,
             reason=f"simulated: {reason}",
             devices=self.terms.devices,
-            seconds_total=sum(phases.values()),
+            seconds_total=seconds,
             log=self._log_name(request),
-            **more,
         )
 
     def _unexplained(self, config: Mapping[str, Any], what: str, noise: float) -> float:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -52,16 +52,15 @@ class Supervisor:
     """Who asked; when it hangs up, the trial is abandoned."""
     folder: str | None = None
     """Where the folder is made in which ranks meet; None for the system's temporary directory."""
-    shortage: Shortage | None = None
+    shortage: InitVar[Shortage | None] = None
     """Watches the host's memory; by default made for the job."""
     _ranks: list[_Rank] = field(default_factory=list)
     _stopped: bool = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shortage: Shortage | None) -> None:
         job = self.job
         self._deadline = Deadline(time.monotonic(), job.timeout_s, job.compile_timeout_s)
-        if self.shortage is None:
-            self.shortage = Shortage(job.memory_limit_mib if job.device_type == "cpu" else None)
+        self._shortage = shortage or Shortage(job.memory_limit_mib if job.device_type == "cpu" else None)
 
     def run(self) -> Outcome | None:
         """The job's outcome, or None if the client hung up. Every process it started is gone."""
@@ -76,7 +75,7 @@ class Supervisor:
                 finally:
                     self._end(log)
         finally:
-            self.shortage.close()
+            self._shortage.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self, folder: str) -> None:
@@ -95,7 +94,7 @@ class Supervisor:
             if pid == 0:
                 die_with_parent(me)
                 offer_to_oom_killer()
-                self.shortage.close()
+                self._shortage.close()
                 os.dup2(stdout, 1)
                 os.dup2(stdout, 2)
                 for fd in (stdout, output, receiver.fileno(), self.client.fileno()):
@@ -141,7 +140,7 @@ class Supervisor:
                 if now >= self._deadline.at:
                     return self._timeout(selector, log)
                 if now >= look:
-                    self.shortage.look([rank.pid for rank in self._ranks if rank.returncode is None])
+                    self._shortage.look([rank.pid for rank in self._ranks if rank.returncode is None])
                     look = now + SAMPLE_S
                 if not self._turn(selector, log, min(look, self._deadline.at)):
                     return None
@@ -204,7 +203,7 @@ class Supervisor:
         if rank.outcome is None:
             if rank.open_output:
                 self._drain(rank, log)
-            short = self.shortage.evidence(rank.pid, used.ru_maxrss / 1024)
+            short = self._shortage.evidence(rank.pid, used.ru_maxrss / 1024)
             kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"), short)
             rank.outcome = RankOutcome(
                 rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})"

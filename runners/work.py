@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ..device import Device
 from ..results import Measurement
@@ -37,6 +37,15 @@ class TrialTerms:
     """Seed of weights and data."""
 
 
+class Known(TypedDict):
+    """Fields of a measurement that do not depend on what was run."""
+
+    devices: int
+    started: float
+    seconds_total: float
+    log: str
+
+
 class Work(ABC):
     """What is tried: dry runs of a workload, or calls of a function."""
 
@@ -62,7 +71,7 @@ class Work(ABC):
 
     @abstractmethod
     def measurement(
-        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: dict[str, Any]
+        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known
     ) -> Measurement:
         """What the outcome of that job says.
 

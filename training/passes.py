@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
-from ..models.batches import Batch, Step, part, to_device
-from ..models.workload import Workload
+from ..models.batches import Step, part, to_device
+from ..models.workload import Batch, Workload
 from ..results.meaning import Exchange
 from .precision import Precision
 
@@ -53,6 +53,7 @@ class Accumulation:
             self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
             total = value if total is None else total + value
+        assert total is not None  # there is a micro-batch at least
         return total / len(batches)
 
     def _announce(self, last: bool) -> None:
@@ -72,7 +73,7 @@ class Pipelined:
         self._workload, self._model, self._precision = workload, model, precision
         self.loss_of = Step(workload, model)
         """Knows what the model's forward takes."""
-        self._batch: Batch | None = None
+        self._batch: Batch = ()
 
     @staticmethod
     def target(batch: Batch) -> "torch.Tensor":
@@ -104,7 +105,7 @@ class Pipelined:
         target = self.target(self._batch) if self._workload.loss is not None else None
         with self._precision.autocast():
             loss = self._model.pipeline.step(*args, target=target, watch=watch, **kwargs)
-        self._batch = None
+        self._batch = ()
         return loss.float()
 
 

@@ -53,7 +53,7 @@ class Precision:
         self._name, self._device = name, device
         self._dtype = dtype_of(formats.autocast) if formats.autocast else None
         self._fixed: float | None = None
-        self._scaler: Any = None
+        self._scaler: torch.amp.GradScaler | None = None
         if self.scaled and ranks > 1:
             # A rank that alone sees an infinity (in its piece of a layer, its shard of the gradients) would
             # alone skip the step: this one takes the maximum over all ranks.

@@ -2,16 +2,16 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..device import liger_obstacle
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..models.batches import Batch, each_tensor, make_batch, num_bytes, part, to_device
+from ..models.batches import each_tensor, make_batch, num_bytes, part, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
-from ..models.workload import Workload
+from ..models.workload import Batch, Workload
 from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
@@ -139,7 +139,7 @@ class Training:
             batches = data if data is not None else self._micro_batches(self._share_of(self._step))
             self._step += 1
         total = self._passes(batches, None if on_device else self.device, watch)
-        if self.world.dp > 1:
+        if self._mesh is not None and self.world.dp > 1:
             import torch.distributed as dist
 
             dist.all_reduce(total, group=self._mesh.get_group("dp"))
@@ -217,7 +217,7 @@ class Training:
         with seeded(self._seed, self.device):
             return self._build_within(self.device)
 
-    def _build_within(self, making: Any) -> tuple["nn.Module", "torch.optim.Optimizer"]:
+    def _build_within(self, making: AbstractContextManager[Any]) -> tuple["nn.Module", "torch.optim.Optimizer"]:
         """Builds a model whose constructor runs in the context `making`."""
         import torch
 
@@ -243,19 +243,22 @@ class Training:
         if not any(step.primitive == "float8" for step in sch.tree.steps):
             self.precision.convert([sch[path] for path in self.outline.blocks])
         fused = bool(self.config.get("fused_optimizer", True))
-        if self.world.pp > 1:
-            self._passes: Accumulation | Pipelined = Pipelined(self.workload, module, self.precision)
-        else:
-            exchange = exchange_of(self.config, self.world.dp)
-            self._passes = Accumulation(self.workload, module, self.precision, exchange)
-        own_loss = isinstance(self._passes, Pipelined) and self.workload.loss is not None
+        loss, self._passes = self._passes_of(module)
         return build(
             sch,
             optimizer=lambda params: self.workload.make_optimizer(params, fused=fused),
-            loss=self._passes.loss if own_loss else None,
+            loss=loss,
             device=self.device,
             seed=self._seed,
         )
+
+    def _passes_of(self, module: "nn.Module") -> "tuple[Callable[..., torch.Tensor] | None, Accumulation | Pipelined]":
+        """The loss that a pipeline is built with, where the workload has one of its own; and how steps are made."""
+        if self.world.pp > 1:
+            passes = Pipelined(self.workload, module, self.precision)
+            return passes.loss if self.workload.loss is not None else None, passes
+        exchange = exchange_of(self.config, self.world.dp)
+        return None, Accumulation(self.workload, module, self.precision, exchange)
 
     def _distribute(self, sch: "Schedule") -> None:
         """What every model's schedule needs besides its own: replicas, the pipeline's order, offloading.

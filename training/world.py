@@ -8,6 +8,7 @@ from ..errors import WorkloadError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
@@ -65,7 +66,7 @@ class World:
         """Which stage."""
         return self.rank // (self.tp * self.dp)
 
-    def mesh(self, device: "torch.device", timeout_s: float | None = None) -> Any:
+    def mesh(self, device: "torch.device", timeout_s: float | None = None) -> "DeviceMesh | None":
         """A `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
 
         With several ranks `torch.distributed` must be initialised.

@@ -7,7 +7,7 @@ Source: https://huggingface.co/docs/transformers/perf_infer_gpu_multi
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..._torch import children_of, parameters_of
 from ...errors import ScheduleError
@@ -31,7 +31,7 @@ def tensor_plan(sch: "Schedule") -> dict[str, str]:
     return _plan(sch.module, "tp")
 
 
-def _plan(model: "nn.Module", kind: str) -> dict:
+def _plan(model: "nn.Module", kind: str) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None)
     if not base:
         return {}
@@ -160,7 +160,7 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
     """One place of a plan, with exchanges of its own, as transformers does it."""
     if _is_parameter(sch, place):
         holder, _, name = place.rpartition(".")
-        dims = parameters_of(sch[holder].module)[name].dim()
+        dims = sch[holder].module.get_parameter(name).dim()
         if style in COLUMNS:
             sch[holder].shard(name, axis=dims - 2, parts=2 if style == "packed_colwise" else 1)
         else:

@@ -279,14 +279,14 @@ def _check_heads(sch: "Schedule") -> None:
     """Refuses heads that would be cut apart, in the words of a model's configuration where it has one."""
     from ...schedule.parallel.collectives import axis_of
 
-    config = getattr(sch.module, "config", None)
-    if not hasattr(config, "get_text_config"):
+    config: Any = getattr(sch.module, "config", None)
+    axis = axis_of(sch.mesh, "tp")
+    if axis is None or not hasattr(config, "get_text_config"):  # without an axis `shard` refuses
         return
-    ranks = axis_of(sch.mesh, "tp").size
     for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
         count = getattr(config.get_text_config(), name, None)
-        if isinstance(count, int) and count % ranks:
-            raise ScheduleError(f"tp: {ranks} ranks must divide the {count} {what}")
+        if isinstance(count, int) and count % axis.size:
+            raise ScheduleError(f"tp: {axis.size} ranks must divide the {count} {what}")
 
 
 def even_ends(blocks: "Sequence[Schedule]", stages: int) -> "list[Schedule]":

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from redline.errors import ScheduleError
 from redline.models import workload
 from redline.models.families import StandardSchedule, generic_schedule, schedule_of
 from redline.results.meaning import recomputed
@@ -94,6 +95,14 @@ def test_without_blocks_fusion_compiles_the_model_and_checkpointing_does_nothing
     sch = create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     generic_schedule(sch, {"fusion": True, "checkpoint_ratio": 1.0})
     assert [(each.path, each.primitive) for each in sch.tree.steps] == [("", "compile")]
+
+
+def test_without_a_mesh_a_cut_model_is_refused_in_words(small):
+    made = small("gpt2")
+    with torch.device("meta"):
+        sch = create_schedule(made.build_model())
+    with pytest.raises(ScheduleError, match="the mesh must have an axis named tp, but there is no mesh"):
+        made.schedule(sch, {"tp": 2})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 12, 48])

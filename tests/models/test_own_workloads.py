@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import count
 
 import cloudpickle
 import numeric
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 
 CPU = torch.device("cpu")
+NUMBERS = count()
 
 FILE = """\
 import torch
@@ -291,6 +293,7 @@ def test_a_field_that_is_not_what_it_must_be_is_refused(changed, said):
         ({"batch": lambda size, seed: (torch.ones(3, 8),)}, r"entry 0 must be the batch's size, 2.*\(3, 8\)"),
         ({"batch": lambda size, seed: (torch.tensor(1.0),)}, r"entry 0 must be the batch's size, 2.*\(\)"),
         ({"batch": lambda size, seed: (torch.rand(size, 8), torch.ones(size, 8))}, "differs from one call"),
+        ({"batch": lambda size, seed: {f"x{next(NUMBERS)}": torch.ones(size, 8)}}, "differs from one call"),
         (
             {"batch": lambda size, seed: (torch.ones(size, 8), torch.ones(size, 8, device="meta"))},
             r"batch\(2, 0\): entry 1 must be on the CPU, but is on meta",

@@ -1,0 +1,11 @@
+"""A trial's log on a disk that is full: it ends there, and the trial goes on."""
+
+import pytest
+from redline.runners.log import LogFile
+
+
+@pytest.mark.parametrize("head", [0, 4, 100], ids=["at its end", "in the middle", "at once"])
+def test_a_full_disk_ends_the_log_and_nothing_else(head):
+    with LogFile("/dev/full", head=head, tail=8) as log:
+        log.write(b"beginning, middle and end")
+        log.write(b"and more", rank=1)
