@@ -26,8 +26,8 @@ class TrialTerms:
     """Devices of one trial, which is also its number of ranks."""
     memory_limit_mib: float | None = None
     """Memory a rank may take, MiB."""
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    """Deadline of a trial that brings none of its own, s. Compilation has as long again, and five minutes at
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
+    """Deadline of a trial that brings none of its own, s; None for none. Compilation has as long again, and five minutes at
     least."""
     threads: int | None = None
     """CPU threads of a rank."""
