@@ -25,11 +25,6 @@ class Computed:
     samples: int
     """How many samples."""
 
-    @property
-    def finite(self) -> bool:
-        """Whether all are finite."""
-        return all(map(math.isfinite, (self.loss, self.gradient, *self.blocks, *self.vectors)))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:

@@ -11,13 +11,15 @@ from torch import nn
 from .._torch import tree_leaves
 from ..errors import ScheduleError
 from .build import Context, complete, home, prepare
-from .compare import Mismatch, compare, localise, run
-from .parallel.collectives import axis_of
+from .compare import Departure, compare
+from .forward import layers_of
+from .one_step import Loss, run, wholes
+from .parallel.collectives import Axis, axis_of
 from .parallel.sharding import owner, shards_of
-from .rounding import allowance
-from .schedule import Schedule
-
-Loss = Callable[..., torch.Tensor]
+from .parallel.vocabulary import SplitLogits
+from .rounding import Tolerance, allowance, departure
+from .schedule import Schedule, find_module
+from .unformed import UnformedLogits
 
 
 @contextmanager
@@ -85,9 +87,9 @@ def _check(
             run(model, optimizer, inputs, loss, training, device, axis if scheduled else None)
             for scheduled, (model, optimizer) in enumerate(models)
         )
-        mismatch = next((each for each in compare(expected, found) if each.departure > limit), None)
-        if _anywhere(mismatch is not None, after.mesh, device):
-            _report(mismatch, [m for m, _ in models], inputs, loss, training, device, axis, limit)
+        wrong = compare(expected, found, Tolerance.of_tensors(limit)).wrong
+        if _anywhere(wrong is not None, after.mesh, device):
+            _report(wrong, [m for m, _ in models], inputs, loss, training, device, axis, limit)
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -95,23 +97,79 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def _report(
-    mismatch: Mismatch | None,
+    wrong: Departure | None,
     models: list[nn.Module],
     inputs: Any,
     loss: Loss | None,
     training: bool,
     device: torch.device,
-    axis: Any,
+    axis: Axis | None,
     limit: float,
 ) -> None:
-    where = localise(models, inputs, loss, training, device, axis, limit)
+    where = _first_module(models, inputs, loss, training, device, axis, limit)
     mode = "training" if training else "evaluation"
-    what = str(mismatch) if mismatch is not None else "another rank found a departure"
+    what = str(wrong) if wrong is not None else "another rank found a departure"
     first = f"; the first module whose output departs is {where}" if where else ""
     raise ScheduleError(
         f"verify: the scheduled model departs from the original in {mode} mode: {what} "
         f"(allowed: {limit:g} of the largest magnitude){first}"
     )
+
+
+def _first_module(
+    models: list[nn.Module],
+    inputs: Any,
+    loss: Loss | None,
+    training: bool,
+    device: torch.device,
+    axis: Axis | None,
+    limit: float,
+) -> str:
+    """The first module, in the order of execution, whose output departs, and by how much; or nothing."""
+    records: list[dict[str, torch.Tensor]] = []
+    for scheduled, model in enumerate(models):
+        record: dict[str, torch.Tensor] = {}
+        with _recorded(model, record):
+            run(model, None, inputs, loss, training, device, axis if scheduled else None)
+        records.append(record)
+    reference, scheduled_record = records
+    for path, value in reference.items():
+        mine = scheduled_record.get(path)
+        if mine is None or any(layer.alters for layer in layers_of(find_module(models[1], path))):
+            continue
+        if "pipeline" in models[1].__dict__ and value.dim() and mine.shape[1:] == value.shape[1:]:
+            # The first micro-batch of this rank's share of the batch.
+            start = axis.rank * value.shape[0] // axis.size if axis is not None else 0
+            value = value[start : start + mine.shape[0]]
+        if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
+            value = value.chunk(axis.size)[axis.rank]
+        if mine.shape != value.shape:
+            # Cut over ranks on purpose: what it is joined to is compared further on.
+            continue
+        if (by := departure(value, mine)) > limit:
+            kind = type(find_module(models[1], path)).__name__
+            return f"'{path}' ({kind}), which departs by {by:.2g}"
+    return ""
+
+
+@contextmanager
+def _recorded(model: nn.Module, record: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Notes the first output of every module."""
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            found = wholes(output) if not isinstance(output, (SplitLogits, UnformedLogits)) else []
+            if found and path not in record:
+                record[path] = found[0].clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules() if path]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:
