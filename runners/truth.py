@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ..results.probe import Computed, Probe
 from ..schedule.compare import Numbers, and_more, compare
-from ..schedule.rounding import Arithmetic, Tolerance
+from ..schedule.rounding import Tolerance
 from ..training.first_step import StepPart
-from ..training.gradients import ComputedPart
 from ..training.probe import ProbePart
 from .runner import Reference
 
@@ -27,8 +27,8 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     steps = [each for each in firsts if each is not None]
     comparable = steps and not any(each.by_batch for each in parts)
     return Probe(
-        quiet=_computed([each.quiet for each in parts]),
-        step=_computed([each.computed for each in steps]) if comparable else None,
+        quiet=Computed.together([each.quiet for each in parts]),
+        step=Computed.together([each.computed for each in steps]) if comparable else None,
         logits=tuple(sum(column) for column in zip(*logits)),
         noise=math.sqrt(changed / size) if size else 0.0,
         noise_numbers=max(each.noise_numbers for each in parts),
@@ -37,18 +37,6 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
         depth=parts[0].depth,
         roundoff=parts[0].roundoff,
         loss_roundoff=max(each.loss_roundoff for each in parts),
-    )
-
-
-def _computed(parts: Sequence[ComputedPart]) -> Computed:
-    squares = [sum(column) for column in zip(*(each.squares for each in parts))]
-    vectors = [sum(column) for column in zip(*(each.vectors for each in parts))]
-    return Computed(
-        loss=sum(each.loss for each in parts) / len(parts),
-        gradient=math.sqrt(sum(squares)),
-        blocks=tuple(map(math.sqrt, squares[:-1])),
-        vectors=tuple(map(math.sqrt, vectors)),
-        samples=parts[0].samples,
     )
 
 
@@ -70,16 +58,14 @@ def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: 
     if reference is None or why_not(probe, reference):
         return ""
     expected = reference.probe
-    sides, size = (_arithmetic(probe), _arithmetic(expected)), expected.logits_size
-    numbers = min(probe.noise_numbers, expected.noise_numbers)
-    tolerance = Tolerance.of_summaries(*sides, size=size, noise_numbers=numbers)
+    rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
+    tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
     if wrong := compare(_quiet(expected), _quiet(probe), tolerance).wrong:
         return str(wrong)
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     alike = probe.step is not None and probe.step.samples == samples
-    noise = max(probe.noise, expected.noise)
-    tolerance = Tolerance.of_summaries(*sides, size=size, noise=noise, samples=samples)
+    tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
     wrong = compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance).wrong
     return str(wrong or "")
 
@@ -95,13 +81,9 @@ def why_not(probe: Probe, reference: Reference) -> str:
     return ""
 
 
-def _arithmetic(probe: Probe) -> Arithmetic:
-    return Arithmetic(roundoff=probe.roundoff, loss_roundoff=probe.loss_roundoff, depth=probe.depth)
-
-
 def _quiet(probe: Probe) -> Numbers:
     """On the fixed batch, with nothing random, and by how much training departs from that."""
-    logits = {"logits": torch.tensor(probe.logits, dtype=torch.float64)}
+    logits = {"the logits": torch.tensor(probe.logits, dtype=torch.float64)} if probe.logits else {}
     return replace(_numbers(probe.quiet, " on the probe"), outputs=logits, noise=probe.noise)
 
 
@@ -113,9 +95,10 @@ def _step(probe: Probe) -> Numbers:
 def _numbers(computed: Computed | None, on: str) -> Numbers:
     if computed is None:
         return Numbers(on=on)
+    whole = "the norm of the gradient"
     places = [f" of repeated block {number}" for number in range(len(computed.blocks))]
-    blocks = dict(zip(places, computed.blocks))
-    vectors = [f" of biases and norms{place}" for place in (*places, " outside of repeated blocks")]
-    norms = {**blocks, **dict(zip(vectors, computed.vectors)), "": computed.gradient}
+    blocks = {f"{whole}{place}": norm for place, norm in zip(places, computed.blocks)}
+    vectors = [f"{whole} of biases and norms{place}" for place in (*places, " outside of repeated blocks")]
+    norms = {**blocks, **dict(zip(vectors, computed.vectors)), whole: computed.gradient}
     gradients = {name: torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
     return Numbers(loss=computed.loss, gradients=gradients, vectors=vectors, on=on)

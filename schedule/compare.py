@@ -1,7 +1,7 @@
 """Two models, by what they computed: the one comparison of `verify`, of the numerics table and of a dry run's `wrong`."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,33 +12,43 @@ from .parallel.replicas import whole_gradient
 from .parallel.sharding import owner, whole
 from .rounding import Tolerance, departure, largest, scale
 
+Tensors = Mapping[str, torch.Tensor | None]
 Kind = Literal["outputs", "loss", "gradients", "dropout", "weights"]
+WHAT = {
+    "outputs": "{}",
+    "loss": "{}",
+    "gradients": "the gradient of {}",
+    "weights": "{} after the optimizer's steps",
+}
+"""What sentences call a tensor of a kind."""
+ALIKE = 1 - 1e-4
+"""Departures that are this near are equally grave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
     """What a model computed, gathered over ranks: whole tensors, or a summary of them where `on` is given.
 
-    A summary has projections of the logits for outputs, norms for gradients, and of weights which a step did not move.
-    What one of two has none of is not compared.
+    A summary has projections of the logits for outputs, norms for gradients, and of weights which a step did not move;
+    its names are what sentences call them. What one of two has none of is not compared, but for outputs of a summary.
     """
 
-    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Floating-point tensors of the output by what they are; of a summary one at most."""
+    outputs: Tensors = field(default_factory=dict)
+    """Floating-point tensors of the output by name; of a summary one at most."""
     loss: float | None = None
     """The loss; None where another rank computes it, and where it says nothing."""
-    gradients: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
-    """By the parameter's name, None where there is none; of a summary norms, by what they are the gradient of."""
+    gradients: Tensors = field(default_factory=dict)
+    """By the parameter's name, None where there is none."""
     vectors: Collection[str] = ()
     """Which of a summary's norms are of biases and norms alone."""
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
     """After optimizer steps, by name."""
     still: Collection[str] = ()
     """Names of weights with a gradient that a step left as they were."""
     noise: float | None = None
     """By how much outputs in training depart from these, relative to their size: what dropout does."""
     on: str = ""
-    """Of a summary: of which samples it is, in words."""
+    """Of a summary: on which samples it is, in words."""
 
     @property
     def finite(self) -> bool:
@@ -64,49 +74,6 @@ class Departure:
     said: str
     """What departs, and how: a sentence."""
 
-    @classmethod
-    def of(
-        cls,
-        kind: Kind,
-        name: str,
-        what: str,
-        expected: torch.Tensor | None,
-        found: torch.Tensor | None,
-        *,
-        allowed: float,
-        over: float,
-        ratio: float = 1.0,
-        number: bool = False,
-    ) -> "Departure":
-        """By how much a tensor departs.
-
-        Args:
-            kind: of what kind it is.
-            name: which of them.
-            what: what the sentence calls it.
-            expected: what it is to be.
-            found: what it is.
-            allowed: the most that rounding may do, relative to `over`.
-            over: what it is held to.
-            ratio: a factor by which it may differ besides.
-            number: whether the sentence states its value.
-        """
-        by = math.inf
-        if expected is None or found is None:
-            # A parameter that takes no part may have a gradient of zeros instead of none.
-            present = expected if expected is not None else found
-            by = math.inf if present is not None and present.any() else 0.0
-            how = "is missing" if found is None else "was not there before"
-        elif expected.shape != found.shape:
-            how = f"has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-        else:
-            by = departure(expected, found, over=over, ratio=ratio)
-            how = f"departs by {by:.2g}"
-            if number:
-                most = allowed * over + (ratio - 1) * float(expected)
-                how = f"is {float(found):.6g}, the reference's {float(expected):.6g} (tolerance {most:.2g})"
-        return cls(kind=kind, name=name, by=by, allowed=allowed, said=f"{what} {how}")
-
     @property
     def holds(self) -> bool:
         """Whether it is within what rounding may do."""
@@ -129,15 +96,17 @@ class Comparison:
     """All of them, those within rounding included."""
 
     @property
-    def wrong(self) -> Departure | None:
-        """The gravest of the first kind of which one is more than rounding; None where all are within it."""
-        first = next((each for each in self.departures if not each.holds), None)
-        return None if first is None else self.gravest(first.kind)
-
-    @property
     def holds(self) -> bool:
         """Whether all are within what rounding may do."""
-        return self.wrong is None
+        return all(each.holds for each in self.departures)
+
+    @property
+    def wrong(self) -> Departure | None:
+        """The gravest of the first kind of which one is more than rounding; None where all are within it."""
+        if self.holds:
+            return None
+        kind = next(each.kind for each in self.departures if not each.holds)
+        return next(each for each in self.of(kind) if each.share >= ALIKE * self.gravest(kind).share)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
         """Those of a kind."""
@@ -156,8 +125,8 @@ def compare(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Comparis
         found: of the model; of one that is spread over ranks, what this rank has.
         tolerance: what rounding may do to either.
     """
-    parts = (_outputs, _loss, _gradients, _dropout, _weights)
-    return Comparison(tuple(each for part in parts for each in part(expected, found, tolerance)))
+    kinds = (_outputs, _loss, _gradients, _dropout, _weights)
+    return Comparison(tuple(each for kind in kinds for each in kind(expected, found, tolerance)))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -178,57 +147,38 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(*owner(model, name), param.detach().clone()) for name, param in params}
 
 
+def and_more(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 def _outputs(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    if not found.outputs:
-        return
-    if found.on:
-        yield _projections(expected, found, tolerance)
-    elif len(expected.outputs) != len(found.outputs):
+    pair = expected.outputs, found.outputs
+    if len(found.outputs) == len(expected.outputs):
+        size = tolerance.size if found.on else None
+        yield from _each("outputs", *pair, tolerance, lambda name, over: tolerance.outputs, size=size)
+    elif found.on or found.outputs:  # of a pipeline only the last stage has any
         said = f"outputs number {len(found.outputs)}, not {len(expected.outputs)}"
+        if found.on:
+            said = f"it returns {'other' if found.outputs else 'no'} logits than the reference"
         yield Departure(kind="outputs", name="", by=math.inf, allowed=tolerance.outputs, said=said)
-    else:
-        most = largest(expected.outputs)
-        for name, wanted in expected.outputs.items():
-            over, allowed = scale(wanted, most, tolerance.least), tolerance.outputs
-            yield Departure.of("outputs", name, name, wanted, found.outputs[name], allowed=allowed, over=over)
-
-
-def _projections(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Departure:
-    ((name, wanted),), ((_, mine),) = expected.outputs.items(), found.outputs.items()
-    if wanted.shape == mine.shape:
-        by = departure(wanted, mine, over=tolerance.size or 1e-30)
-        said = f"the {name} depart by {by:.2g} of their size (tolerance {tolerance.outputs:.2g})"
-    else:
-        by, said = math.inf, f"it returns {'other' if mine.numel() else 'no'} {name} than the reference"
-    return Departure(kind="outputs", name=name, by=by, allowed=tolerance.outputs, said=said)
 
 
 def _loss(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    if expected.loss is None or found.loss is None:
-        return
-    wanted, mine = (torch.tensor(each.loss, dtype=torch.float64) for each in (expected, found))
-    over = scale(wanted)
-    allowed = tolerance.loss + tolerance.loss_of_outputs * (tolerance.size or over) / over
-    what, number = f"the loss{found.on}", bool(found.on)
-    yield Departure.of("loss", "loss", what, wanted, mine, allowed=allowed, over=over, number=number)
+    def allowed(name: str, over: float) -> float:
+        return tolerance.loss + tolerance.loss_of_outputs * (tolerance.size or over) / over
+
+    if expected.loss is not None and found.loss is not None:
+        pair = ({"the loss": torch.tensor(each.loss, dtype=torch.float64)} for each in (expected, found))
+        yield from _each("loss", *pair, tolerance, allowed, on=found.on)
 
 
 def _gradients(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    most = largest(expected.gradients)
-    for name, wanted in expected.gradients.items():
-        if name in found.gradients:
-            what = f"the norm of the gradient{name}{found.on}" if found.on else f"the gradient of {name}"
-            yield Departure.of(
-                "gradients",
-                name,
-                what,
-                wanted,
-                found.gradients[name],
-                allowed=tolerance.vectors if name in expected.vectors else tolerance.gradients,
-                over=scale(wanted, most, tolerance.least),
-                ratio=tolerance.ratio,
-                number=bool(found.on),
-            )
+    def allowed(name: str, over: float) -> float:
+        return tolerance.vectors if name in expected.vectors else tolerance.gradients
+
+    pair = expected.gradients, found.gradients
+    return _each("gradients", *pair, tolerance, allowed, on=found.on, ratio=tolerance.ratio)
 
 
 def _dropout(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
@@ -242,27 +192,58 @@ def _dropout(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterato
         f"reference's by {expected.noise:.2g}"
     )
     by = max(found.noise / high, expected.noise / tolerance.noise / low)
-    yield Departure(kind="dropout", name="noise", by=by, allowed=1.0, said=said)
+    yield Departure(kind="dropout", name="", by=by, allowed=1.0, said=said)
 
 
 def _weights(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    most, steepest = largest(expected.weights), largest(expected.gradients)
-    for name, wanted in expected.weights.items():
-        if name not in found.weights:
-            continue
-        mine, over = found.weights[name], scale(wanted, most, tolerance.least)
-        allowed = tolerance.gradients
-        if tolerance.weights is not None:
-            gradient = tolerance.gradients * scale(expected.gradients.get(name), steepest, tolerance.least)
-            allowed = tolerance.weights(gradient, mine) / over
-        what = f"{name} after the optimizer's steps"
-        yield Departure.of("weights", name, what, wanted, mine, allowed=allowed, over=over)
-    still = [name for name in found.still if name not in expected.still]
-    if still:
+    steepest = largest(expected.gradients)
+
+    def allowed(name: str, over: float) -> float:
+        if tolerance.weights is None:
+            return tolerance.gradients
+        gradient = tolerance.gradients * scale(expected.gradients.get(name), steepest, tolerance.least)
+        return tolerance.weights(gradient, found.weights[name]) / over
+
+    yield from _each("weights", expected.weights, found.weights, tolerance, allowed)
+    if still := [name for name in found.still if name not in expected.still]:
         said = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
         yield Departure(kind="weights", name=still[0], by=math.inf, allowed=0.0, said=said)
 
 
-def and_more(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _each(
+    kind: Kind,
+    expected: Tensors,
+    found: Tensors,
+    tolerance: Tolerance,
+    allowed: Callable[[str, float], float],
+    *,
+    on: str = "",
+    size: float | None = None,
+    ratio: float = 1.0,
+) -> Iterator[Departure]:
+    """Departures of the tensors that both have; `allowed` is of a name and of what it is held to, which is `size` for
+    projections of outputs."""
+    most = largest(expected)
+    for name, wanted in expected.items():
+        if name not in found:
+            continue
+        mine = found[name]
+        over = scale(wanted, most, tolerance.least) if size is None else size or 1e-30
+        limit, by = allowed(name, over), math.inf
+        what = name + on if on or size is not None else WHAT[kind].format(name)
+        if wanted is None or mine is None:
+            # A parameter that takes no part may have a gradient of zeros instead of none.
+            present = wanted if wanted is not None else mine
+            by = math.inf if present is not None and present.any() else 0.0
+            how = "is missing" if mine is None else "was not there before"
+        elif wanted.shape != mine.shape:
+            how = f"has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
+        else:
+            by = departure(wanted, mine, over=over, ratio=ratio)
+            how = f"departs by {by:.2g}"
+            if size is not None:
+                how = f"depart by {by:.2g} of their size (tolerance {limit:.2g})"
+            elif on:
+                slack = limit * over + (ratio - 1) * float(wanted)
+                how = f"is {float(mine):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
+        yield Departure(kind=kind, name=name, by=by, allowed=limit, said=f"{what} {how}")

@@ -25,6 +25,7 @@ def run(
     optimizer: torch.optim.Optimizer | None,
     inputs: Any,
     loss: Loss | None,
+    *,
     training: bool,
     device: torch.device,
     axis: Axis | None,

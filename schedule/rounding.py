@@ -14,18 +14,18 @@ deviation: roundings go up as often as down; Higham and Mary, "A New Approach to
 Analysis", 2019). d operations in a row add theirs as independent errors add: sqrt(n d) u. Formats narrower
 than float32 are summed in float32 and rounded once, so that n is 1 for them.
 
-A `Tolerance` is made in one of two ways, by what is known of the models and kept of what they computed. Of whole tensors
-(`Tolerance.of_tensors`) the largest difference of an element counts, by `allowance`, which knows every layer; nothing in it
-was fitted to what some machine gave. Of summaries (`Tolerance.of_summaries`: projections of outputs, norms of gradients)
-only u and the number d of layers with weights are kept. Logits depart by some u sqrt(d) of their size. A gradient's
-elements depart by more, having come back as well, but its norm by a part of that, since errors hardly point along the
-gradient. How many u sqrt(d) that is, for each kind, are the constants behind `FLOOR`: some three times the largest that was
-seen over families, combinations and formats on a CPU.
+A `Tolerance` has two ways to be made. Of whole tensors the largest difference of an element counts, within `allowance`,
+which knows every layer: nothing in it was fitted to what some machine gave. Of summaries (projections of outputs, norms of
+gradients) only u is kept and the number d of layers with weights. Logits depart by some u sqrt(d) of their size. Elements of
+a gradient depart by more, having come back as well, but its norm by a part of that, since errors hardly point along the
+gradient. How many u sqrt(d) it is for each kind is some three times the largest that was seen over families, combinations and
+formats on a CPU.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -121,9 +121,8 @@ def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: fl
     return lr / eps * gradient * (2**steps - 1) + rounded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arithmetic:
-    """What the rounding of one model follows from, as far as a summary knows."""
+class Arithmetic(Protocol):
+    """What the rounding of one model follows from, as far as is kept with a summary."""
 
     roundoff: float
     """u of its products."""
@@ -132,33 +131,28 @@ class Arithmetic:
     depth: int
     """d, layers with weights of at least two dimensions."""
 
-    @property
-    def error(self) -> float:
-        """u sqrt(d)."""
-        return self.roundoff * math.sqrt(self.depth)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
     """How far what two models compute may depart, each kind relative to its `scale`; both sides' rounding counted."""
 
     outputs: float
-    """Of outputs, or of projections of them."""
+    """Of outputs, or projections of them."""
     loss: float
     """Of the loss, relative to itself."""
-    gradients: float
-    """Of gradients, or of their norms."""
-    vectors: float
-    """Of the norms of gradients of biases and norms alone."""
     loss_of_outputs: float = 0.0
     """Of the loss besides, relative to `size`."""
+    gradients: float
+    """Of gradients, or norms of them."""
+    vectors: float
+    """Of norms of the gradients of biases and norms alone."""
+    weights: Callable[[float, torch.Tensor], float] | None = None
+    """How far a weight may depart after optimizer steps, absolutely, given how far its gradient may; without it as far as
+    gradients."""
+    least: float = SMALL
+    """The share of the largest of its kind that a tensor is at least held to."""
     size: float = 0.0
     """What projections are held to: the size of the outputs, a root mean square; 0 where it is not known."""
-    least: float = SMALL
-    """The share of the largest of its kind that a number is at least held to."""
-    weights: Callable[[float, torch.Tensor], float] | None = None
-    """How far a weight may depart after optimizer steps, absolutely, given how far its gradient may; without it they may as
-    much as gradients, relatively."""
     ratio: float = 1.0
     """By what factor norms of gradients may differ besides, since dropout draws other masks."""
     noise: float = 1.0
@@ -175,7 +169,7 @@ class Tolerance:
         """Of whole tensors.
 
         Args:
-            allowed: the `allowance` of the model that rounds more: it is that of two orders, and so of both sides.
+            allowed: the `allowance` of the model that rounds more, which is that of two orders, so of both sides.
             terms: what the loss is a mean of: tokens, or samples; None where that is not known.
             weights: what the optimizer makes of it, such as `adamw_allowance`.
         """
@@ -186,29 +180,30 @@ class Tolerance:
     def of_summaries(
         cls, *sides: Arithmetic, size: float, noise: float = 0.0, samples: int = 1, noise_numbers: int = 1
     ) -> "Tolerance":
-        """Of summaries of what two models computed, which both depart from exact arithmetic: their errors add.
+        """Of summaries, whose errors add: both models depart from exact arithmetic, each by its own format.
 
         The noise of dropout is drawn anew in every configuration. Its logarithm, as the root mean square of n numbers,
         has a standard deviation of about 1 / sqrt(n). In a training step it leaves the loss, a mean over samples, to
         chance by a part of noise over the root of their number, and gradients by a part of the noise.
 
         Args:
-            sides: of both models.
-            size: root mean square of the logits of the one that the other is held to; 0 without any.
+            sides: both models.
+            size: root mean square of the logits.
             noise: what dropout changes of the logits, where it is on.
             samples: what the loss is a mean of.
-            noise_numbers: of how many numbers the noise is the root mean square, in the model where they are fewer.
+            noise_numbers: of how many numbers the noise is the root mean square, where they are fewer.
         """
-        error, floor = sum(each.error for each in sides), FLOOR * len(sides)
+        error = sum(each.roundoff * math.sqrt(each.depth) for each in sides)
+        floor = FLOOR * len(sides)
         itself = LOSS_ITSELF * sum(each.loss_roundoff for each in sides) + floor
         return cls(
             outputs=LOGITS * error + floor,
             loss=itself + NOISY_LOSS * noise / math.sqrt(samples),
             loss_of_outputs=LOSS * error,
-            size=size,
             gradients=GRADIENT * error + floor,
             vectors=VECTORS * error + floor,
             least=FLOOR,
+            size=size,
             ratio=math.exp(NOISY_GRADIENT * noise),
             noise=math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, noise_numbers))),
         )

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..models.batches import Batch, each_tensor, make_batch, part, to_device
-from .gradients import ComputedPart, computed
+from ..results.probe import Computed
+from .gradients import computed
 from .stir import stirred
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ LOSS_SCALES = (2.0**16, 2.0**11, 2.0**6)
 class ProbePart:
     """What one rank contributes to a `Probe`."""
 
-    quiet: ComputedPart
-    """On the probe's samples, with nothing random."""
+    quiet: Computed
+    """Its share of loss and gradients, on the probe's samples, with nothing random."""
     logits: tuple[float, ...]
     """Its part of each projection; empty on ranks that see no logits."""
     changed: float
@@ -147,7 +148,7 @@ def take(training: "Training") -> ProbePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    computed: ComputedPart
+    computed: Computed
     logits: "torch.Tensor | None"
     """Projected over V, (positions, T, R), float32; None where this rank sees none."""
     random: bool
@@ -189,7 +190,7 @@ class _Probed:
             drew = before != _random_state(training.device)
             found = computed(training, loss, self.total, scale or 1.0)
             training.optimizer.zero_grad(set_to_none=True)
-            if scale is None or not self.agree(not math.isfinite(sum(found.squares))):
+            if scale is None or not self.agree(not math.isfinite(found.gradient)):
                 break
         return _Pass(computed=found, logits=torch.cat(seen) if seen else None, random=drew)
 
