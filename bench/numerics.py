@@ -96,9 +96,9 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                         # The others may wait for that rank for ever.
                         yield cell, values[-1]
                         return
-                worst = max(values, key=lambda value: value.gradient)
-                bad = next((value for value in values if not value.holds), None)
-                yield cell, str(bad) if bad else worst.gradient
+                wrong = next((value.wrong for value in values if not value.holds), None)
+                worst = max(value.gravest("gradients").by for value in values)
+                yield cell, f"{wrong} (allowed: {wrong.allowed:.2g})" if wrong else worst
         finally:
             for each in processes:
                 each.kill()

@@ -1,7 +1,7 @@
 """What a configuration computed, by which it is told from one that trains something else."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from .schema import count, number, shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """Loss and gradients on some samples, over all ranks together."""
+    """Loss and gradients on some samples, over all ranks together; or of one rank its share."""
 
     loss: float
     """Mean loss."""
@@ -25,10 +25,16 @@ class Computed:
     samples: int
     """How many samples."""
 
-    @property
-    def finite(self) -> bool:
-        """Whether all are finite."""
-        return all(map(math.isfinite, (self.loss, self.gradient, *self.blocks, *self.vectors)))
+    @classmethod
+    def together(cls, shares: "Sequence[Computed]") -> "Computed":
+        """Of all ranks, whose losses are the same and whose gradients are pieces."""
+        return cls(
+            loss=sum(each.loss for each in shares) / len(shares),
+            gradient=math.hypot(*(each.gradient for each in shares)),
+            blocks=tuple(math.hypot(*norms) for norms in zip(*(each.blocks for each in shares))),
+            vectors=tuple(math.hypot(*norms) for norms in zip(*(each.vectors for each in shares))),
+            samples=shares[0].samples,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ from ..device import Device
 from ..estimator.hardware import recognise
 from ..models import Workload
 from ..results import Measurement, RankReport, Status
-from . import truth
 from .dry_run import DryRun, DryRunReport
 from .host import COMMON_IMPORTS, PLAIN_IMPORTS
 from .job import Job, Outcome, RankOutcome, Rendezvous
@@ -172,6 +171,8 @@ class DryRuns(Work):
     def _timed(
         self, request: TrialRequest, terms: TrialTerms, reports: list[DryRunReport], common: "_Common"
     ) -> Measurement:
+        from . import truth
+
         config = request.config
         slowest = max(reports, key=lambda each: each.step_ms)
         samples_per_second = slowest.samples_per_step / slowest.step_ms * 1e3

@@ -1,22 +1,31 @@
-"""How far apart rounding alone may bring two runs of the same computation, and how far apart two are.
+"""How far rounding alone may bring two runs of the same computation apart, and how far apart two are.
 
-Every numeric comparison, of `verify`, of `models.numerics` and of the tests, takes its tolerance from here.
+Every numeric comparison takes its tolerance from here: that of `verify`, of the numerics table, of a dry run's `wrong`
+and of the tests.
 
 Notation:
-    u   unit roundoff of a number format, the relative error of one rounding: 2**-24 in float32, 2**-8 in
-        bfloat16
+    u   unit roundoff of a number format, the relative error of one rounding: 2**-24 in float32, 2**-11 in
+        float16, 2**-8 in bfloat16
     n   terms of a sum: what a product contracts, or the rows that the gradient of a weight is summed over
     d   operations one after another, forth and back
 
 Two orders of a sum of n terms depart by about sqrt(n) u of the magnitude of the terms (one standard
 deviation: roundings go up as often as down; Higham and Mary, "A New Approach to Probabilistic Rounding Error
 Analysis", 2019). d operations in a row add theirs as independent errors add: sqrt(n d) u. Formats narrower
-than float32 are summed in float32 and rounded once, so that n is 1 for them. Nothing here was fitted to what
-some machine gave.
+than float32 are summed in float32 and rounded once, so that n is 1 for them.
+
+A `Tolerance` has two ways to be made. Of whole tensors the largest difference of an element counts, within `allowance`,
+which knows every layer: nothing in it was fitted to what some machine gave. Of summaries (projections of outputs, norms of
+gradients) only u is kept and the number d of layers with weights. Logits depart by some u sqrt(d) of their size. Elements of
+a gradient depart by more, having come back as well, but its norm by a part of that, since errors hardly point along the
+gradient. How many u sqrt(d) it is for each kind is some three times the largest that was seen over families, combinations and
+formats on a CPU.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,6 +38,25 @@ modules (products of attention, residual sums), each forth and back."""
 SMALL = 0.01
 """A tensor is held to its own largest magnitude, or to this share of the largest in any where that is more:
 some gradients are nothing but rounding (that of a key's bias), which is relative to terms that cancel."""
+
+FLOOR = 2.0**-16
+"""Of one side's summary, relative: sums of up to some million terms of float32, in another order or by another algorithm. A
+norm is held to its own size, or to this share of the whole gradient's where that is more."""
+LOGITS = 5.0
+"""Of u sqrt(d), as the next three."""
+GRADIENT = 2.0
+VECTORS = 6.0
+"""Biases and norms: their gradients are sums over all tokens, in which much cancels."""
+LOSS = 0.2
+"""Of the size of the logits."""
+LOSS_ITSELF = 4.0
+"""Of the unit roundoff of what the loss is computed in, without the depth."""
+NOISE = 0.1, 8.0
+"""Of the logarithm of the noise of dropout: whatever the number of numbers it is made of, and over the root of that."""
+NOISY_LOSS = 0.3
+"""What dropout changes of a step's loss: a multiple of the noise over the root of its samples."""
+NOISY_GRADIENT = 2.0
+"""Of the logarithm of its gradients' norms, a multiple of the noise: few tokens can make up much of them."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -93,17 +121,126 @@ def adamw_allowance(gradient: float, weight: torch.Tensor, *, lr: float, eps: fl
     return lr / eps * gradient * (2**steps - 1) + rounded
 
 
-def scale(tensor: torch.Tensor, largest: float = 0.0) -> float:
+class Arithmetic(Protocol):
+    """What the rounding of one model follows from, as far as is kept with a summary."""
+
+    @property
+    def roundoff(self) -> float:
+        """u of its products."""
+
+    @property
+    def loss_roundoff(self) -> float:
+        """u of what the loss is computed in."""
+
+    @property
+    def depth(self) -> int:
+        """d, layers with weights of at least two dimensions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """How far what two models compute may depart, each kind relative to its `scale`; both sides' rounding counted."""
+
+    outputs: float
+    """Of outputs, or projections of them."""
+    loss: float
+    """Of the loss, relative to itself."""
+    loss_of_outputs: float = 0.0
+    """Of the loss besides, relative to `size`."""
+    gradients: float
+    """Of gradients, or norms of them."""
+    vectors: float
+    """Of norms of the gradients of biases and norms alone."""
+    weights: Callable[[float, torch.Tensor], float] | None = None
+    """How far a weight may depart after optimizer steps, absolutely, given how far its gradient may; without it as far as
+    gradients."""
+    least: float = SMALL
+    """The share of the largest of its kind that a tensor is at least held to."""
+    size: float = 0.0
+    """What projections are held to: the size of the outputs, a root mean square; 0 where it is not known."""
+    ratio: float = 1.0
+    """By what factor norms of gradients may differ besides, since dropout draws other masks."""
+    noise: float = 1.0
+    """By what factor the noise of dropout may differ."""
+
+    @classmethod
+    def of_tensors(
+        cls,
+        allowed: float,
+        *,
+        terms: int | None = None,
+        weights: Callable[[float, torch.Tensor], float] | None = None,
+    ) -> "Tolerance":
+        """Of whole tensors.
+
+        Args:
+            allowed: the `allowance` of the model that rounds more, which is that of two orders, so of both sides.
+            terms: what the loss is a mean of: tokens, or samples; None where that is not known.
+            weights: what the optimizer makes of it, such as `adamw_allowance`.
+        """
+        loss = allowed if terms is None else loss_allowance(allowed, terms)
+        return cls(outputs=allowed, loss=loss, gradients=allowed, vectors=allowed, weights=weights)
+
+    @classmethod
+    def of_summaries(
+        cls, *sides: Arithmetic, size: float, noise: float = 0.0, samples: int = 1, noise_numbers: int = 1
+    ) -> "Tolerance":
+        """Of summaries, whose errors add: both models depart from exact arithmetic, each by its own format.
+
+        The noise of dropout is drawn anew in every configuration. Its logarithm, as the root mean square of n numbers,
+        has a standard deviation of about 1 / sqrt(n). In a training step it leaves the loss, a mean over samples, to
+        chance by a part of noise over the root of their number, and gradients by a part of the noise.
+
+        Args:
+            sides: both models.
+            size: root mean square of the logits.
+            noise: what dropout changes of the logits, where it is on.
+            samples: what the loss is a mean of.
+            noise_numbers: of how many numbers the noise is the root mean square, where they are fewer.
+        """
+        error = sum(each.roundoff * math.sqrt(each.depth) for each in sides)
+        floor = FLOOR * len(sides)
+        itself = LOSS_ITSELF * sum(each.loss_roundoff for each in sides) + floor
+        return cls(
+            outputs=LOGITS * error + floor,
+            loss=itself + NOISY_LOSS * noise / math.sqrt(samples),
+            loss_of_outputs=LOSS * error,
+            gradients=GRADIENT * error + floor,
+            vectors=VECTORS * error + floor,
+            least=FLOOR,
+            size=size,
+            ratio=math.exp(NOISY_GRADIENT * noise),
+            noise=math.exp(NOISE[0] + NOISE[1] / math.sqrt(max(1, noise_numbers))),
+        )
+
+
+def scale(tensor: torch.Tensor | None, largest: float = 0.0, least: float = SMALL) -> float:
     """What a departure is relative to; `largest` is the largest magnitude in any tensor of its kind."""
-    return max(float(tensor.detach().abs().max()) if tensor.numel() else 0.0, SMALL * largest, 1e-30)
+    own = float(tensor.detach().abs().max()) if tensor is not None and tensor.numel() else 0.0
+    return max(own, least * largest, 1e-30)
 
 
-def departure(expected: torch.Tensor, found: torch.Tensor, largest: float = 0.0) -> float:
-    """The largest difference of two tensors over `scale`; infinite where one holds what is no number."""
+def departure(
+    expected: torch.Tensor, found: torch.Tensor, largest: float = 0.0, *, over: float = 0.0, ratio: float = 1.0
+) -> float:
+    """The largest difference of two tensors of one shape, relative; infinite where one holds what is no number.
+
+    Args:
+        expected: one of them.
+        found: the other.
+        largest: the largest magnitude in any tensor of their kind.
+        over: what it is relative to; by default the `scale` of `expected`.
+        ratio: a factor by which they may differ besides; what is less than that is no difference.
+    """
     if not expected.numel():
         return 0.0
+    over = over or scale(expected, largest)
     expected, found = expected.detach().double(), found.detach().double()
-    value = float((expected - found).abs().max()) / scale(expected, largest)
+    if ratio == 1:
+        apart = (expected - found).abs()
+    else:
+        apart = torch.maximum(expected / ratio - found, found - expected * ratio)
+    value = float(apart.max()) / over
     return value if math.isfinite(value) else math.inf
 
 

@@ -1,7 +1,8 @@
 """verify: a scheduled model against an untouched copy of it, forward, backward and one optimizer step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from torch import nn
 from .._torch import tree_leaves
 from ..errors import ScheduleError
 from .build import Context, complete, home, prepare
-from .compare import Mismatch, compare, localise, run
-from .parallel.collectives import axis_of
+from .compare import compare
+from .forward import layers_of
+from .one_step import Loss, run, wholes
+from .parallel.collectives import Axis, axis_of
 from .parallel.sharding import owner, shards_of
-from .rounding import allowance
+from .parallel.vocabulary import SplitLogits
+from .rounding import Tolerance, allowance, departure
 from .schedule import Schedule
-
-Loss = Callable[..., torch.Tensor]
+from .tree import find_module
+from .unformed import UnformedLogits
 
 
 @contextmanager
@@ -80,38 +84,77 @@ def _check(
     _same_weights(before.module, after.module)
     models = [complete(sch, context) for sch, context in pair]
     axis = axis_of(after.mesh, "dp")
+    runs = [
+        partial(run, model, optimizer, inputs, loss, device=device, axis=axis if scheduled else None)
+        for scheduled, (model, optimizer) in enumerate(models)
+    ]
     for training in (True, False):
-        expected, found = (
-            run(model, optimizer, inputs, loss, training, device, axis if scheduled else None)
-            for scheduled, (model, optimizer) in enumerate(models)
+        expected, found = (each(training=training) for each in runs)
+        wrong = compare(expected, found, Tolerance.of_tensors(limit)).wrong
+        if not _anywhere(wrong is not None, after.mesh, device):
+            continue
+        records: list[dict[str, torch.Tensor]] = []
+        for (model, _), each in zip(models, runs):
+            with _recorded(model) as record:
+                each(training=training)
+            records.append(record)
+        where = _first_module(models[1][0], records[0], records[1], axis, limit)
+        first = f"; the first module whose output departs is {where}" if where else ""
+        raise ScheduleError(
+            f"verify: the scheduled model departs from the original in {'training' if training else 'evaluation'} "
+            f"mode: {wrong or 'another rank found a departure'} "
+            f"(allowed: {limit:g} of the largest magnitude){first}"
         )
-        mismatch = next((each for each in compare(expected, found) if each.departure > limit), None)
-        if _anywhere(mismatch is not None, after.mesh, device):
-            _report(mismatch, [m for m, _ in models], inputs, loss, training, device, axis, limit)
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def _report(
-    mismatch: Mismatch | None,
-    models: list[nn.Module],
-    inputs: Any,
-    loss: Loss | None,
-    training: bool,
-    device: torch.device,
-    axis: Any,
+def _first_module(
+    model: nn.Module,
+    expected: dict[str, torch.Tensor],
+    found: dict[str, torch.Tensor],
+    axis: Axis | None,
     limit: float,
-) -> None:
-    where = localise(models, inputs, loss, training, device, axis, limit)
-    mode = "training" if training else "evaluation"
-    what = str(mismatch) if mismatch is not None else "another rank found a departure"
-    first = f"; the first module whose output departs is {where}" if where else ""
-    raise ScheduleError(
-        f"verify: the scheduled model departs from the original in {mode} mode: {what} "
-        f"(allowed: {limit:g} of the largest magnitude){first}"
-    )
+) -> str:
+    """The first module, in the order of execution, whose output departs, and by how much; or nothing."""
+    for path, value in expected.items():
+        mine = found.get(path)
+        if mine is None or any(layer.alters for layer in layers_of(find_module(model, path))):
+            continue
+        if "pipeline" in model.__dict__ and value.dim() and mine.shape[1:] == value.shape[1:]:
+            # The first micro-batch of this rank's share of the batch.
+            start = axis.rank * value.shape[0] // axis.size if axis is not None else 0
+            value = value[start : start + mine.shape[0]]
+        if axis is not None and mine.shape != value.shape and mine.shape[0] * axis.size == value.shape[0]:
+            value = value.chunk(axis.size)[axis.rank]
+        if mine.shape != value.shape:
+            # Cut over ranks on purpose: what it is joined to is compared further on.
+            continue
+        if (by := departure(value, mine)) > limit:
+            kind = type(find_module(model, path)).__name__
+            return f"'{path}' ({kind}), which departs by {by:.2g}"
+    return ""
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The first output of every module that runs within it, by path."""
+    record: dict[str, torch.Tensor] = {}
+
+    def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        found = wholes(output) if not isinstance(output, (SplitLogits, UnformedLogits)) else []
+        if found and path not in record:
+            record[path] = found[0].clone()
+
+    named = [(path, module) for path, module in model.named_modules() if path]
+    handles = [module.register_forward_hook(partial(note, path)) for path, module in named]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _same_weights(reference: nn.Module, scheduled: nn.Module) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .gradients import ComputedPart, computed
+from ..results.probe import Computed
+from .gradients import computed
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +21,8 @@ WATCHED = 64
 class StepPart:
     """What one rank saw of it."""
 
-    computed: ComputedPart
-    """Loss and gradients, on the samples of a step."""
+    computed: Computed
+    """Its share of loss and gradients, on the samples of a step."""
     still: tuple[str, ...]
     """Parameters that have a gradient, and that the step left as they were; of what this rank holds."""
 

@@ -1,9 +1,10 @@
 """Norms of gradients, by repeated block, whatever is spread over ranks how."""
 
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING
 
 from .._torch import parameters_of
+from ..results.probe import Computed
 
 if TYPE_CHECKING:
     import torch
@@ -15,40 +16,16 @@ CHUNK = 1 << 22
 """Elements whose squares are added at a time."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComputedPart:
-    """What one rank contributes to a `Computed`."""
+def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: float = 1.0) -> Computed:
+    """This rank's share of what passes computed, while their gradients are there.
 
-    loss: float
-    """Mean loss over all replicas."""
-    squares: tuple[float, ...]
-    """Its part of the squared norm of the gradient of each block, then of what is outside of blocks."""
-    vectors: tuple[float, ...]
-    """The same of parameters of one dimension at most alone, which are among them."""
-    samples: int
-    """Samples, over all ranks."""
-
-
-def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: float = 1.0) -> ComputedPart:
-    """This rank's part of what passes computed, while their gradients are there.
+    What several ranks hold alike counts for each of them by its share.
 
     Args:
         training: after `passes`.
         loss: what they returned.
         samples: of all ranks.
         scale: what the loss was multiplied by, for float16.
-    """
-    found, vectors = squares(training, scale)
-    return ComputedPart(loss=float(loss), squares=found, vectors=vectors, samples=samples)
-
-
-def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """This rank's part of the squared gradient norms, by block and of the rest: of all, and of vectors.
-
-    What several ranks hold alike counts for each of them by its share.
-
-    Args:
-        scale: what the loss was multiplied by.
     """
     import torch
 
@@ -77,8 +54,14 @@ def squares(training: "Training", scale: float) -> tuple[tuple[float, ...], tupl
             if param.dim() < 2:
                 vectors[group] = vectors[group] + square
     # One wait for the device, not one a parameter.
-    found, found_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]) / scale**2).tolist()
-    return tuple(found), tuple(found_vectors)
+    norms, of_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]).sqrt() / scale).tolist()
+    return Computed(
+        loss=float(loss),
+        gradient=math.hypot(*norms),
+        blocks=tuple(norms[:-1]),
+        vectors=tuple(of_vectors),
+        samples=samples,
+    )
 
 
 def _held_by_earlier_stages(model: "nn.Module") -> set[int]:

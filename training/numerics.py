@@ -6,8 +6,9 @@ process at the same global batch, but for what rounding may do (`schedule/roundi
 family cannot follow has a reason instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..models.workload import Workload
+    from ..schedule.compare import Comparison, Numbers
 
 SAMPLES = 8
 """Global batch."""
@@ -65,7 +67,7 @@ _ENCODER = {**_SIZES, **_TOKENS, **_NO_DROPOUT}
 _DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2}
 
 # Tiny sizes: odd vocabularies, so that padding is tried; fewer key-value heads where there are such.
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+FAMILIES: Mapping[str, tuple[Task, Mapping[str, Any]]] = {
     "bert": ("masked", _ENCODER),
     "roberta": ("masked", _ENCODER),
     "albert": ("masked", {**_ENCODER, "embedding_size": 16}),
@@ -122,31 +124,6 @@ _DEEPER: Mapping[str, Mapping[str, Any]] = {
 """What of a family's configuration makes four blocks of two, or more; else the number of layers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Departure:
-    """By how much a configuration departs from one process, on one rank, and how much rounding may do."""
-
-    loss: float
-    """Relative."""
-    gradient: float
-    """The largest of any parameter that this rank holds, as `rounding.departure` has it."""
-    weight: float
-    """The largest of any after the last step, over what AdamW may make of the gradient's allowance."""
-    where: str
-    """The parameter whose gradient departs most."""
-    parameters: tuple[str, ...]
-    """Names of what this rank holds."""
-    loss_allowed: float
-    """The most that `loss` may be."""
-    gradient_allowed: float
-    """The most that `gradient` may be."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether all are within what rounding may do."""
-        return self.loss <= self.loss_allowed and self.gradient <= self.gradient_allowed and self.weight <= 1
-
-
 def tiny(family: str, combination: str = "") -> "Workload":
     """The workload of a family of the table, with a block for each stage of a combination."""
     from ..models.architecture import Architecture
@@ -178,9 +155,11 @@ def obstacle(family: str, combination: str) -> str:
 
 def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     """Why a workload whose schedule is a StandardSchedule cannot follow a configuration; empty where it can."""
+    from ..models.families.standard import StandardSchedule
     from ..models.skeleton import skeleton
     from ..schedule import create_schedule
 
+    assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
     support = workload.schedule.support(create_schedule(skeleton(workload)))
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
     reasons = [support.tp(config.get("tp", 1)), support.pp(stages)]
@@ -195,15 +174,15 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def check(family: str, combination: str, seed: int = 0) -> Departure:
+def check(family: str, combination: str, seed: int = 0) -> "Comparison":
     """One cell, on every rank of an initialised process group of the right size; all call it alike."""
     return departure(tiny(family, combination), COMBINATIONS[combination], seed)
 
 
 def departure(
     workload: "Workload", config: Mapping[str, Any], seed: int = 0, expected: "Reference | None" = None
-) -> Departure:
-    """By how much a workload in a configuration departs from one process in float32.
+) -> "Comparison":
+    """By how much a workload in a configuration departs from one process in float32, on this rank.
 
     Its model must draw no random numbers (dropout off). Its optimizer is not looked at: AdamW with an
     epsilon of the size of gradients stands in its place.
@@ -232,17 +211,29 @@ def departure(
     return compare(expected.trained, found, allowed, workload.global_batch * (workload.seq_len or 1))
 
 
-def reference(workload: "Workload", seed: int = 0) -> "Reference":
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What configurations are held against."""
+
+    trained: "Numbers"
+    """By one process in float32."""
+    allowed: float
+    """What rounding may do to a gradient in float32."""
+    allowed_half: float
+    """In bfloat16."""
+
+
+def reference(workload: "Workload", seed: int = 0) -> Reference:
     """What one process computes, on each rank by itself."""
     import torch
 
     from ..schedule.rounding import allowance
 
-    trained, model = _train(replace(workload, optimizer=adamw), {}, seed, alone=True)
+    numbers, model = _train(replace(workload, optimizer=adamw), {}, seed, alone=True)
     batch = workload.batch(workload.global_batch, 0)
     rows = max(each.numel() for each in (batch.values() if isinstance(batch, Mapping) else batch))
     exact, half = (allowance(model, rows, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    return Reference(trained=trained, allowed=exact, allowed_half=half)
+    return Reference(trained=numbers, allowed=exact, allowed_half=half)
 
 
 def adamw(params: Any, fused: bool = False) -> "torch.optim.Optimizer":
@@ -252,32 +243,27 @@ def adamw(params: Any, fused: bool = False) -> "torch.optim.Optimizer":
     return torch.optim.AdamW(params, lr=LEARNING_RATE, eps=EPSILON, fused=fused or None)
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What STEPS steps of `adamw` gave; of several ranks, what this one holds, whole."""
+def trained(model: "nn.Module", passes: Callable[[], Any], update: Callable[[], None]) -> "Numbers":
+    """What STEPS steps of a model with `adamw` give: loss and gradients of the first, weights after the last.
 
-    loss: float
-    """Of the first step."""
-    gradients: dict[str, "torch.Tensor"]
-    """Of the first step, by the parameter's name."""
-    weights: dict[str, "torch.Tensor"]
-    """After the last step."""
+    Args:
+        model: the model; of one that is spread over ranks, what this one has is gathered whole.
+        passes: a step's forward and backward passes; returns the loss.
+        update: the optimizer's part of a step, with the gradients gone after it.
+    """
+    from ..schedule.compare import Numbers, gradients_of, weights_of
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """What configurations are held against."""
-
-    trained: Trained
-    """By one process in float32."""
-    allowed: float
-    """What rounding may do to a gradient in float32."""
-    allowed_half: float
-    """In bfloat16."""
+    loss = float(passes())
+    gradients = gradients_of(model)
+    update()
+    for _ in range(STEPS - 1):
+        passes()
+        update()
+    return Numbers(loss=loss, gradients=gradients, weights=weights_of(model))
 
 
-def compare(expected: Trained, found: Trained, allowed: float, terms: int) -> Departure:
-    """By how much two trainings depart.
+def compare(expected: "Numbers", found: "Numbers", allowed: float, terms: int) -> "Comparison":
+    """By how much what `trained` gave departs.
 
     Args:
         expected: of one process.
@@ -286,44 +272,20 @@ def compare(expected: Trained, found: Trained, allowed: float, terms: int) -> De
         terms: what the loss is a mean of: tokens, or samples.
     """
     from ..schedule import rounding
+    from ..schedule.compare import compare
 
-    assert set(found.gradients) == set(found.weights) & set(expected.gradients)
-    over = rounding.largest(expected.gradients)
-    gradient, where, weight = 0.0, "", 0.0
-    for name, value in found.gradients.items():
-        want = expected.gradients[name]
-        departs = rounding.departure(want, value, over)
-        if departs >= gradient:
-            gradient, where = departs, name
-        granted = rounding.adamw_allowance(
-            allowed * rounding.scale(want, over),
-            found.weights[name],
-            lr=LEARNING_RATE,
-            eps=EPSILON,
-            steps=STEPS,
-        )
-        share = float((found.weights[name].double() - expected.weights[name].double()).abs().max()) / granted
-        weight = max(weight, share) if share == share else float("inf")
-    return Departure(
-        loss=abs(found.loss - expected.loss) / abs(expected.loss),
-        gradient=gradient,
-        weight=weight,
-        where=where,
-        parameters=tuple(found.weights),
-        loss_allowed=rounding.loss_allowance(allowed, terms),
-        gradient_allowed=allowed,
-    )
+    assert found.gradients.keys() == found.weights.keys() & expected.gradients.keys()
+    weights = partial(rounding.adamw_allowance, lr=LEARNING_RATE, eps=EPSILON, steps=STEPS)
+    return compare(expected, found, rounding.Tolerance.of_tensors(allowed, terms=terms, weights=weights))
 
 
 def _train(
     workload: "Workload", config: Mapping[str, Any], seed: int, alone: bool = False
-) -> "tuple[Trained, nn.Module]":
+) -> "tuple[Numbers, nn.Module]":
     """Three steps on the same batches, whatever the configuration; and the model."""
     import torch
     import torch.distributed as dist
 
-    from ..schedule.parallel.replicas import whole_gradient
-    from ..schedule.parallel.sharding import owner, whole
     from .training import Training
 
     cuda = torch.cuda.is_initialized()
@@ -331,19 +293,4 @@ def _train(
     rank, ranks = (0, 1) if alone or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
     knobs = {"attention": "eager", **config}
     training = Training(workload, knobs, device, seed=seed, rank=rank, world_size=ranks)
-
-    model = training.model
-
-    def named(read: Any) -> dict[str, torch.Tensor]:
-        # Tied weights by all of their names: stages hold them under different ones.
-        found = model.named_parameters(remove_duplicate=False)
-        return {name: read(model, name, param).clone() for name, param in found}
-
-    loss = float(training.passes())
-    gradients = named(whole_gradient)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    for _ in range(STEPS - 1):
-        training.step()
-    weights = named(lambda model, name, param: whole(*owner(model, name), param.detach()))
-    return Trained(loss, gradients, weights), model
+    return trained(training.model, training.passes, training.update), training.model

@@ -21,12 +21,15 @@ import contextlib
 import math
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from ..models.batches import Batch, each_tensor, make_batch, part, to_device
-from .gradients import ComputedPart, computed
+from ..models.batches import each_tensor, make_batch, part, to_device
+from ..models.workload import Batch
+from ..results.probe import Computed
+from .gradients import computed
 from .stir import stirred
 
 if TYPE_CHECKING:
@@ -46,8 +49,8 @@ LOSS_SCALES = (2.0**16, 2.0**11, 2.0**6)
 class ProbePart:
     """What one rank contributes to a `Probe`."""
 
-    quiet: ComputedPart
-    """On the probe's samples, with nothing random."""
+    quiet: Computed
+    """Its share of loss and gradients, on the probe's samples, with nothing random."""
     logits: tuple[float, ...]
     """Its part of each projection; empty on ranks that see no logits."""
     changed: float
@@ -125,7 +128,7 @@ def take(training: "Training") -> ProbePart:
         if lively is not None and not probed.agree(lively.random):
             quiet = lively
         else:
-            with _quiet(training):
+            with _at_rest(training):
                 quiet = probed.run(as_trained=False)
     changed, size = probed.departure(lively or quiet, quiet)
     roundoff = training.precision.roundoff(training.model)
@@ -147,7 +150,7 @@ def take(training: "Training") -> ProbePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    computed: ComputedPart
+    computed: Computed
     logits: "torch.Tensor | None"
     """Projected over V, (positions, T, R), float32; None where this rank sees none."""
     random: bool
@@ -189,7 +192,7 @@ class _Probed:
             drew = before != _random_state(training.device)
             found = computed(training, loss, self.total, scale or 1.0)
             training.optimizer.zero_grad(set_to_none=True)
-            if scale is None or not self.agree(not math.isfinite(sum(found.squares))):
+            if scale is None or not self.agree(not math.isfinite(found.gradient)):
                 break
         return _Pass(computed=found, logits=torch.cat(seen) if seen else None, random=drew)
 
@@ -209,7 +212,7 @@ class _Probed:
             pipeline.micro_batches = cut.count
             cut = Cut(cut.size * cut.count, 1)
         picked = [cut.positions(number, self.mine) for number in range(cut.count)]
-        return [to_device(each_tensor(self.share, lambda t, at=at: t[at]), training.device) for at in picked]
+        return [to_device(each_tensor(self.share, itemgetter(at)), training.device) for at in picked]
 
     def agree(self, flag: bool) -> bool:
         """Whether a flag is set on any rank."""
@@ -256,14 +259,15 @@ class _Probed:
         """Projects the logits of a micro-batch over V, which may be cut over ranks."""
         import torch
 
+        from ..schedule.outputs import logits_of, loss_of
         from ..schedule.parallel.collectives import all_reduce
         from ..schedule.parallel.vocabulary import SplitLogits
         from ..schedule.unformed import UnformedLogits
 
-        loss = output if isinstance(output, torch.Tensor) else _named(output, "loss")
+        loss = output if isinstance(output, torch.Tensor) else loss_of(output)
         if loss is not None:
             self.loss_roundoff = torch.finfo(loss.dtype).eps / 2
-        logits, axis = _logits_of(output), None
+        logits, axis = logits_of(output), None
         if logits is None or logits.dim() < 2 or logits.shape[0] != size:
             return  # nothing tells which of them belong to which sample
         self.width, columns = logits.shape[-1], logits.shape[-1]
@@ -320,30 +324,18 @@ def _undisturbed(training: "Training") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(training: "Training") -> Iterator[None]:
+def _at_rest(training: "Training") -> Iterator[None]:
     """Nothing random, no statistics over the batch; what is compiled runs as it was written.
 
     Compiled code is made for training's mode: for another it would be compiled anew, which takes long.
     """
     import torch
 
-    modes = [(each, each.training) for each in training.model.modules()]
-    dropping = []
-    for each, _ in modes:
-        if isinstance(each, torch.nn.RNNBase):
-            # cuDNN has no backward in evaluation.
-            dropping.append((each, each.dropout))
-            each.dropout = 0.0
-        else:
-            each.training = False
-    try:
-        with torch.compiler.set_stance("force_eager") if training.compiled else contextlib.nullcontext():
-            yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
-        for each, rate in dropping:
-            each.dropout = rate
+    from ..schedule.quiet import quiet
+
+    as_written = torch.compiler.set_stance("force_eager") if training.compiled else contextlib.nullcontext()
+    with quiet(training.model, training=False), as_written:
+        yield
 
 
 def _random_state(device: "torch.device") -> tuple[bytes, ...]:
@@ -353,22 +345,3 @@ def _random_state(device: "torch.device") -> tuple[bytes, ...]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return tuple(each.numpy().tobytes() for each in states)
-
-
-def _named(output: Any, name: str) -> "torch.Tensor | None":
-    """A floating-point tensor of a model's output by name."""
-    import torch
-
-    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
-
-
-def _logits_of(output: Any) -> "torch.Tensor | None":
-    """The logits among what a model returned: what is called so, or its first floating-point tensor."""
-    import torch
-
-    if (named := _named(output, "logits")) is not None:
-        return named
-    flat = list(output.values()) if isinstance(output, Mapping) else output
-    flat = flat if isinstance(flat, tuple | list) else [flat]
-    return next((each for each in flat if isinstance(each, torch.Tensor) and each.is_floating_point()), None)

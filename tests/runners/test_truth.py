@@ -9,7 +9,6 @@ from redline.results.probe import Computed, Probe
 from redline.runners import Reference
 from redline.runners.truth import check, together, why_not
 from redline.training.first_step import StepPart
-from redline.training.gradients import ComputedPart
 
 PROBE = probe()
 QUIET, STEP = PROBE.quiet, PROBE.step
@@ -139,18 +138,21 @@ def test_what_the_reference_left_as_it_was_may_be_left():
 
 
 def test_parts_of_ranks_add_up():
-    step = ComputedPart(loss=8.0, squares=(2.0, 2.0), vectors=(0.0, 0.0), samples=8)
+    steps = [
+        Computed(loss=8.0, gradient=norm, blocks=(of_block,), vectors=(0.0, 0.0), samples=8)
+        for norm, of_block in ((2.0, 1.0), (3.0, 2.0), (6.0, 2.0))
+    ]
     # Of a pipeline: the first rank sees no logits.
     parts = [
         part((9.0, 1.0), (), loss_roundoff=0.0, roundoff=BF16),
         part((0.0, 6.0), (0.25, 0.5), brought=("x",), changed=1.0, size=4.0, noise_numbers=64, roundoff=BF16),
         part((0.0, 0.0), (0.25, -0.25), changed=1.0, size=4.0, noise_numbers=64, roundoff=BF16),
     ]
-    firsts = [StepPart(computed=step, still=names) for names in (("b",), (), ("a", "b"))]
+    firsts = [StepPart(computed=step, still=names) for step, names in zip(steps, (("b",), (), ("a", "b")))]
     found = together(parts, firsts)
     assert found == Probe(
         quiet=Computed(loss=9.0, gradient=4.0, blocks=(3.0,), vectors=(0.0, math.sqrt(0.75)), samples=2),
-        step=Computed(loss=8.0, gradient=math.sqrt(12), blocks=(math.sqrt(6),), vectors=(0.0, 0.0), samples=8),
+        step=Computed(loss=8.0, gradient=7.0, blocks=(3.0,), vectors=(0.0, 0.0), samples=8),
         logits=(0.5, 0.25), noise=0.5, noise_numbers=64, still=("a", "b"), brought=("x",), depth=3, roundoff=BF16,
         loss_roundoff=FP32,
     )  # fmt: skip

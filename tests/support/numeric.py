@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redline.schedule import rounding
+from redline.schedule.compare import Comparison
 from redline.schedule.parallel.replicas import whole_gradient
-from redline.schedule.parallel.sharding import owner, whole
 from redline.training import numerics
 
 MARGIN = 3.0
@@ -58,12 +58,11 @@ def departure(workload, config, seed):
     return numerics.departure(workload, config, seed, references[key])
 
 
-def hold(found: numerics.Departure):
+def hold(found: Comparison):
     """Asserts that a configuration trains as one process does."""
-    assert found.parameters
-    within(found.loss, found.loss_allowed, "the loss")
-    within(found.gradient, found.gradient_allowed, f"the gradient of {found.where}")
-    within(found.weight, 1.0, "a weight after the last step")
+    assert found.of("weights")
+    for each in (found.gravest("loss"), found.gravest("gradients"), found.gravest("weights")):
+        within(each.by, each.allowed, f"{each.kind}: {each}")
 
 
 def same(found, expected, allowed, what="the output"):
@@ -82,39 +81,28 @@ def gradients(model):
     return {name: whole_gradient(model, name, param).clone() for name, param in found}
 
 
-def weights(model):
-    """Weights by name, whole; all ranks call it."""
-    found = model.named_parameters(remove_duplicate=False)
-    return {name: whole(*owner(model, name), p.detach().clone()) for name, p in found}
-
-
 def trained(model, optimizer, passes):
     """A model after as many steps of `numerics.adamw` as comparisons take; `passes()` is a forward and a
     backward pass and returns the loss."""
-    loss, first = 0.0, {}
-    for step in range(numerics.STEPS):
-        optimizer.zero_grad()
-        value = float(passes())
-        if step == 0:
-            loss, first = value, gradients(model)
+
+    def update():
         optimizer.step()
-    return numerics.Trained(loss, first, weights(model))
+        optimizer.zero_grad()
+
+    optimizer.zero_grad()
+    return numerics.trained(model, passes, update)
 
 
 def record_verify():
     """Lets `verify` keep record, too: of what it accepts."""
     module = importlib.import_module("redline.schedule.verify")
-    compare, limit = module.compare, module._rounding
+    compare = module.compare
 
-    def allowed(*args):
-        allowed.last = limit(*args)
-        return allowed.last
+    def recorded(expected, found, tolerance):
+        comparison = compare(expected, found, tolerance)
+        if comparison.holds:
+            worst = max(comparison.departures, key=lambda each: each.share)
+            checks.append(Check(f"verify: {worst}", worst.by, worst.allowed))
+        return comparison
 
-    def recorded(expected, found):
-        departures = compare(expected, found)
-        worst = max(departures, key=lambda each: each.departure)
-        if worst.departure <= allowed.last:
-            checks.append(Check(f"verify: {worst.what}", worst.departure, allowed.last))
-        return departures
-
-    module._rounding, module.compare = allowed, recorded
+    module.compare = recorded

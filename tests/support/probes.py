@@ -1,7 +1,8 @@
 """What candidates are supposed to have computed, for tests of what is made of it."""
 
+import math
+
 from redline.results.probe import Computed, Probe
-from redline.training.gradients import ComputedPart
 from redline.training.probe import ProbePart
 
 FP32, BF16 = 2.0**-24, 2.0**-8
@@ -9,7 +10,10 @@ FP32, BF16 = 2.0**-24, 2.0**-8
 
 def part(squares=(1.0, 3.5), logits=(), **values):
     """A rank's part of a probe."""
-    computed = ComputedPart(loss=9.0, squares=squares, vectors=(0.0, 0.25), samples=2)
+    norms = [math.sqrt(each) for each in squares]
+    computed = Computed(
+        loss=9.0, gradient=math.hypot(*norms), blocks=tuple(norms[:-1]), vectors=(0.0, 0.5), samples=2
+    )
     given = {"changed": 0.0, "size": 0.0, "noise_numbers": 0, "brought": (), "by_batch": False, "depth": 3}
     return ProbePart(
         quiet=computed, logits=logits, **{**given, "roundoff": FP32, "loss_roundoff": FP32, **values}

@@ -13,9 +13,9 @@ from redline.models import workload
 from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.results.meaning import FLOAT8
 from redline.runners import Reference
-from redline.runners.truth import FLOOR, check, together, why_not
+from redline.runners.truth import check, together, why_not
 from redline.schedule import build, create_schedule, verify
-from redline.schedule.rounding import loss_allowance, unit_roundoff
+from redline.schedule.rounding import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take

@@ -171,7 +171,7 @@ def on_ranks(knobs, loss):
 )
 def test_a_loss_outside_of_the_model_works_on_replicas(two, knobs):
     for found in two.run(on_ranks, {**knobs, "kernels": True}, fused):
-        assert found.holds and found.parameters, found
+        assert found.holds and found.of("weights"), found
 
 
 def in_stages(loss):
@@ -186,7 +186,7 @@ def of_logits(output, batch):
 
 def test_a_loss_outside_of_the_model_works_behind_a_pipeline(two):
     for found in two.run(in_stages, of_logits):
-        assert found.holds and found.parameters, found
+        assert found.holds and found.of("weights"), found
 
 
 def in_shards(knobs):
@@ -196,4 +196,4 @@ def in_shards(knobs):
 @pytest.mark.parametrize("knobs", [{"zero": 2, "precision": "bf16"}, {"zero": 3, "precision": "bf16"}], ids=str)
 def test_a_head_that_is_gathered_in_bf16_gives_what_it_must(two, knobs):
     for found in two.run(in_shards, knobs):
-        assert found.holds and found.parameters, found
+        assert found.holds and found.of("weights"), found

@@ -158,9 +158,9 @@ def with_fault(fault, config, seed):
 )
 def test_a_small_fault_is_noticed(two, seed, fault, config):
     for found in two.run(with_fault, fault, config, seed):
-        gradient = found.gradient / found.gradient_allowed
-        assert not found.holds and found.loss <= found.loss_allowed
-        numeric.caught(max(gradient, found.weight), 1.0, fault.__name__)
+        assert not found.holds and found.gravest("loss").holds
+        worst = max(found.gravest("gradients").share, found.gravest("weights").share)
+        numeric.caught(worst, 1.0, fault.__name__)
 
 
 def without_sum(sch, config):
@@ -177,8 +177,9 @@ def check_notices(change, seed):
 
 def test_an_exchange_that_is_missing_is_noticed(two, seed):
     for found in two.run(check_notices, without_sum, seed):
-        assert not found.holds and found.loss <= found.loss_allowed
-        numeric.caught(found.gradient, found.gradient_allowed, "a missing sum")
+        assert not found.holds and found.gravest("loss").holds
+        gradient = found.gravest("gradients")
+        numeric.caught(gradient.by, gradient.allowed, "a missing sum")
 
 
 def check_dropout(sequence_parallel):

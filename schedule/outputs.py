@@ -1,0 +1,34 @@
+"""What a model returned: its loss, its logits, its floating-point tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._torch import tree_flatten
+
+
+def named(output: Any, name: str) -> torch.Tensor | None:
+    """A floating-point tensor of a model's output by its name, as an attribute or a key; None where there is none."""
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, torch.Tensor) and found.is_floating_point() else None
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss that a model returned with its outputs, or None."""
+    return named(output, "loss")
+
+
+def logits_of(output: Any) -> torch.Tensor | None:
+    """The logits among what a model returned: what is called so, or its first floating-point tensor."""
+    found = named(output, "logits")
+    return found if found is not None else next(iter(tensors_of(output)), None)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """The floating-point tensors that a model returned, in order, caches left out; logits as they are, perhaps cut over
+    the vocabulary or not formed."""
+    if isinstance(output, dict):
+        output = [value for value in output.values() if isinstance(value, (torch.Tensor, tuple, list, dict))]
+    leaves = tree_flatten(output)[0]
+    return [each for each in leaves if isinstance(each, torch.Tensor) and each.is_floating_point()]
