@@ -9,13 +9,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-DRAWING = ("dom", "format", *(f"draw/{name}" for name in ("pen", "scale", "marks", "words", "frame", "hover")))
+DRAWING = (
+    "dom", "format", "draw/pen", "draw/scale", "draw/marks", "draw/words", "draw/frame", "draw/hover",
+)  # fmt: skip
 """The drawing layer and what it builds on: by it, and by nothing else, the report and the dashboard draw."""
 
 SCRIPTS = (
-    *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress", "charts/memory",
-    "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline", "failures", "filter", "table",
-    "space", "environment", "run",
+    *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress",
+    "charts/memory", "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline", "failures",
+    "filter", "table", "space", "environment", "run",
 )  # fmt: skip
 """The scripts that show a run, in the order they build on each other; the dashboard uses the same."""
 
@@ -66,8 +68,9 @@ def asset(name: str) -> str:
 
 @cache
 def bundle(names: tuple[str, ...], *more: str) -> str:
-    """Scripts of the report and then `more`, as one in a scope of its own; each sees the names of those before it."""
-    return '(() => {\n"use strict";\n' + "\n".join([*(asset(f"js/{name}.js") for name in names), *more]) + "\n})();\n"
+    """Scripts of the report and then `more`, as one in a scope of its own; each sees those before it."""
+    texts = [*(asset(f"js/{name}.js") for name in names), *more]
+    return '(() => {\n"use strict";\n' + "\n".join(texts) + "\n})();\n"
 
 
 def _hash(text: str) -> str:

@@ -89,7 +89,7 @@ function watchPage(page, id) {
     slot((run) => title(run, el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs"), el("a", { href: `table?${new URLSearchParams({ run: id })}`, download: "" }, "Download the table (CSV)"))), text("name", "state", "made", "winner")),
     slot((run) => problemList(run.problems), text("problems")),
     slot((run) => headline(run), text("headline", "exports", "reproduce")),
-    ...[progress, throughputOverMemory, parallel, effects, predicted, timeline].map((draw) => slot(draw, all)),
+    ...FIGURES.map((draw) => slot(draw, all)),
     slot(failureList, text("failures")),
   ];
   const tablePlace = el("div", {});

@@ -67,5 +67,5 @@ function throughputOverMemory(run) {
     unknown ? `${plural(unknown, "OOM")} left no figure of what was needed and ${unknown === 1 ? "is" : "are"} not shown.` : "",
   ].filter(Boolean).join(" "),
   memoryChart(run, { done, failed, kinds, limit: far ? 0 : limit || 0 }),
-  legend(...statusKeys(run.headline.counts), ...(done.length ? [WINNER_KEY(), [picture(14, 14, ["default-mark", outline("dot", 0, 0, 5)]), "default"], ...againKeys(run)] : [])));
+  legend(...statusKeys(run.headline.counts), ...(done.length ? [winnerKey(), [picture(14, 14, ["default-mark", outline("dot", 0, 0, 5)]), "default"], ...againKeys(run)] : [])));
 }

@@ -80,7 +80,7 @@ function belowOneAnother(axesList, width) {
   };
 }
 
-// The knobs that vary, those that matter most last, then the throughput, which fails where no trial ran to the end.
+// The knobs that vary, those that matter most last, then the throughput where a trial ran to the end.
 function parallelAxes(run, speeds) {
   const effect = new Map(run.effects.knobs.map((each, at) => [each.name, at]));
   const names = run.varying.filter((name) => !run.derived.has(name)).sort((a, b) => (effect.get(b) ?? -1) - (effect.get(a) ?? -1));
@@ -90,13 +90,12 @@ function parallelAxes(run, speeds) {
   return [...out, { name: run.unit || "throughput", speed: true, labels: scale.ticks.map((each) => [scale(each), scale.label(each)]), place: scale }];
 }
 
-// The trials as few paths, by how fast they were; returns the points at their ends.
-function parallelLines(run, pen, axesList, speeds, { at }) {
+// The trials as few paths, by how fast they were; adds the points at which they end.
+function parallelLines(run, pen, axesList, speeds, { at }, ends) {
   const matches = (row) => [...run.ui.chosen].every(([name, value]) => (row.knobs[name] ?? null) === value);
   const pairs = (row) => axesList.filter((axis) => !axis.speed || row.status === "ok").map((axis, index) => at(index, axis.place(axis.speed ? row.throughput : row.knobs[axis.name])));
   const kinds = ["out", "failed", ...Array.from({ length: RAMP }, (unused, share) => `q${share}`)];
   const paths = Object.fromEntries(kinds.map((each) => [each, []]));
-  const ends = [];
   for (const row of run.rows) {
     if (row.status === "skipped") continue;
     const line = pairs(row);
@@ -111,43 +110,35 @@ function parallelLines(run, pen, axesList, speeds, { at }) {
     pen.path("line winner", through(pairs(winner)));
     winnerMark(pen, ...pairs(winner).at(-1));
   }
-  return ends;
 }
 
-// Makes a value one that can be pressed to keep only the trials that have it, and calls `redraw` when it is.
-function choice(run, label, name, value, redraw) {
-  // Kept with the run, so that a redraw while it grows does not let go of it.
-  const { chosen } = run.ui;
-  const show = () => {
-    const on = chosen.has(name) && chosen.get(name) === value;
-    label.setAttribute("aria-pressed", String(on));
-    label.classList.toggle("on", on);
-    return on;
-  };
-  const toggle = () => {
-    if (show()) chosen.delete(name); else chosen.set(name, value);
-    redraw();
-  };
+// Makes a value one that can be pressed, by pointer and by keyboard.
+function pressable(label, name, press) {
   label.classList.add("choice");
   fill(label, {
-    tabindex: "0", role: "button", "data-knob": name, onclick: toggle,
-    onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); toggle(); } },
+    tabindex: "0", role: "button", "data-knob": name, onclick: press,
+    onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); press(); } },
   }, []);
-  show();
-  return show;
 }
 
 function parallelChart(run, axesList, speeds) {
+  const { chosen } = run.ui;
   return figure((width) => {
     const layout = sideBySide(axesList, width) || belowOneAnother(axesList, width);
     const pen = drawing(width, layout.height, "chart parallel");
     const lines = pen.group("lines");
     const ends = [];
-    const shows = [];
+    const choices = [];
+    // Only the lines are drawn again: what is pressed keeps the focus.
     const redraw = () => {
       clear(lines.root);
-      ends.splice(0, ends.length, ...parallelLines(run, lines, axesList, speeds, layout));
-      for (const show of shows) show();
+      ends.length = 0;
+      parallelLines(run, lines, axesList, speeds, layout, ends);
+      for (const [label, name, value] of choices) label.setAttribute("aria-pressed", String(chosen.get(name) === value));
+    };
+    const press = (name, value) => {
+      if (chosen.get(name) === value) chosen.delete(name); else chosen.set(name, value);
+      redraw();
     };
     axesList.forEach((axis, index) => {
       pen.line("axis", ...layout.at(index, 0), ...layout.at(index, 1));
@@ -156,7 +147,9 @@ function parallelChart(run, axesList, speeds) {
       for (const { share, text, value, dx, dy, anchor: side } of layout.labels(index)) {
         const [atX, atY] = layout.at(index, share);
         const label = pen.text("axis-value", atX + dx, atY + dy, text, { anchor: side });
-        if (value !== undefined) shows.push(choice(run, label, axis.name, value, redraw));
+        if (value === undefined) continue;
+        pressable(label, axis.name, () => press(axis.name, value));
+        choices.push([label, axis.name, value]);
       }
     });
     redraw();
@@ -166,6 +159,7 @@ function parallelChart(run, axesList, speeds) {
 }
 
 function parallel(run) {
+  // Kept with the run, so that a redraw while it grows does not let go of it.
   run.ui.chosen ||= new Map();
   const speeds = extent(run.rows.filter((row) => row.status === "ok").map((row) => row.throughput));
   const axesList = parallelAxes(run, speeds);

@@ -4,11 +4,11 @@
 function agreementChart(run, pairs, { title, unit, by, told }) {
   const caption = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was ${run.seen}; typically ${number(told.ratio, 3)} × predicted was ${run.seen}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
   const [low, high] = extent(pairs.flatMap((each) => each.slice(1))).map((each) => each / by);
-  const scale = spanning(low > high * 0.4 ? low * 0.95 : 0, high);
+  // Both alike, whatever room each has, so that the diagonal is one.
+  const scale = (from, to) => linear(low > high * 0.4 ? low * 0.95 : 0, high, from, to, 5);
   return figure((width) => {
     const frame = axes(width, Math.min(width, 380), { x: { label: `Predicted ${title}, ${unit}`, scale }, y: { label: `${run.simulated ? "Simulated" : "Measured"} ${title}, ${unit}`, scale } });
-    const [from, to] = [Math.max(frame.x.begin, frame.y.begin), Math.min(frame.x.end, frame.y.end)];
-    frame.line("reference", frame.x(from), frame.y(from), frame.x(to), frame.y(to));
+    frame.line("reference", frame.left, frame.base, frame.right, frame.top);
     const points = pairs.map(([row, predicted, measured, first]) => point(run, row, frame.x(predicted / by), frame.y(measured / by), given(first) ? frame.y(first / by) : null));
     trialMarks(frame, points, { radius: 3.2 });
     hover(frame, points);

@@ -11,9 +11,7 @@ function progressOver(run, course) {
     if (run.base && given(run.base.throughput)) {
       const height = frame.y(run.base.throughput);
       frame.line("reference", frame.left, height, frame.right, height);
-      // Above the line or below it, where fewer marks are.
-      const near = (y) => points.filter((each) => each.x > frame.right - 52 && Math.abs(each.y - y + 4) < 10).length;
-      frame.text("note default", frame.right, near(height - 5) > near(height + 14) ? height + 14 : height - 5, "default", { anchor: "end" });
+      lineNote(frame, "default", height, points, "default");
     }
     trialMarks(frame, points, { radius: 3, look: run.measuredAgain ? "" : "dim" });
     frame.path("best", steps(climb(run, course).map(at), frame.right));
@@ -31,5 +29,5 @@ function progress(run) {
     [`The line is the highest throughput ${run.seen} so far${run.winner ? ", up to the winner's" : ""}; marks are trials, those that failed along the bottom.`,
       shown.length > 1 ? "Left by number of trials, right by the device time they took." : "",
       run.measuredAgain && run.winner ? `The leaders were ${run.seen} again at the end; the winner, starred, is the one that held up.` : "", whyAbove(run)].filter(Boolean).join(" "),
-    el("div", { class: "pair" }, shown), legend(...statusKeys(run.headline.counts), ...(run.winner ? [WINNER_KEY(), ...againKeys(run)] : [])));
+    el("div", { class: "pair" }, shown), legend(...statusKeys(run.headline.counts), ...(run.winner ? [winnerKey(), ...againKeys(run)] : [])));
 }

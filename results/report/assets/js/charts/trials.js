@@ -2,7 +2,7 @@
 
 function throughputAxis(unit, speeds) {
   const [low, high] = extent(speeds) || [0, 1];
-  return { label: `Throughput${unit ? `, ${unit}` : ""}`, scale: spanning(Math.min(0, low), high * 1.03) };
+  return { label: `Throughput${unit ? `, ${unit}` : ""}`, scale: (from, to, count) => linear(Math.min(0, low), high * 1.03, from, to, count) };
 }
 
 function memoryAxis(mib) {
@@ -66,7 +66,9 @@ function winnerMark(pen, x, y) {
   pen.path("star", outline("star", x, y, 9));
 }
 
-const WINNER_KEY = () => [picture(14, 14, ["star", outline("star", 0, 0, 6.5)]), "winner"];
+function winnerKey() {
+  return [picture(14, 14, ["star", outline("star", 0, 0, 6.5)]), "winner"];
+}
 
 // What the legend says of trials that were measured again, and of the others.
 function againKeys(run) {

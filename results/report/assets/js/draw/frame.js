@@ -45,7 +45,7 @@ function axes(width, height, { x, y, left = 14, right = 14, below = 0 }) {
   const end = width - right;
   const ys = y.scale(base, top, Math.max((base - top) / 55, 2));
   const begin = Math.max(left, ...ys.ticks.map((each) => textWidth(ys.label(each)) + 12));
-  const xs = x.scale(begin, end, Math.min((end - begin) / 75, 9));
+  const xs = x.scale(begin, end, Math.min((end - begin) / 60, 9));
   const pen = drawing(width, height, "chart");
   for (const tick of ys.ticks) {
     pen.line("grid", begin, ys(tick), end, ys(tick));

@@ -35,10 +35,6 @@ function linear(low, high, from, to, count = 6, { tight = false } = {}) {
 
 // The scales of axes, to be made once the room is known: each is called with its ends in pixels and how many ticks fit.
 
-function spanning(low, high) {
-  return (from, to, count) => linear(low, high, from, to, count);
-}
-
 function fromZero(high) {
   return (from, to, count) => linear(0, high, from, to, count, { tight: true });
 }

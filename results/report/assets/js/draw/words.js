@@ -34,6 +34,20 @@ function inRows(texts, most, gap = 8) {
   return ends.length <= most ? rows : null;
 }
 
+// Words at a line across the frame: above or below it, at its right end or further left, where the fewest points are.
+function lineNote(frame, kind, height, points, words) {
+  const wide = textWidth(words);
+  const near = points.filter((each) => Math.abs(each.y - height) < 24);
+  let least = null;
+  for (let x = frame.right; x - wide > frame.left; x -= wide / 2) {
+    for (const y of [height - 5, height + 14]) {
+      const covered = near.filter((each) => each.x > x - wide - 6 && each.x < x + 6 && Math.abs(each.y - y + 4) < 10).length;
+      if (!least || covered < least.covered) least = { x, y, covered };
+    }
+  }
+  if (least) frame.text(`note ${kind}`, least.x, least.y, words, { anchor: "end" });
+}
+
 // Words beside a point, kept inside the frame.
 function note(frame, kind, x, y, words) {
   const right = x + 15 + textWidth(words) <= frame.right;
