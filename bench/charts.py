@@ -8,8 +8,8 @@ each, come from npm into a temporary folder, or are under DIR/node_modules. Prin
 npm only our own part of them.
 
 For each chart: `work` is what the page's main thread did, by Chromium's own count; `shown` the time until a
-picture of the window is taken, less that of an empty one, so with rasterisation, and to a frame or two at best;
-`hover` the work of one move of the pointer; `elements` what was added to the page. Medians of the rounds.
+picture of the window is taken, less that of an empty one, so with rasterisation, and to a frame or two at
+best; `hover` the work of one move of the pointer; `elements` what was added to the page. Medians of rounds.
 """
 
 import argparse
