@@ -20,6 +20,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ASKED = {
@@ -39,13 +40,19 @@ UNTIL_DRAWN = """(act) => new Promise((resolve) => {
 })"""
 
 
+def runs_on_disk() -> Any:
+    """The module of the browser tests that makes runs up."""
+    spec = importlib.util.spec_from_file_location("runs_on_disk", ROOT / "tests" / "browser" / "runs_on_disk.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def make_runs(root: Path, runs: int, trials: int) -> None:
     """The folders."""
     from redline.results import Measurement, RunFolder, Status
 
-    spec = importlib.util.spec_from_file_location("runs_on_disk", ROOT / "tests" / "browser" / "runs_on_disk.py")
-    disk = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(disk)
+    disk = runs_on_disk()
 
     class Point(dict):
         id = "x"

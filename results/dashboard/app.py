@@ -115,9 +115,7 @@ def own(name: str) -> str:
 
 def scripts() -> str:
     """All scripts as one: the report's that draw a run, then the dashboard's pages."""
-    shared = bundle(SCRIPTS)
-    body = "\n".join(f"// {name}\n{own(f'{name}.js')}" for name in PAGES)
-    return shared.removesuffix("\n})();\n") + "\n" + body + "\n})();\n"
+    return bundle(SCRIPTS, *(own(f"{name}.js") for name in PAGES))
 
 
 def attachment(name: str) -> dict[str, str]:

@@ -9,12 +9,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = (
-    "dom", "format", "status", "scale", "frame", "tooltip", "marks", "copy", "rows", "details", "headline",
-    "progress", "memory", "parallel", "effects", "predicted", "timeline", "failures", "filter", "table",
-    "space", "environment", "run",
+DRAWING = (
+    "dom", "format", "draw/pen", "draw/scale", "draw/marks", "draw/words", "draw/frame", "draw/hover",
 )  # fmt: skip
-"""The scripts that draw a run, in the order they build on each other; the dashboard uses the same."""
+"""The drawing layer and what it builds on: by it, and by nothing else, the report and the dashboard draw."""
+
+SCRIPTS = (
+    *DRAWING, "status", "copy", "rows", "details", "headline", "charts/trials", "charts/progress",
+    "charts/memory", "charts/parallel", "charts/effects", "charts/predicted", "charts/timeline", "failures",
+    "filter", "table", "space", "environment", "run",
+)  # fmt: skip
+"""The scripts that show a run, in the order they build on each other; the dashboard uses the same."""
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -26,7 +31,7 @@ def page(document: Mapping[str, Any]) -> str:
     Args:
         document: what `document.document` returns.
     """
-    style, script = asset("style.css"), bundle(SCRIPTS, "report")
+    style, script = asset("style.css"), bundle((*SCRIPTS, "report"))
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src {_hash(style)}; script-src {_hash(script)}"
@@ -63,9 +68,9 @@ def asset(name: str) -> str:
 
 @cache
 def bundle(names: tuple[str, ...], *more: str) -> str:
-    """Scripts as one, in a scope of their own; each file sees the names of those before it."""
-    parts = [f"// {name}\n{asset(f'js/{name}.js')}" for name in (*names, *more)]
-    return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
+    """Scripts of the report and then `more`, as one in a scope of its own; each sees those before it."""
+    texts = [*(asset(f"js/{name}.js") for name in names), *more]
+    return '(() => {\n"use strict";\n' + "\n".join(texts) + "\n})();\n"
 
 
 def _hash(text: str) -> str:

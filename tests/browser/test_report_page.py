@@ -336,7 +336,7 @@ def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
 def test_ticks_say_where_they_stand(tab, made):
     """A step of 2.5 is not written as 3, 5, 8, 10."""
     tab.goto(made[0].as_uri())
-    script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "scale"))
+    script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "draw/scale"))
     labels = tab.evaluate(f"() => {{ {script}; return [[0, 20, 9], [0, 2, 9], [0, 2000, 9], [0, 0.02, 9], [0, 10, 5]].map(([a, b, n]) => {{ const s = linear(a, b, 0, 1, n); return s.ticks.map(s.label); }}); }}")
     for each in labels:
         values = [float(label.replace(",", "")) for label in each]

@@ -4,13 +4,14 @@ const chosenRuns = new Set();
 
 function sparkline(values) {
   const known = values.filter(given);
-  const root = svg("svg", { class: "spark", viewBox: "0 0 120 28", width: 120, height: 28, role: "img", "aria-label": "best throughput so far" });
-  if (!known.length) return root;
+  const pen = drawing(120, 28, "spark", { role: "img", "aria-label": "best throughput so far" });
+  if (!known.length) return pen.root;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const pairs = values.map((each, at) => [each, at]).filter(([each]) => given(each))
     .map(([each, at]) => [values.length > 1 ? 3 + (at / (values.length - 1)) * 110 : 60, high > low ? 24 - ((each - low) / (high - low)) * 20 : 14]);
-  root.append(svg("path", { class: "best", d: steps(pairs, 113) }), svg("circle", { class: "spark-end", cx: 113, cy: pairs.at(-1)[1], r: 3 }));
-  return root;
+  pen.path("best", steps(pairs, 113));
+  pen.dot("spark-end", 113, pairs.at(-1)[1], 3);
+  return pen.root;
 }
 
 function ago(unix) {
@@ -50,7 +51,7 @@ function runLine(each, root, chose) {
       each.problems ? el("span", { class: "warned", title: "Something could not be read; its page says what." }, "⚠ not all could be read") : null),
     sparkline(each.spark),
     el("span", { class: "run-best" }, bestOf(each)),
-    el("span", { class: "run-trials" }, plural(each.trials, "trial"), bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: each.counts[status] })), "trials by status")),
+    el("span", { class: "run-trials" }, plural(each.trials, "trial"), shareBar(statusParts(each.counts), "trials by status")),
     el("span", { class: "under run-when" }, el("span", { title: "last changed" }, ago(each.changed)), each.began ? el("span", { title: `begun ${each.began}` }, `begun ${each.began.slice(0, 16)}`) : null));
 }
 

@@ -2,70 +2,56 @@
 
 const LINES = 8;
 
-function throughputOf(runs) {
-  const { unit } = runs.find((run) => run.winner) || runs[0];
-  return `Throughput${unit ? `, ${unit}` : ""}`;
+// How throughputs are compared: `of(run, speed)` and the unit. Tokens and samples cannot stand on one axis; ratios to the
+// default can.
+function comparison(runs) {
+  const winners = runs.filter((run) => run.winner);
+  if (new Set(winners.map((run) => run.unit)).size < 2) return { of: (run, speed) => speed, axis: (speeds) => throughputAxis((winners[0] || runs[0]).unit, speeds) };
+  const base = new Map(runs.map((run) => [run, (run.base && run.base.throughput) || (extent(run.rows.map((row) => row.throughput)) || [0, 0])[1] || 1e-12]));
+  return { ratios: true, of: (run, speed) => speed / base.get(run), axis: (speeds) => ({ ...throughputAxis("", speeds), label: "Throughput over the default's" }) };
 }
 
-function overlayChart(runs, { caption, label, place, unit, relative }) {
-  const value = (run, speed) => (relative ? speed / relative(run) : speed);
-  return figure(caption, (width) => {
-    const points = [];
-    const series = runs.map((run, index) => {
-      const rows = run.rows.filter((row) => row.status === "ok" && given(place(run, row))).sort((a, b) => place(run, a) - place(run, b));
-      return { run, index, rows };
-    }).filter((each) => each.rows.length);
-    const reach = Math.max(1e-9, ...series.flatMap((each) => each.run.rows.map((row) => place(each.run, row)).filter(given))) / unit.by;
-    const speeds = extent(series.flatMap((each) => each.rows.map((row) => value(each.run, row.throughput)))) || [0, 1];
-    const frame = axes(width, 320, {
-      x: (from, to) => (unit.whole ? counting(reach, from, to, Math.min(8, width / 80)) : linear(0, reach, from, to, Math.min(8, width / 80), { tight: true })),
-      y: (from, to) => linear(Math.min(0, speeds[0]), speeds[1] * 1.03, from, to, 5),
-      xLabel: label, yLabel: relative ? "Throughput over the default's" : throughputOf(runs),
-    });
-    for (const { run, index, rows } of series) {
-      const line = climb(run, rows, (row) => place(run, row)).map((row) => {
-        const at = [frame.x(place(run, row) / unit.by), frame.y(value(run, row.throughput))];
-        points.push({ x: at[0], y: at[1], lines: () => [run.label, ...trialLines(run, row)] });
-        return at;
-      });
-      const last = Math.max(...run.rows.map((row) => place(run, row)).filter(given)) / unit.by;
-      frame.layer.append(svg("path", { class: `overlay o${index % LINES}`, d: steps(line, frame.x(last)) }));
-      if (line.length) frame.layer.append(svg("circle", { class: `overlay-end o${index % LINES}`, cx: line.at(-1)[0], cy: line.at(-1)[1], r: 4.5 }));
-    }
-    hover(frame.root, points);
-    return frame.root;
-  });
-}
-
-function overlayMemory(runs, relative) {
-  const known = (row) => row.status === "ok" && given(row.peak_memory_mib);
-  if (!runs.some((run) => run.rows.some(known))) return null;
-  const value = (run, speed) => (relative ? speed / relative(run) : speed);
-  return figure("Every successful trial, and each run's frontier of throughput over peak memory.", (width) => {
-    const all = runs.flatMap((run) => run.rows.filter(known).map((row) => [row.peak_memory_mib, value(run, row.throughput)]));
-    const most = Math.max(...all.map(([each]) => each));
-    const unit = memoryUnit(most);
-    const frame = axes(width, 360, {
-      x: (from, to) => linear(0, most / unit.by, from, to, Math.min(8, width / 80), { tight: true }),
-      y: (from, to) => linear(0, Math.max(...all.map(([, each]) => each)) * 1.03, from, to, 5),
-      xLabel: `Peak memory of a rank, ${unit.name}`, yLabel: relative ? "Throughput over the default's" : throughputOf(runs),
-    });
+function overlayChart(runs, course, compared) {
+  const climbs = runs.map((run) => climb(run, course));
+  const speeds = compared.axis(runs.flatMap((run, index) => climbs[index].map((row) => compared.of(run, row.throughput))));
+  return figure((width) => {
+    const frame = axes(width, 320, { x: course, y: speeds });
     const points = [];
     runs.forEach((run, index) => {
-      const at = (row) => [frame.x(row.peak_memory_mib / unit.by), frame.y(value(run, row.throughput))];
-      let dots = "";
-      for (const row of run.rows.filter(known)) {
-        const [x, y] = at(row);
-        dots += outline("ok", x, y, all.length > 1500 ? 2 : 3);
-        points.push({ x, y, lines: () => [run.label, ...trialLines(run, row)] });
-      }
-      frame.layer.append(svg("path", { class: `overlay-dots o${index % LINES}`, d: dots }));
-      const line = run.frontier.map((each) => run.byTrial.get(each)).filter((row) => row && known(row)).map(at);
-      if (line.length) frame.layer.append(svg("path", { class: `overlay o${index % LINES}`, d: steps(line) }));
+      if (!climbs[index].length) return;
+      const line = climbs[index].map((row) => [frame.x(course.place(run, row)), frame.y(compared.of(run, row.throughput))]);
+      const [, last] = extent(run.rows.map((row) => course.place(run, row)));
+      frame.path(`overlay o${index % LINES}`, steps(line, frame.x(last)));
+      frame.dot(`overlay-end o${index % LINES}`, ...line.at(-1), 4.5);
+      line.forEach(([x, y], at) => points.push({ x, y, lines: () => [run.label, ...trialLines(run, climbs[index][at])] }));
     });
-    hover(frame.root, points);
-    return frame.root;
-  });
+    hover(frame, points);
+    return frame;
+  }, `best throughput so far of each run by ${course.name}`);
+}
+
+function overlayMemory(runs, compared) {
+  const known = runs.map((run) => run.rows.filter((row) => row.status === "ok" && given(row.peak_memory_mib)));
+  const all = known.flat();
+  if (!all.length) return null;
+  const memories = memoryAxis(extent(all.map((row) => row.peak_memory_mib))[1]);
+  const speeds = compared.axis(runs.flatMap((run, index) => known[index].map((row) => compared.of(run, row.throughput))));
+  return figure((width) => {
+    const frame = axes(width, 360, { x: memories, y: speeds });
+    const points = [];
+    runs.forEach((run, index) => {
+      const at = (row) => [frame.x(row.peak_memory_mib / memories.by), frame.y(compared.of(run, row.throughput))];
+      const dots = known[index].map((row) => {
+        const [x, y] = at(row);
+        points.push({ x, y, lines: () => [run.label, ...trialLines(run, row)] });
+        return outline("dot", x, y, all.length > 1500 ? 2 : 3);
+      });
+      frame.path(`overlay-dots o${index % LINES}`, dots.join(""));
+      frame.path(`overlay o${index % LINES}`, steps(run.frontier.map((each) => run.byTrial.get(each)).filter((row) => row && known[index].includes(row)).map(at)));
+    });
+    hover(frame, points);
+    return frame;
+  }, "throughput over peak memory of each run", { caption: "Every successful trial, and each run's frontier of throughput over peak memory." });
 }
 
 function overlayTable(runs) {
@@ -79,7 +65,7 @@ function overlayTable(runs) {
     return knobText(run, name, run.winner.config[name]);
   };
   return el("div", { class: "table-pane" }, el("table", { class: "overlay-table" },
-    el("thead", {}, el("tr", {}, el("th", {}, ""), runs.map((run, index) => el("th", { scope: "col" }, key(index), ` ${run.label}`)))),
+    el("thead", {}, el("tr", {}, el("th", {}, ""), runs.map((run, index) => el("th", { scope: "col" }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`))))),
     el("tbody", {},
       line("Folder", (run) => run.path),
       line("Devices", (run) => run.devices || MISSING),
@@ -90,13 +76,9 @@ function overlayTable(runs) {
       line("Throughput", (run) => (run.winner ? `${rate(run.winner.throughput, run.unit, 5)}${given(run.winner.spread) ? ` ± ${percent(run.winner.spread)}` : ""}` : MISSING)),
       line("Over the default", (run) => (given(run.headline.gain) ? `${run.headline.gain.toFixed(2)}×` : MISSING)),
       line("Peak memory", (run) => (run.winner ? memory(run.winner.peak_memory_mib) : MISSING)),
-      line("Trials", (run) => String(run.rows.length)),
+      line("Trials", (run) => number(run.rows.length, 9)),
       line("Device time", (run) => (run.headline.cost ? duration(run.headline.cost.device_seconds) : MISSING)),
       names.map((name) => line(name, of(name), true)))));
-}
-
-function key(index) {
-  return svg("svg", { viewBox: "0 0 26 10", width: 26, height: 10, "aria-hidden": "true" }, svg("path", { class: `overlay o${index % LINES}`, d: "M0 5H26" }));
 }
 
 function overlayPage(page, ids) {
@@ -108,27 +90,16 @@ function overlayPage(page, ids) {
     const news = await Promise.all(holders.map((each) => each.refresh()));
     if (!news.some(Boolean)) return;
     const runs = holders.map((each) => each.run);
-    runs.forEach((run, index) => {
-      run.label = runs.filter((each) => each.name === run.name).length > 1 ? run.path : run.name;
-      run.spent = spentBy(run);
-    });
-    // Tokens and samples cannot stand on one axis; ratios to the default can.
-    const units = new Set(runs.filter((run) => run.winner).map((run) => run.unit));
-    const relative = units.size > 1 ? (run) => (run.base && run.base.throughput) || Math.max(...run.rows.map((row) => row.throughput || 0), 1e-12) : null;
-    const unit = timeUnit(Math.max(0, ...runs.flatMap((run) => [...run.spent.values()])));
-    const timed = runs.some((run) => run.spent.size);
-    place.style.minHeight = `${place.offsetHeight}px`;
-    clear(place).append(...[
-      el("p", { class: "legend" }, runs.map((run, index) => el("span", {}, el("a", { href: runLink(ids[index]) }, key(index), ` ${run.label}`), tagsOf(run.simulated, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"))),
+    for (const run of runs) run.label = runs.filter((each) => each.name === run.name).length > 1 ? run.path : run.name;
+    const compared = comparison(runs);
+    redrawn(place, [
+      legend(...runs.map((run, index) => [el("a", { href: runLink(ids[index]) }, lineKey(`overlay o${index % LINES}`, ` ${run.label}`)), [tagsOf(run.simulated, run.winner && run.winner.lossy), run.winner ? null : " (no winner)"]])),
       new Set(runs.map((run) => run.simulated)).size > 1 ? el("p", { class: "lead" }, "What is simulated is predicted; the others were measured.") : null,
-      relative ? el("p", { class: "lead" }, "These runs measure different units, so each is shown as a multiple of its own default configuration (of its best, where that did not run).") : null,
+      compared.ratios ? el("p", { class: "lead" }, "These runs measure different units, so each is shown as a multiple of its own default configuration (of its best, where that did not run).") : null,
       section("overlay-progress", "How each came to its best", "The highest throughput so far, by number of trials and by device time spent.",
-        el("div", { class: "pair" },
-          overlayChart(runs, { caption: "", label: "Trial", place: (run, row) => row.trial, unit: { by: 1, whole: true }, relative }),
-          timed ? overlayChart(runs, { caption: "", label: `Device time spent, ${unit.name}`, place: (run, row) => run.spent.get(row.trial), unit, relative }) : null)),
-      section("overlay-memory", "Throughput over peak memory", null, overlayMemory(runs, relative)),
+        el("div", { class: "pair" }, courses(runs).map((each) => overlayChart(runs, each, compared)))),
+      section("overlay-memory", "Throughput over peak memory", null, overlayMemory(runs, compared)),
       section("overlay-winners", "The winners side by side", "Marked: knobs in which they differ.", overlayTable(runs)),
-    ].filter(Boolean));
-    requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
+    ]);
   }, (error) => gone(holders.every((each) => each.run) ? holders.map((each) => each.run.path) : [])(error));
 }

@@ -29,7 +29,14 @@ function makeHolder(id) {
   return holder;
 }
 
-// A place on the page that is redrawn when its key changes, without the page jumping.
+// What is shown in a place, replaced without the page jumping.
+function redrawn(place, parts) {
+  place.style.minHeight = `${place.offsetHeight}px`;
+  clear(place).append(...parts.flat().filter(Boolean));
+  requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
+}
+
+// A place on the page that is redrawn when its key changes.
 function slot(make, key) {
   const place = el("div", { class: "slot" });
   let last = null;
@@ -39,9 +46,7 @@ function slot(make, key) {
       const now = key(run);
       if (now === last) return;
       last = now;
-      place.style.minHeight = `${place.offsetHeight}px`;
-      clear(place).append(...[make(run)].flat().filter(Boolean));
-      requestAnimationFrame(() => requestAnimationFrame(() => { place.style.minHeight = ""; }));
+      redrawn(place, [make(run)]);
     },
   };
 }
@@ -84,7 +89,7 @@ function watchPage(page, id) {
     slot((run) => title(run, el("p", { class: "row links" }, el("a", { href: "#/" }, "All runs"), el("a", { href: `table?${new URLSearchParams({ run: id })}`, download: "" }, "Download the table (CSV)"))), text("name", "state", "made", "winner")),
     slot((run) => problemList(run.problems), text("problems")),
     slot((run) => headline(run), text("headline", "exports", "reproduce")),
-    ...[progress, throughputOverMemory, parallel, effects, predicted, timeline].map((draw) => slot(draw, all)),
+    ...FIGURES.map((draw) => slot(draw, all)),
     slot(failureList, text("failures")),
   ];
   const tablePlace = el("div", {});

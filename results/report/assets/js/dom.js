@@ -1,7 +1,5 @@
 // Elements, made without ever reading a text as HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
-
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
@@ -17,10 +15,6 @@ function fill(element, attributes, children) {
 
 function el(tag, attributes, ...children) {
   return fill(document.createElement(tag), attributes, children);
-}
-
-function svg(tag, attributes, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 function clear(element) {

@@ -1,17 +1,5 @@
 // What was found, in one look: the winner, the ratio, the spread, the headroom, and what it cost.
 
-function bar(parts, label) {
-  const total = parts.reduce((sum, each) => sum + each.size, 0) || 1;
-  let at = 0;
-  const shapes = parts.filter((each) => each.size > 0).map((each) => {
-    const width = (each.size / total) * 100;
-    const shape = svg("rect", { class: each.kind, x: at, y: 0, width: Math.max(width, 0.4), height: 10 });
-    at += width;
-    return shape;
-  });
-  return svg("svg", { class: "bar-chart", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": label }, shapes);
-}
-
 // The number large, its unit small and in one piece.
 function figureOf(value) {
   const [digits, ...unit] = String(value).split(NBSP);
@@ -69,7 +57,7 @@ function memoryTile(run, predicted) {
   const free = given(limit) && limit > 0 ? 1 - winner.peak_memory_mib / limit : null;
   return tile(`Peak memory${predicted}`, memory(winner.peak_memory_mib),
     given(free) ? `${percent(Math.max(free, 0))} of ${memory(limit)} left as headroom` : "the limit is not in the table",
-    given(free) ? bar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null);
+    given(free) ? shareBar([{ kind: "fill-memory", size: winner.peak_memory_mib }, { kind: "fill-rest", size: Math.max(limit - winner.peak_memory_mib, 0) }], "share of the memory limit in use") : null);
 }
 
 function headline(run) {
@@ -82,10 +70,10 @@ function headline(run) {
     const lost = cost.device_seconds > 0 ? cost.lost / cost.device_seconds : 0;
     const wall = given(cost.wall_seconds) ? `; ${duration(cost.wall_seconds)} by the clock` : "";
     tiles.push(tile(`Device time${predicted}`, duration(cost.device_seconds), `${lost > 0 ? `${percent(lost)} lost to failures` : "none lost to failures"}${wall}`,
-      bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: cost.by_status[status] || 0 })), "device time by status")));
+      shareBar(statusParts(cost.by_status), "device time by status")));
   }
   tiles.push(tile(simulated ? "Trials, simulated" : "Trials", number(run.headline.trials, 9), words(STATUSES.filter((each) => counts[each]).map((each) => `${number(counts[each], 9)} ${each}`)) || "none has ended",
-    bar(STATUSES.map((status) => ({ kind: `fill-${status}`, size: counts[status] })), "trials by status")));
+    shareBar(statusParts(counts), "trials by status")));
   return el("section", { id: "headline", class: winner ? "" : "nothing" },
     el("p", { class: "big" }, figureOf(big)),
     el("p", { class: "verdict" }, simulated ? [tag("simulated"), " Nothing was run. "] : null, sentence),

@@ -52,20 +52,6 @@ function knobOf(run, name, value) {
   return [knob(value), isLossy(run, name, value) ? [" ", tag("lossy")] : null];
 }
 
-// The trials that raised the best so far, in order. What stands above the winner did not hold up, or was not measured
-// again, so the winner is where it ends.
-function climb(run, rows, place) {
-  const top = run.winner ? run.winner.throughput : Infinity;
-  const out = [];
-  let best = -Infinity;
-  for (const row of [...rows].sort((a, b) => place(a) - place(b))) {
-    if (row.status !== "ok" || row.throughput <= best || row.throughput > top) continue;
-    best = row.throughput;
-    out.push(row);
-  }
-  return out;
-}
-
 // Why the winner won, in a sentence or two, where trials stand above it.
 function whyAbove(run) {
   if (!run.winner || !run.measuredAgain) return "";
@@ -90,8 +76,4 @@ function trialLines(run, row) {
   const told = run.varying.filter((name) => !run.derived.has(name) && row.knobs[name] !== null && row.knobs[name] !== undefined);
   lines.push(told.map((name) => `${name}=${knobText(run, name, row.knobs[name])}`).join(", "));
   return lines.filter(Boolean);
-}
-
-function point(run, row, x, y) {
-  return { x, y, status: row.status, once: row.once, lines: () => trialLines(run, row), pick: run.pick ? () => run.pick(row) : null };
 }

@@ -1,4 +1,4 @@
-// A run's page from top to bottom; the report and the dashboard share it.
+// What the report and the dashboard's page of a run begin with, and the figures they show.
 
 function problemList(problems) {
   if (!problems.length) return null;
@@ -14,10 +14,5 @@ function title(run, ...more) {
     el("p", { class: "under" }, `Made from ${run.table} on ${moment(run.made)}. ${run.state === "finished" ? "" : STATE_WORDS[run.state]}`), more);
 }
 
-function figures(run) {
-  return [headline(run), progress(run), throughputOverMemory(run), parallel(run), effects(run), predicted(run), timeline(run), failureList(run)];
-}
-
-function background(run) {
-  return [spaceWords(run), environment(run)];
-}
+// The figures, each a section of its own or null where a run has nothing for it.
+const FIGURES = [progress, throughputOverMemory, parallel, effects, predicted, timeline];

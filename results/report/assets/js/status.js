@@ -23,33 +23,18 @@ const STATE_WORDS = {
   table: "There is no run.yaml beside the table, so what was asked, the space and the environment are not known, nor whether more is to come.",
 };
 
-// Outlines of the marks around 0, 0, about as large as a circle of radius r.
-function outline(status, x, y, r) {
-  const at = (dx, dy) => `${(x + dx).toFixed(1)} ${(y + dy).toFixed(1)}`;
-  switch (status) {
-    case "oom": return `M${at(-r, -r)}L${at(r, r)}M${at(-r, r)}L${at(r, -r)}`;
-    case "timeout": return `M${at(0, -r * 1.2)}L${at(r * 1.15, r * 0.9)}L${at(-r * 1.15, r * 0.9)}Z`;
-    case "crash": return `M${at(-r, -r)}L${at(r, -r)}L${at(r, r)}L${at(-r, r)}Z`;
-    case "wrong": return `M${at(0, -r * 1.35)}L${at(r * 1.35, 0)}L${at(0, r * 1.35)}L${at(-r * 1.35, 0)}Z`;
-    default: return `M${at(-r, 0)}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0Z`;
-  }
-}
+// Kinds of marks and their shapes, the later over the earlier. Hollow is what was measured once where others were again.
+const MARKS = new Map([
+  ["s-skipped", "dot"], ["s-wrong", "diamond"], ["s-crash", "square"], ["s-timeout", "triangle"], ["s-oom", "cross"], ["s-ok once", "dot"], ["s-ok", "dot"],
+]);
 
-function star(x, y, r) {
-  let path = "";
-  for (let i = 0; i < 10; i += 1) {
-    const size = i % 2 ? r * 0.45 : r;
-    const angle = (Math.PI * i) / 5 - Math.PI / 2;
-    path += `${i ? "L" : "M"}${(x + size * Math.cos(angle)).toFixed(1)} ${(y + size * Math.sin(angle)).toFixed(1)}`;
-  }
-  return `${path}Z`;
+function markOf(kind, r, y = 0) {
+  return [`mark ${kind}`, outline(MARKS.get(kind), 0, y, r)];
 }
 
 function badge(status) {
   return el("span", { class: `badge s-${status}`, title: STATUS_WORDS[status] },
-    svg("svg", { viewBox: "-7 -7 14 14", width: 12, height: 12, "aria-hidden": "true" },
-      svg("path", { class: `mark s-${status}`, d: outline(status, 0, 0, 4) })),
-    status);
+    picture(12, 12, markOf(`s-${status}`, 3.5)), status);
 }
 
 // Said in plain sight, wherever such a run or trial is shown.
@@ -66,11 +51,12 @@ function tagsOf(simulated, lossy) {
   return [simulated ? tag("simulated") : null, lossy ? tag("lossy") : null];
 }
 
-// The legend of those statuses that are there, with how many of each.
-function legend(counts, extra = []) {
-  const shown = STATUSES.filter((each) => counts[each]);
-  return el("p", { class: "legend" },
-    shown.map((each) => el("span", {}, badge(each), ` ${number(counts[each], 15)}`)),
-    extra.map(([shape, text]) => el("span", {},
-      svg("svg", { viewBox: "-9 -9 18 18", width: 14, height: 14, "aria-hidden": "true" }, shape), ` ${text}`)));
+// Entries of a legend: those statuses that are there, with how many of each.
+function statusKeys(counts) {
+  return STATUSES.filter((each) => counts[each]).map((each) => [badge(each), number(counts[each], 15)]);
+}
+
+// One share of a bar each, by status.
+function statusParts(sizes) {
+  return STATUSES.map((each) => ({ kind: `fill s-${each}`, size: sizes[each] || 0 }));
 }

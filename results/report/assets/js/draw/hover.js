@@ -1,4 +1,4 @@
-// What is under the pointer: the nearest point of a chart, its trial in words, and a ring around it.
+// What is under the pointer: the nearest point of a chart in words, and a ring around it.
 
 const tip = { element: null };
 
@@ -20,10 +20,10 @@ function showTip(lines, x, y) {
   tip.element.style.top = `${Math.max(4, top)}px`;
 }
 
-// `points` are {x, y, lines(), pick()}; x and y in the units of the svg's viewBox.
-function hover(root, points, { reach = 28 } = {}) {
-  const ring = svg("circle", { class: "ring", r: 8, visibility: "hidden" });
-  root.append(ring);
+// `points` are {x, y, lines(), pick()}, in the units of the drawing; what is added to them later counts too.
+function hover(pen, points, { reach = 28 } = {}) {
+  const { root } = pen;
+  const ring = pen.add("circle", "ring", { r: 8, visibility: "hidden" });
   const nearest = (event) => {
     const box = root.getBoundingClientRect();
     const ratio = root.viewBox.baseVal.width / box.width;

@@ -7,7 +7,7 @@ function niceStep(span, count) {
   return (unit <= 1 ? 1 : unit <= 2 ? 2 : unit <= 2.5 ? 2.5 : unit <= 5 ? 5 : 10) * power;
 }
 
-// A linear scale over at least [low, high], widened to whole ticks. Returns a function with `.ticks`.
+// A linear scale over at least [low, high], widened to whole ticks unless `tight`. Returns a function with `.ticks`.
 function linear(low, high, from, to, count = 6, { tight = false } = {}) {
   // Values that differ by no more than rounding are one value.
   if (!(high - low > Math.max(Math.abs(low), Math.abs(high)) * 1e-12 + 1e-280)) {
@@ -26,18 +26,32 @@ function linear(low, high, from, to, count = 6, { tight = false } = {}) {
     if (tick >= begin - step * 1e-6 && tick <= end + step * 1e-6) scale.ticks.push(tick);
   }
   const power = Math.floor(Math.log10(step) + 1e-9);
-  scale.digits = Math.max(0, Math.abs(step / 10 ** power - 2.5) < 1e-6 ? 1 - power : -power);
-  scale.label = (tick) => tick.toLocaleString("en-US", { maximumFractionDigits: Math.min(scale.digits, 12) });
+  const digits = Math.max(0, Math.abs(step / 10 ** power - 2.5) < 1e-6 ? 1 - power : -power);
+  scale.label = (tick) => tick.toLocaleString("en-US", { maximumFractionDigits: Math.min(digits, 12) });
   scale.begin = begin;
   scale.end = end;
   return scale;
 }
 
-// A whole-number axis, such as of trials.
-function counting(last, from, to, count) {
-  const scale = linear(0, Math.max(last, 1), from, to, Math.min(count, Math.max(last, 1)), { tight: true });
-  scale.ticks = scale.ticks.filter((each) => Number.isInteger(each));
-  return scale;
+// The scales of axes, to be made once the room is known: each is called with its ends in pixels and how many ticks fit.
+
+function fromZero(high) {
+  return (from, to, count) => linear(0, high, from, to, count, { tight: true });
+}
+
+// Whole numbers, such as of trials.
+function counting(last) {
+  const most = Math.max(last, 1);
+  return (from, to, count) => {
+    const scale = linear(0, most, from, to, Math.min(count, most), { tight: true });
+    scale.ticks = scale.ticks.filter((each) => Number.isInteger(each));
+    return scale;
+  };
+}
+
+// As many places of one size, each begun at a whole number. Whoever uses them writes what they are.
+function bands(count) {
+  return (from, to) => Object.assign((at) => from + (at / count) * (to - from), { ticks: [], size: Math.abs(to - from) / count });
 }
 
 function extent(values) {

@@ -1,0 +1,54 @@
+// Predicted against measured: on the diagonal a prediction held.
+
+// `pairs` are of a row, what was predicted, what was measured, and what was measured first where it was again.
+function agreementChart(run, pairs, { title, unit, by, told }) {
+  const caption = `${plural(told.count, "trial")}; half of the predictions are within ${percent(told.error)} of what was ${run.seen}; typically ${number(told.ratio, 3)} × predicted was ${run.seen}${given(told.rank_correlation) ? `; rank correlation ${number(told.rank_correlation, 2)}` : ""}.`;
+  const [low, high] = extent(pairs.flatMap((each) => each.slice(1))).map((each) => each / by);
+  // Both alike, whatever room each has, so that the diagonal is one.
+  const scale = (from, to) => linear(low > high * 0.4 ? low * 0.95 : 0, high, from, to, 5);
+  return figure((width) => {
+    const frame = axes(width, Math.min(width, 380), { x: { label: `Predicted ${title}, ${unit}`, scale }, y: { label: `${run.simulated ? "Simulated" : "Measured"} ${title}, ${unit}`, scale } });
+    frame.line("reference", frame.left, frame.base, frame.right, frame.top);
+    const points = pairs.map(([row, predicted, measured, first]) => point(run, row, frame.x(predicted / by), frame.y(measured / by), given(first) ? frame.y(first / by) : null));
+    trialMarks(frame, points, { radius: 3.2 });
+    hover(frame, points);
+    return frame;
+  }, `predicted against ${run.seen} ${title}`, { before: el("h3", {}, title[0].toUpperCase() + title.slice(1)), caption });
+}
+
+// Trials with predicted and measured step time, or throughput where step times are not known.
+function speedPairs(run) {
+  const rows = run.rows.filter((row) => row.status === "ok" && row.throughput > 0 && row.predicted_throughput > 0);
+  const timed = rows.every((row) => given(row.step_ms));
+  // The work of a step is the same, so the predicted step time follows from the two throughputs.
+  const pairs = rows.map((row) => {
+    if (!timed) return [row, row.predicted_throughput, row.throughput, row.first];
+    const work = row.step_ms * row.throughput;
+    return [row, work / row.predicted_throughput, row.step_ms, row.first > 0 ? work / row.first : null];
+  });
+  return { timed, pairs: pairs.filter((each) => given(each[1])) };
+}
+
+function predicted(run) {
+  const { throughput, memory: ram } = run.predictions;
+  const shown = [];
+  const { pairs: speeds, timed } = speedPairs(run);
+  if (throughput && speeds.length) {
+    const [, top] = extent(speeds.flatMap((each) => each.slice(1, 3)));
+    const [unit, by] = timed ? (top >= 10000 ? ["s", 1000] : ["ms", 1]) : [run.unit || "as measured", 1];
+    const told = timed ? { ...throughput, ratio: 1 / throughput.ratio } : throughput;
+    shown.push(agreementChart(run, speeds, { title: timed ? "step time" : "throughput", unit, by, told }));
+  }
+  if (ram) {
+    const pairs = run.rows.filter((row) => (row.status === "ok" || row.status === "oom") && row.peak_memory_mib > 0 && row.predicted_memory_mib > 0)
+      .map((row) => [{ ...row, once: false }, row.predicted_memory_mib, row.peak_memory_mib]);
+    const { by, name } = memoryUnit(extent(pairs.flatMap((each) => each.slice(1)))[1]);
+    shown.push(agreementChart(run, pairs, { title: "peak memory", unit: name, by, told: ram }));
+  }
+  if (!shown.length) return null;
+  const { ok, oom } = run.headline.counts;
+  return section("predicted", `Predicted against ${run.seen}`,
+    run.simulated ? "What was expected of each trial beforehand, and what the simulated cluster, which differs from the expectation as a real one would, made of it. On the diagonal they agree; above it lies more than was expected."
+      : "What was expected of each trial before it ran. On the diagonal the prediction was exact; above it more was measured than predicted.",
+    el("div", { class: "pair" }, shown), legend(...statusKeys({ ok, oom }), ...againKeys(run)));
+}
