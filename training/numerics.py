@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ..models.data import Task
     from ..models.workload import Workload
     from ..schedule.compare import Comparison, Numbers
 
@@ -67,7 +68,7 @@ _ENCODER = {**_SIZES, **_TOKENS, **_NO_DROPOUT}
 _DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2}
 
 # Tiny sizes: odd vocabularies, so that padding is tried; fewer key-value heads where there are such.
-FAMILIES: Mapping[str, tuple[Task, Mapping[str, Any]]] = {
+FAMILIES: "Mapping[str, tuple[Task, Mapping[str, Any]]]" = {
     "bert": ("masked", _ENCODER),
     "roberta": ("masked", _ENCODER),
     "albert": ("masked", {**_ENCODER, "embedding_size": 16}),
