@@ -34,6 +34,16 @@ MAX_DEPTH = 200
 """Deepest nesting of an expression."""
 
 
+Method = Callable[["Expression", Any], "Expression"]
+
+
+def _joining(sign: str) -> tuple[Method, Method]:
+    """The methods of an operator: for an expression on its left, and for one on its right alone."""
+    return (lambda self, other: operation(sign, self, other)), (
+        lambda self, other: operation(sign, other, self)
+    )
+
+
 class Expression:
     """Something computed from knobs. Every operator returns a new expression; none evaluates anything."""
 
@@ -110,47 +120,19 @@ class Expression:
             "minimum, maximum of redline.space instead of min, max"
         )
 
-    def __add__(self, other: Any) -> "Expression":
-        return operation("+", self, other)
-
-    def __radd__(self, other: Any) -> "Expression":
-        return operation("+", other, self)
-
-    def __sub__(self, other: Any) -> "Expression":
-        return operation("-", self, other)
-
-    def __rsub__(self, other: Any) -> "Expression":
-        return operation("-", other, self)
-
-    def __mul__(self, other: Any) -> "Expression":
-        return operation("*", self, other)
-
-    def __rmul__(self, other: Any) -> "Expression":
-        return operation("*", other, self)
-
-    def __truediv__(self, other: Any) -> "Expression":
-        return operation("/", self, other)
-
-    def __rtruediv__(self, other: Any) -> "Expression":
-        return operation("/", other, self)
-
-    def __floordiv__(self, other: Any) -> "Expression":
-        return operation("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> "Expression":
-        return operation("//", other, self)
-
-    def __mod__(self, other: Any) -> "Expression":
-        return operation("%", self, other)
-
-    def __rmod__(self, other: Any) -> "Expression":
-        return operation("%", other, self)
-
-    def __pow__(self, other: Any) -> "Expression":
-        return operation("**", self, other)
-
-    def __rpow__(self, other: Any) -> "Expression":
-        return operation("**", other, self)
+    __add__, __radd__ = _joining("+")
+    __sub__, __rsub__ = _joining("-")
+    __mul__, __rmul__ = _joining("*")
+    __truediv__, __rtruediv__ = _joining("/")
+    __floordiv__, __rfloordiv__ = _joining("//")
+    __mod__, __rmod__ = _joining("%")
+    __pow__, __rpow__ = _joining("**")
+    __and__, __rand__ = _joining("&")
+    __or__, __ror__ = _joining("|")
+    # Python itself turns a comparison round where the expression is on its right.
+    __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = (  # type: ignore[assignment]
+        _joining(sign)[0] for sign in ("<", "<=", ">", ">=", "==", "!=")
+    )
 
     def __neg__(self) -> "Expression":
         return operation("neg", self)
@@ -160,36 +142,6 @@ class Expression:
 
     def __invert__(self) -> "Expression":
         return operation("~", self)
-
-    def __and__(self, other: Any) -> "Expression":
-        return operation("&", self, other)
-
-    def __rand__(self, other: Any) -> "Expression":
-        return operation("&", other, self)
-
-    def __or__(self, other: Any) -> "Expression":
-        return operation("|", self, other)
-
-    def __ror__(self, other: Any) -> "Expression":
-        return operation("|", other, self)
-
-    def __lt__(self, other: Any) -> "Expression":
-        return operation("<", self, other)
-
-    def __le__(self, other: Any) -> "Expression":
-        return operation("<=", self, other)
-
-    def __gt__(self, other: Any) -> "Expression":
-        return operation(">", self, other)
-
-    def __ge__(self, other: Any) -> "Expression":
-        return operation(">=", self, other)
-
-    def __eq__(self, other: Any) -> "Expression":  # type: ignore[override]
-        return operation("==", self, other)
-
-    def __ne__(self, other: Any) -> "Expression":  # type: ignore[override]
-        return operation("!=", self, other)
 
     def __contains__(self, item: Any) -> bool:
         raise SpaceError(f"'in' cannot ask `{self}`: it is an expression over knobs, not a collection")
@@ -282,7 +234,8 @@ class Operation(Expression):
 
     def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
         intervals = [each.bounds(lookup) for each in self.arguments]
-        return self.operator.bounds(*intervals, integral=self._integral)
+        bounds = self.operator.whole if self._integral else None
+        return (bounds or self.operator.bounds)(*intervals)
 
     def _key(self) -> tuple[Any, ...]:
         return self.operator.sign, *(each._key() for each in self.arguments)

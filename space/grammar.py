@@ -9,9 +9,9 @@
     operand     : number | 'text' | True | False | None | knob | min(...) | max(...) | '(' expression ')'
     list        : '[' value (',' value)* ']' | '(' value (',' value)* ')'
 
-What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree. Python's `ast`
-would not do: it keeps no operator's place, drops comments, joins 'a' 'b', takes 0x10 and letters of other scripts, and
-where it finds a text wrong, and how it says so, changes from one Python to the next.
+What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree. Python's
+own `ast` would not do: it keeps no operator's place, drops comments, joins 'a' 'b', takes 0x10 and letters of
+other scripts, and where and how it finds fault with a text changes from one Python to the next.
 """
 
 import keyword
