@@ -17,9 +17,8 @@ import numpy as np
 from ..errors import SpaceError
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
-from .plan import Step, plan
 from .rules import Predicate, Rule, settled, truth
-from .structure import Check, Lookup, Ranges, Structure
+from .structure import Check, Lookup, Ranges, Step, Structure, plan
 from .values import Value
 
 MAX_ROWS = 5_000_000
@@ -90,11 +89,9 @@ class Component:
         self.names = names
         members = frozenset(names)
         self.checks = [check for check in structure.checks if check.bases & members]
-        self.interned = {
-            check.label.name: Interned()
-            for check in self.checks
-            if isinstance(check.label, DerivedKnob) and isinstance(check.rule, Predicate)
-        }
+        self.interned = {check.computes: Interned() for check in self.checks if check.computes}
+        constraints = [check for check in self.checks if not isinstance(check.label, DerivedKnob)]
+        self._required = frozenset().union(*(check.conditionals for check in constraints))
         self._alive = {name: self._unary(name) for name in names}
         self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {
@@ -158,13 +155,14 @@ class Component:
     def _extend(self, table: Table, step: Step, *, bounded: bool) -> Table:
         alive = self._alive[step.name]
         active = self._active(table, step.name)
+        computed = [check.computes for check in step.opaque if check.computes]
         parts, total = [], 0
         if active is not None:
             absent = table.take(np.flatnonzero(~active))
             table = table.take(np.flatnonzero(active))
-            if absent.rows and not (self.structure.strict and step.name in step.required):
+            if absent.rows and not (self.structure.strict and step.name in self._required):
                 absent.codes[step.name] = np.full(absent.rows, _ABSENT, alive.dtype)
-                for name in step.interned:
+                for name in computed:
                     absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
                 parts.append(absent)
                 total = absent.rows
@@ -177,7 +175,7 @@ class Component:
                 raise self._too_large()
         if len(parts) == 1:
             return parts[0]
-        names = [*table.codes, step.name, *step.interned]
+        names = [*table.codes, step.name, *computed]
         if not parts:
             return Table(0, {name: np.zeros(0, np.int32) for name in names})
         return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
@@ -284,8 +282,7 @@ class Component:
         keep = np.ones(table.rows, bool)
         if present is not None and self.structure.strict and not derives:
             keep = present.copy()
-        if derives and isinstance(check.rule, Predicate):
-            name = check.label.name
+        if name := check.computes:
             codes = np.full(table.rows, _ABSENT, np.int32)
             if here.rows:
                 results, inverse = self._called(here, check.rule)

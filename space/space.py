@@ -13,17 +13,14 @@ import numpy as np
 
 from ..errors import SpaceError, unknown
 from .config import Config
-from .consistency import check_alone, emptied_by
-from .description import describe
-from .document import read_dict, write_dict
-from .explanation import Point, resolve
+from .document import read_dict, read_yaml, write_dict, write_yaml
+from .explanation import Point, check_alone, describe, emptied_by, resolve
 from .expression import Expression
 from .knob import DerivedKnob, Knob, integer_values
 from .rules import Constraint, RuleError, holds, read_condition, read_rule
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
-from .yaml_file import read_yaml, write_yaml
 
 
 class Space:
@@ -370,7 +367,9 @@ class Space:
         Raises:
             SpaceError: a wrong shape or an invalid space; the message says at which entry.
         """
-        return read_dict(cls(), data)
+        space = cls()
+        read_dict(space, data)
+        return space
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
         """Writes the space to a file that people can read and change.
@@ -405,7 +404,9 @@ class Space:
             SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid
                 space; the message says in which file, line and column.
         """
-        return read_yaml(cls(), path)
+        space = cls()
+        read_yaml(space, path)
+        return space
 
     def describe(self) -> str:
         """Knobs, derived knobs, constraints and sizes, for people."""

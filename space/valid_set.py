@@ -202,7 +202,7 @@ class ValidSet:
             values[:] = [*component.python_values(name), _ABSENT]  # what code -1 picks
             return values[codes].tolist()
         values = np.broadcast_to(lookup(name)[0], (count,)).tolist()
-        for each in self.structure.absent_where(name):
+        for each in self.structure.conditionals_of([name]):
             codes = owners[each][1]
             if (codes < 0).any():
                 values = [_ABSENT if code < 0 else value for value, code in zip(values, codes.tolist())]
