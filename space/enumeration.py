@@ -90,8 +90,6 @@ class Component:
         members = frozenset(names)
         self.checks = [check for check in structure.checks if check.bases & members]
         self.interned = {check.computes: Interned() for check in self.checks if check.computes}
-        constraints = [check for check in self.checks if not isinstance(check.label, DerivedKnob)]
-        self._required = frozenset().union(*(check.conditionals for check in constraints))
         self._alive = {name: self._unary(name) for name in names}
         self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {
@@ -160,7 +158,7 @@ class Component:
         if active is not None:
             absent = table.take(np.flatnonzero(~active))
             table = table.take(np.flatnonzero(active))
-            if absent.rows and not (self.structure.strict and step.name in self._required):
+            if absent.rows:
                 absent.codes[step.name] = np.full(absent.rows, _ABSENT, alive.dtype)
                 for name in computed:
                     absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
@@ -233,7 +231,7 @@ class Component:
             return ok
         present = self._present(table, check.conditionals - {step.name})
         if present is not None:
-            mask = mask & present[:, None] if self.structure.strict else mask | ~present[:, None]
+            mask = mask | ~present[:, None]
         return mask if ok is None else ok & mask
 
     def _present(self, table: Table, conditionals: frozenset[str]) -> np.ndarray | None:
@@ -280,8 +278,6 @@ class Component:
         rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
         here = table.take(rows)
         keep = np.ones(table.rows, bool)
-        if present is not None and self.structure.strict and not derives:
-            keep = present.copy()
         if name := check.computes:
             codes = np.full(table.rows, _ABSENT, np.int32)
             if here.rows:

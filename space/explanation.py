@@ -1,5 +1,6 @@
 """In words: why a point is not in a space, which rules leave nothing of it, and what it is."""
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,8 +182,13 @@ def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
     Raises:
         SpaceError: the constraint can never hold.
     """
-    concerned = reaching(knobs, constraint.names)
-    if not _possible(concerned, [constraint], strict=True):
+    concerned = {name: copy.copy(knob) for name, knob in reaching(knobs, constraint.names).items()}
+    present = []
+    for knob in concerned.values():
+        if knob.when is not None:
+            present.append(Constraint(knob.when))
+            knob.when = None
+    if not _possible(concerned, [*present, constraint]):
         chosen = [knob for knob in concerned.values() if not knob.derived]
         ranges = "; ".join(f"{knob.name} is one of {listing(knob.values)}" for knob in chosen)
         raise SpaceError(f"constraint {constraint} can never hold: {ranges}")
@@ -212,9 +218,9 @@ def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
     return ""
 
 
-def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], *, strict: bool = False) -> bool:
+def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> bool:
     try:
-        return ValidSet(Structure(knobs, constraints, strict=strict)).witness() is not None
+        return ValidSet(Structure(knobs, constraints)).witness() is not None
     except RuleError:
         return True
 

@@ -59,15 +59,11 @@ class Structure:
     Args:
         knobs: every knob by name, each after those it depends on.
         constraints: the constraints, in order.
-        strict: a constraint fails where one of its knobs is absent, instead of not applying.
     """
 
-    def __init__(
-        self, knobs: Mapping[str, Knob], constraints: Sequence[Constraint], *, strict: bool = False
-    ) -> None:
+    def __init__(self, knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> None:
         self.knobs = dict(knobs)
         self.constraints = tuple(constraints)
-        self.strict = strict
         self.fixed: dict[str, Value] = {}
         """Values that no choice changes."""
         self.bases: dict[str, frozenset[str]] = {}
