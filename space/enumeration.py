@@ -321,8 +321,6 @@ class Component:
         codes = table.codes.get(name)
         if codes is not None:
             return codes, self.python_values(name)
-        if name in self.structure.fixed:
-            return np.zeros(table.rows, np.int8), [self.structure.fixed[name]]
         column = np.broadcast_to(lookup(name)[0], (table.rows,))
         if column.dtype == object:
             seen: dict[tuple[type, Value], int] = {}

@@ -25,7 +25,6 @@ from .operators import (
     Interval,
     Operator,
     outward,
-    same,
     union,
 )
 from .values import FLAG, INTEGER, NUMERIC, TEXT, coerce, kind_of, plain
@@ -103,7 +102,7 @@ class Expression:
 
     def isin(self, values: Iterable[Any]) -> "Expression":
         """The condition that this is one of `values`; in text, `tp in [1, 2]`."""
-        return Membership(self, values)
+        return membership(self, values)
 
     def __str__(self) -> str:
         return self.text
@@ -186,8 +185,7 @@ class Operation(Expression):
             raise SpaceError(f"`{_render(operator, arguments)}`: {refusal}")
         self.operator = operator
         self.arguments = arguments
-        negated = operator.sign == "~" and isinstance(arguments[0], Membership)  # written `not in`
-        self.precedence = COMPARISON if negated else operator.precedence
+        self.precedence = COMPARISON if _is_not_in(operator, arguments) else operator.precedence
         self.kind = operator.kind(kinds)
         self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
         self.depth = 1 + max(each.depth for each in arguments)
@@ -241,56 +239,6 @@ class Operation(Expression):
         return self.operator.sign, *(each._key() for each in self.arguments)
 
 
-class Membership(Expression):
-    """Whether an expression is one of some values."""
-
-    kind = FLAG
-    precedence = COMPARISON
-
-    def __init__(self, subject: Expression, values: Iterable[Any]) -> None:
-        if isinstance(values, str | Expression):
-            raise SpaceError(f"isin takes a list of values, but got {values!r}")
-        try:
-            given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
-        except TypeError:
-            raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
-        if not given:
-            raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
-        self.subject = subject
-        self.values = tuple(coerce(each, subject.kind, f"`{subject}`") for each in given)
-        self.names = subject.names
-        self.depth = subject.depth + 1
-
-    @property
-    def text(self) -> str:
-        return self.written("in")
-
-    def written(self, sign: str) -> str:
-        """The text with `in` or `not in`."""
-        return f"{_wrapped(self.subject, COMPARISON + 1)} {sign} [{', '.join(map(repr, self.values))}]"
-
-    def scalar(self, lookup: Callable[[str], Any]) -> Any:
-        value = self.subject.scalar(lookup)
-        return value if value is UNDEFINED else any(same(value, each) for each in self.values)
-
-    def columns(self, lookup: Callable[[str], Column]) -> Column:
-        values, undefined = self.subject.columns(lookup)
-        test = OPERATORS["=="].vector
-        out = np.zeros(values.shape, bool)
-        for each in self.values:
-            out = out | test(values, _as_column(each))[0]
-        return out, undefined
-
-    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
-        interval = self.subject.bounds(lookup)
-        test = OPERATORS["=="].bounds
-        sides = [test(interval, Constant(each).bounds(lookup)) for each in self.values]
-        return OPERATORS["|"].bounds(*sides)
-
-    def _key(self) -> tuple[Any, ...]:
-        return "in", self.subject._key(), tuple((type(each), each) for each in self.values)
-
-
 def operation(sign: str, *arguments: Any) -> Expression:
     """The expression of an operator and its operands, each an expression or a plain value.
 
@@ -308,6 +256,24 @@ def operation(sign: str, *arguments: Any) -> Expression:
                 "exponent of at least 0; divide instead"
             )
     return Operation(OPERATORS[sign], operands)
+
+
+def membership(subject: Expression, values: Iterable[Any]) -> Expression:
+    """The condition that an expression is one of some values; in text, `tp in [1, 2]`.
+
+    Raises:
+        SpaceError: no values, or some of another kind.
+    """
+    try:
+        if isinstance(values, str | Expression):
+            raise TypeError
+        given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
+    except TypeError:
+        raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
+    if not given:
+        raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
+    constants = [Constant(coerce(each, subject.kind, f"`{subject}`")) for each in given]
+    return Operation(OPERATORS["in"], (subject, *constants))
 
 
 def minimum(*arguments: Any) -> Expression:
@@ -346,19 +312,27 @@ def _logic(decisive: bool, left: Column, right: Column) -> Column:
     return np.where(settled, decisive, out), union(a_bad, b_bad) & ~settled
 
 
+def _is_not_in(operator: Operator, arguments: tuple[Expression, ...]) -> bool:
+    """Whether this is written `not in`."""
+    only = arguments[0]
+    return operator.sign == "~" and isinstance(only, Operation) and only.operator.sign == "in"
+
+
 def _wrapped(expression: Expression, least: int) -> str:
     return expression.text if expression.precedence >= least else f"({expression.text})"
 
 
 def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
     sign, level = operator.sign, operator.precedence
+    if _is_not_in(operator, arguments):
+        sign, arguments = "not in", arguments[0].arguments
+    if sign in ("in", "not in"):
+        subject, *values = arguments
+        return f"{_wrapped(subject, COMPARISON + 1)} {sign} [{', '.join(each.text for each in values)}]"
     if sign in ("min", "max"):
         return f"{sign}({', '.join(each.text for each in arguments)})"
     if len(arguments) == 1:
-        (only,) = arguments
-        if sign == "~" and isinstance(only, Membership):
-            return only.written("not in")
-        return f"{'-' if sign == 'neg' else sign}{_wrapped(only, UNARY)}"
+        return f"{'-' if sign == 'neg' else sign}{_wrapped(arguments[0], UNARY)}"
     left, right = arguments
     if level == POWER:  # binds to the right, and looser than a sign on its right
         return f"{_wrapped(left, ATOM)} ** {_wrapped(right, UNARY)}"

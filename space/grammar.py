@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import SpaceError, unknown
-from .expression import Constant, Expression, Membership, maximum, minimum, operation
+from .expression import Constant, Expression, maximum, membership, minimum, operation
 from .operators import ATOM, COMPARISON, OPERATORS, POWER, UNARY
 from .values import Value
 
@@ -35,7 +35,7 @@ _FUNCTIONS = {"min": minimum, "max": maximum}
 _RESERVED = frozenset({*keyword.kwlist, *_CONSTANTS, *_FUNCTIONS})
 _WORDS = frozenset({"and", "or", "not", "in"})
 _OR, _AND, _NOT = 1, 2, 3
-_LEVELS = {"or": _OR, "and": _AND, "in": COMPARISON, "not": COMPARISON} | {
+_LEVELS = {"or": _OR, "and": _AND, "not": COMPARISON} | {
     sign: each.precedence for sign, each in OPERATORS.items() if each.precedence not in (UNARY, ATOM)
 }
 """How tightly what joins two operands binds, as in Python; `not` here is that of `not in`."""
@@ -230,7 +230,7 @@ class _Parser:
         if token.text in ("in", "not"):
             if token.text == "not":
                 self.expect("in", "after 'not'")
-            out = self.build(token, Membership, left, self.values())
+            out = self.build(token, membership, left, self.values())
             if token.text == "not":
                 out = self.build(token, operation, "~", out)
         else:
@@ -296,8 +296,6 @@ class _Parser:
     def literal(self) -> Value:
         minus = self.take() if self.sees("-") else None
         token = self.token
-        if minus and token.kind in ("name", "text"):
-            self.fail(f"'-' needs a number, but got {token}", minus)
         if token.kind == "number":
             value = self.number(token)
         elif token.kind == "text":
@@ -306,6 +304,8 @@ class _Parser:
             value = _CONSTANTS[token.text]
         else:
             self.fail(f"expected a value, but got {token}", token)
+        if minus and token.kind != "number":
+            self.fail(f"'-' needs a number, but got {token}", minus)
         self.take()
         return -value if minus else value
 

@@ -48,7 +48,7 @@ class Operator:
     sign: str
     precedence: int
     family: str
-    """`arithmetic`, `order`, `equality` or `logic`: which kinds of operands it takes."""
+    """`arithmetic`, `order`, `equality`, `membership` or `logic`: which kinds of operands it takes."""
     scalar: Callable[..., Any]
     vector: Callable[..., Column]
     bounds: Callable[..., Interval]
@@ -81,7 +81,7 @@ class Operator:
             if len(groups) > 1:
                 (kind, text), (other, other_text) = groups.values()
                 return f"{text} is {article(kind)} and {other_text} is {article(other)}: they are never equal"
-        else:
+        elif self.family != "membership":  # whose values are made the operand's kind beforehand
             for kind, text in known:
                 if kind == TEXT:
                     return f"'{self.sign}' needs numbers, but {text} is text"
@@ -343,6 +343,14 @@ OPERATORS: Final[dict[str, Operator]] = {
             lambda a, b: not same(a, b),
             lambda a, b: (~_equal(a, b), None),
             lambda a, b: _not_bounds(_equal_bounds(a, b)),
+        ),
+        Operator(
+            "in",
+            COMPARISON,
+            "membership",
+            lambda a, *values: any(same(a, each) for each in values),
+            lambda a, *values: (reduce(np.logical_or, (_equal(a, each) for each in values)), None),
+            lambda a, *values: _fold(np.maximum)(*(_equal_bounds(a, each) for each in values)),
         ),
         _arithmetic(
             "+", 7, operator.add, np.add, lambda a, b: outward(a[0] + b[0], a[1] + b[1]), operator.add

@@ -175,7 +175,7 @@ class Structure:
             if isinstance(node, DerivedKnob):
                 return isinstance(node.rule, Predicate) or defined(node.rule)
             if not isinstance(node, Operation):
-                return not hasattr(node, "subject") or defined(node.subject)
+                return True
             if not all(defined(each) for each in node.arguments):
                 return False
             if node.operator.family != "arithmetic":
