@@ -5,6 +5,7 @@ An error says at which entry it is, in a file at which line and column.
 
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -135,8 +136,6 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """See `Space.to_yaml`; what is written is what `Space.to_dict` says."""
     import yaml
 
-    from ..writing import write_atomic
-
     class Dumper(yaml.SafeDumper):
         """Lists of values on one line, everything else on lines of its own."""
 
@@ -147,11 +146,19 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     for entry in data["knobs"]:
         entry.update({key: _Inline(entry[key]) for key in ("values", "others") if key in entry})
     text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
+    target = path_of(path)
     try:
-        write_atomic(path_of(path), text.encode(), durable=False)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise SpaceError(f"cannot write the space to {path}: {why}") from error
+        raise SpaceError(f"cannot write the space to {target}: {why}") from error
 
 
 class _Inline(list):
