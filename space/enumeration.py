@@ -312,9 +312,7 @@ class Component:
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
-        return rule.call_all(
-            [_objects(values)[codes[first]].tolist() for codes, values in arguments]
-        ), inverse
+        return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
 
     def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
         """Codes of a knob's values in the rows, and the Python values they stand for."""
@@ -381,7 +379,8 @@ class Component:
         )
 
 
-def _objects(values: Sequence[Value]) -> np.ndarray:
+def objects(values: Sequence[Value]) -> np.ndarray:
+    """The values as numpy objects, each what it was."""
     out = np.empty(len(values), object)
     out[:] = values
     return out

@@ -211,7 +211,7 @@ class Operation(Expression):
                 return decisive
             return UNDEFINED if left is UNDEFINED or right is UNDEFINED else not decisive
         values = [each.scalar(lookup) for each in self.arguments]
-        if any(value is UNDEFINED for value in values):
+        if UNDEFINED in values:
             return UNDEFINED
         if self.operator.family in ("arithmetic", "order"):
             for value, argument in zip(values, self.arguments):

@@ -106,9 +106,10 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 
 def _alike(*values: Value) -> list[Any]:
     """Numbers of one type, as numpy would take them: all integers, or all floats."""
-    if any(isinstance(value, float) for value in values):
-        return [float(value) for value in values]
-    return [int(value) for value in values]
+    for value in values:
+        if isinstance(value, float):
+            return [float(each) for each in values]
+    return [int(each) for each in values]
 
 
 def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
@@ -250,7 +251,9 @@ def outward(low: Any, high: Any) -> Interval:
     return _away(low, -np.inf), _away(high, np.inf)
 
 
-def _away(end: Any, far: float) -> np.ndarray:
+def _away(end: Any, far: float) -> Any:
+    if isinstance(end, int | float) and abs(end) < _EXACT:
+        return float(end)
     end = np.asarray(end, np.float64)
     if not np.abs(end).max(initial=0) < _EXACT:  # or NaN
         moved = np.where(np.abs(end) >= _EXACT, np.nextafter(end, far), end)

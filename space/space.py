@@ -443,16 +443,19 @@ class Space:
         others = [
             each for each in self._constraints if not constraint.origin or each.origin != constraint.origin
         ]
-        if not self._witnessed(constraint):
-            check_alone(self._knobs, constraint)
+        if self._witnessed(constraint):
+            self._constraints, self._valid = [*others, constraint], None
+            return
+        check_alone(self._knobs, constraint)
         with self._change(f"constraint {constraint} leaves no valid configuration"):
             self._constraints = [*others, constraint]
 
     def _witnessed(self, constraint: Constraint) -> bool:
-        """Whether the witness obeys a constraint, and has all its knobs."""
+        """Whether the witness is valid, obeys a constraint, and has all its knobs."""
         try:
-            values = self._resolve(self._witness, complete=True).values
-            return values.keys() >= set(constraint.names) and holds(constraint.rule, values)
+            point = self._resolve(self._witness, complete=True, first=True)
+            here = not point.problems and point.values.keys() >= set(constraint.names)
+            return here and holds(constraint.rule, point.values)
         except RuleError:
             return False
 

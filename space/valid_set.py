@@ -5,7 +5,7 @@ So its size may be astronomic as long as each component can be listed.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import compress
 from math import prod
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import SpaceError
 from .config import Config, configs
-from .enumeration import MAX_ROWS, Component, Table, TooLarge
+from .enumeration import MAX_ROWS, Component, Table, TooLarge, objects
 from .structure import Lookup, Structure
 from .values import Value
 
@@ -91,7 +91,7 @@ class ValidSet:
 
     def _inhabited(self, at: int) -> Table | TooLarge:
         listed = self._tables[at]
-        if not isinstance(listed, Table):
+        if not isinstance(listed, Table) and len(self.components[at].names) > 1:
             # A few random partial choices that can be completed answer it at once.
             drawn = self.components[at].draw(np.random.default_rng(0), 64)
             if drawn.rows:
@@ -187,14 +187,13 @@ class ValidSet:
 
         lookup = Lookup(structure, load)
         names = [name for name in self._names if absent.isdisjoint(structure.conditionals_of([name]))]
-        columns: list[Iterable[Value]] = []
+        columns: list[list[Value]] = []
         with np.errstate(all="ignore"):
             for name in names:
                 if name in structure.fixed:
                     columns.append([structure.fixed[name]] * count)
                 elif name in codes:
-                    values = self._owners[name].python_values(name)
-                    columns.append(map(values.__getitem__, codes[name].tolist()))
+                    columns.append(objects(self._owners[name].python_values(name))[codes[name]].tolist())
                 else:
                     columns.append(np.broadcast_to(lookup(name)[0], (count,)).tolist())
         return configs(names, zip(*columns) if columns else [()] * count)
