@@ -11,7 +11,7 @@
 
 What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree. Python's
 own `ast` would not do: it keeps no operator's place, drops comments, joins 'a' 'b', takes 0x10 and letters of
-other scripts, and where and how it finds fault with a text changes from one Python to the next.
+other scripts (docs/decisions.md).
 """
 
 import keyword
