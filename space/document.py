@@ -1,44 +1,41 @@
-"""Spaces as plain lists and mappings, and back."""
+"""Spaces as documents: plain lists and mappings, and YAML files.
 
+An error says at which entry it is, in a file at which line and column.
+"""
+
+import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ..errors import SpaceError, unknown
-from .consistency import as_expression
+from ..reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_named
+from .config import Config
 from .expression import Expression
-from .grammar import parse
+from .grammar import GrammarError, parse
 from .knob import Knob
-from .rules import Constraint, Rule
+from .operators import UNDEFINED
+from .rules import Constraint, Predicate, Rule, RuleError
+from .structure import Structure, reaching
+from .valid_set import ValidSet
 from .values import FLAG, INTEGER
 
 KeyPath = tuple[str | int, ...]
 
-_LONG = 8  # more integers than this are written as a range where they are one
 MOST_KNOBS, MOST_CONSTRAINTS = 500, 500
 """Of a space that is read, knobs and derived ones each."""
 MOST_TERMS = 10_000
 """Names in the rule of a derived knob once the derived knobs it mentions are written out."""
+_MOST_NODES = 20_000
+"""Of a file that PyYAML itself reads, since only that says where each entry stands."""
+_LONG = 8  # more integers than this are written as a range where they are one
+_COMPARED = 10_000  # points at which a lambda and its text are compared
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SECTIONS = ("knobs", "derived", "constraints")
-_KNOB_KEYS = {
-    "choice": ("name", "type", "values", "default", "when", "help", "others", "monotone_memory"),
-    "flag": ("name", "type", "values", "default", "when", "help", "monotone_memory"),
-    "integer": (
-        "name",
-        "type",
-        "low",
-        "high",
-        "step",
-        "powers_of_two",
-        "values",
-        "default",
-        "when",
-        "help",
-        "others",
-        "monotone_memory",
-    ),
-}
+_KEYS = ("name", "type", "values", "default", "when", "help", "monotone_memory")
+_BOUNDS = ("low", "high", "step", "powers_of_two")
+_KNOB_KEYS = {"choice": (*_KEYS, "others"), "flag": _KEYS, "integer": (*_KEYS, "others", *_BOUNDS)}
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -47,17 +44,16 @@ _KNOB_KEYS = {
 def write_dict(
     by_name: Mapping[str, Knob],
     knobs: Iterable[Knob],
-    constraints: Sequence[Constraint],
+    constraints: Iterable[Constraint],
     *,
     describe_callables: bool,
 ) -> dict[str, Any]:
     """See `Space.to_dict`."""
-    knobs = list(knobs)
 
     def text(rule: Rule, what: str, *, condition: bool = True) -> Any:
         if isinstance(rule, Expression):
             return rule.text
-        same = as_expression(by_name, rule)
+        same = _as_expression(by_name, rule)
         if same is not None and (same.kind == FLAG or not condition):
             return same.text
         if describe_callables:
@@ -67,24 +63,21 @@ def write_dict(
             "as an expression over the knobs, with & | ~, minimum, maximum and isin"
         )
 
-    out: dict[str, Any] = {"knobs": [_entry(knob, text) for knob in knobs if not knob.derived]}
-    derived = [knob for knob in knobs if knob.derived]
-    if derived:
-        out["derived"] = [
-            {
-                "name": knob.name,
-                "value": text(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False),
-            }
-            | ({"help": knob.help} if knob.help else {})
-            for knob in derived
-        ]
-    if constraints:
-        out["constraints"] = [
-            {"require": text(each.rule, "the constraint" + (f" '{each.reason}'" if each.reason else ""))}
-            | ({"reason": each.reason} if each.reason else {})
-            for each in constraints
-        ]
-    return out
+    out: dict[str, list[Any]] = {"knobs": [], "derived": [], "constraints": []}
+    for knob in knobs:
+        if knob.derived:
+            rule = text(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False)
+            out["derived"].append(_without_empty({"name": knob.name, "value": rule, "help": knob.help}))
+        else:
+            out["knobs"].append(_entry(knob, text))
+    for each in constraints:
+        rule = text(each.rule, "the constraint" + (f" '{each.reason}'" if each.reason else ""))
+        out["constraints"].append(_without_empty({"require": rule, "reason": each.reason}))
+    return {section: entries for section, entries in out.items() if entries or section == "knobs"}
+
+
+def _without_empty(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if value != ""}
 
 
 def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
@@ -96,9 +89,9 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
         if values != (False, True):
             out["values"] = list(values)
     elif step > 0 and values == tuple(range(values[0], values[-1] + 1, step)):
-        out |= {"type": "integer", "low": values[0], "high": values[-1]} | (
-            {"step": step} if step > 1 else {}
-        )
+        out |= {"type": "integer", "low": values[0], "high": values[-1]}
+        if step > 1:
+            out["step"] = step
     else:
         out["values"] = list(values)
     if knob.default != values[0]:
@@ -114,64 +107,184 @@ def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
     return out
 
 
+def _as_expression(knobs: Mapping[str, Knob], rule: Predicate) -> Expression | None:
+    """The expression that a lambda amounts to, where its source is in the grammar and names only its knobs.
+
+    Python and the grammar may differ, in a division by zero for instance, so both are compared on the values
+    of the rule's knobs: on every combination, or on a sample of 10,000. None where they disagree anywhere.
+    """
+    if rule.body is None:
+        return None
+    try:
+        expression = parse(rule.body, {name: knobs[name] for name in rule.names})
+        points = ValidSet(Structure(reaching(knobs, rule.names), [])).sample(_COMPARED, 0)
+        return expression if all(_agree(expression, rule, point) for point in points) else None
+    except (GrammarError, RuleError):
+        return None
+
+
+def _agree(expression: Expression, rule: Predicate, point: Config) -> bool:
+    if any(name not in point for name in rule.names):
+        return True  # does not apply
+    result, value = rule.call(point), expression.scalar(point.__getitem__)
+    if result is UNDEFINED or value is UNDEFINED:
+        return result is value
+    return type(result) is type(value) and result == value
+
+
+def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """See `Space.to_yaml`; what is written is what `Space.to_dict` says."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Lists of values on one line, everything else on lines of its own."""
+
+    Dumper.add_representer(
+        _Inline,
+        lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True),
+    )
+    for entry in data["knobs"]:
+        entry.update({key: _Inline(entry[key]) for key in ("values", "others") if key in entry})
+    text = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
+    target = path_of(path)
+    try:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise SpaceError(f"cannot write the space to {target}: {why}") from error
+
+
+class _Inline(list):
+    """A list that is written on one line."""
+
+
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-class Declarations(Protocol):
-    """What declares the knobs and constraints that are read: a Space."""
-
-    @property
-    def by_name(self) -> Mapping[str, Knob]:
-        """Those declared so far."""
-
-    def choice(self, name: str, values: Sequence[Any], **options: Any) -> Knob:
-        """A knob of these values."""
-
-    def integer(self, name: str, low: int, high: int, **options: Any) -> Knob:
-        """A knob of these integers."""
-
-    def derive(self, name: str, rule: Any, help: str = "") -> Knob:
-        """A derived knob."""
-
-    def require(self, rule: Any, reason: str = "") -> None:
-        """A constraint."""
-
-    def arrange(self, derived: Sequence[str]) -> None:
-        """The order of the derived knobs."""
+def read_dict(space: Any, data: Any) -> None:
+    """See `Space.from_dict`; declares what `data` holds in a `Space` that is empty yet."""
+    _Reader(space, _Places()).read(data)
 
 
-Declared = TypeVar("Declared", bound=Declarations)
+def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
+    """See `Space.from_yaml`; declares what a file holds in a `Space` that is empty yet."""
+    import yaml
+
+    try:
+        text = read_named(path_of(path), at_most=LARGEST_DOCUMENT).decode("utf-8")
+        measure_yaml(text, nodes=_MOST_NODES)
+    except OSError as error:
+        raise SpaceError(f"cannot read the space from {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SpaceError(f"{path} is not a text in UTF-8: {error.reason} at byte {error.start}") from error
+    except TooMuch as error:
+        raise SpaceError(f"{path}: {error}") from error
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)  # what yaml.safe_load uses; it also tells where a node stands
+        node = loader.get_single_node()
+        data = loader.construct_document(node) if node is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        said = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
+        raise SpaceError(f"{path}{place}: not valid YAML: {said or error}") from error
+    except (ValueError, RecursionError) as error:  # an impossible date, lists nested without end
+        raise SpaceError(f"{path}: not valid YAML: {error}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    if node is None:
+        raise SpaceError(f"{path} is empty; a space has at least the key 'knobs'")
+    places = _Places(str(path), text, node)
+    places.refuse_duplicates()
+    _Reader(space, places).read(data)
 
 
-def read_dict(space: Declared, data: Any, places: "Places | None" = None) -> Declared:
-    """See `Space.from_dict`; `places` words where an entry stands."""
-    _Reader(space, places or Places()).read(data)
-    return space
+class _Places:
+    """Where an entry stands, for messages: in a file its line, elsewhere its path of keys."""
 
+    def __init__(self, file: str = "", text: str = "", root: Any = None) -> None:
+        self.file = file
+        self.text = text
+        self.root = root
 
-class Places:
-    """Where an entry stands, for messages: its path of keys."""
-
-    def locate(self, path: KeyPath, error: SpaceError | None = None) -> str:
-        """The start of a message about the entry at `path`, or about a place inside its text."""
+    def locate(self, path: KeyPath) -> str:
+        """The start of a message about the entry at `path`."""
+        if self.root is not None:
+            return f"{self.file}, line {self._node(path).start_mark.line + 1}: "
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
         return f"{keys}: " if keys else ""
 
     def message(self, path: KeyPath, error: SpaceError) -> str:
-        """The whole message of an error about the entry at `path`."""
+        """The whole message of an error about the entry at `path`, or about a place inside its text."""
+        if self.root is not None and isinstance(error, GrammarError):
+            inside = self._inside(self._node(path), error)
+            if inside is not None:
+                line, column = inside
+                shown = error.text.strip()
+                return f"{self.file}, line {line}, column {column}: {error.problem}, in `{shown}`"
         return f"{self.locate(path)}{error}"
+
+    def refuse_duplicates(self) -> None:
+        """YAML lets a later key silently replace an earlier one; a space does not."""
+        todo, seen = [self.root], set()
+        while todo:
+            node = todo.pop()
+            if id(node) in seen or isinstance(node.value, str):
+                continue
+            seen.add(id(node))
+            if node.id == "sequence":
+                todo += node.value
+                continue
+            keys = set()
+            for key, value in node.value:
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise SpaceError(f"{self.file}, line {line}: key '{key.value}' is given twice")
+                if isinstance(key.value, str):
+                    keys.add(key.value)
+                todo.append(value)
+
+    def _node(self, path: KeyPath) -> Any:
+        node = self.root
+        for key in path:
+            if isinstance(key, int):
+                node = node.value[key]
+            else:
+                node = next((value for name, value in node.value if name.value == key), node)
+        return node
+
+    def _inside(self, node: Any, error: GrammarError) -> tuple[int, int] | None:
+        """Line and column of an error in a scalar's text; None where YAML folded or escaped the text."""
+        start, raw = node.start_mark, self.text[node.start_mark.index : node.end_mark.index]
+        if "\n" not in raw:
+            quote = 1 if node.style in ("'", '"') else 0
+            if raw[quote : len(raw) - quote] == error.text:
+                return start.line + 1, start.column + 1 + quote + error.offset
+        if node.style == "|":
+            lines, inner = raw.split("\n")[1:], error.text.split("\n")
+            if error.line <= min(len(lines), len(inner)):
+                indent = len(lines[error.line - 1]) - len(inner[error.line - 1])
+                return start.line + 1 + error.line, indent + error.column
+        return None
 
 
 class _Reader(Mapping[str, Knob]):
     """Builds a space out of plain data. It is also the knobs that the grammar sees: derived knobs come into
     being when the first rule mentions them, so that the sections of a file need no order among them."""
 
-    def __init__(self, space: Declarations, places: Places) -> None:
+    def __init__(self, space: Any, places: _Places) -> None:
         self.space = space
         self.places = places
-        self.pending: dict[
-            str, int
-        ] = {}  # derived knobs that are not declared yet, by their place in the list
+        self.pending: dict[str, int] = {}  # derived knobs not declared yet, by their place in the list
         self.entered: list[str] = []
         self.derived: list[Any] = []
         self.terms: dict[str, int] = {}
@@ -198,9 +311,8 @@ class _Reader(Mapping[str, Knob]):
 
     def read(self, data: Any) -> None:
         if not isinstance(data, Mapping):
-            raise self.error(
-                (), f"a space is a mapping with the keys {', '.join(_SECTIONS)}, but got {_short(data)}"
-            )
+            listed = ", ".join(_SECTIONS)
+            raise self.error((), f"a space is a mapping with the keys {listed}, but got {_short(data)}")
         self.keys((), data, _SECTIONS)
         if "knobs" not in data:
             raise self.error((), "the key 'knobs' is missing")
@@ -223,7 +335,7 @@ class _Reader(Mapping[str, Knob]):
             path = ("constraints", at)
             self.keys(path, entry, ("require", "reason"))
             rule = self.rule(path, entry, "require")
-            reason = self.text(path, entry, "reason") if "reason" in entry else ""
+            reason = self.text(path, entry, "reason", "")
             self.located((*path, "require"), self.space.require, rule, reason)
 
     def entries(self, data: Mapping[str, Any], section: str) -> list[Any]:
@@ -237,9 +349,8 @@ class _Reader(Mapping[str, Knob]):
             raise self.error((section,), f"'{section}' has {len(found):,} entries; {most} are the most")
         for at, entry in enumerate(found):
             if not isinstance(entry, Mapping):
-                raise self.error(
-                    (section, at), f"an entry of '{section}' is a mapping, but got {_short(entry)}"
-                )
+                problem = f"an entry of '{section}' is a mapping, but got {_short(entry)}"
+                raise self.error((section, at), problem)
         return list(found)
 
     def declare(self, path: KeyPath, entry: Mapping[str, Any]) -> None:
@@ -253,29 +364,25 @@ class _Reader(Mapping[str, Knob]):
         options = {key: entry[key] for key in ("default", "monotone_memory", "others") if key in entry}
         if "when" in entry:
             options["when"] = self.rule(path, entry, "when")
-        if "help" in entry:
-            options["help"] = self.text(path, entry, "help")
+        options["help"] = self.text(path, entry, "help", "")
+        bounds = {key: entry[key] for key in _BOUNDS if key in entry}
         if kind == "integer" and "values" not in entry:
-            missing = [key for key in ("low", "high") if key not in entry]
-            if missing:
-                raise self.error(path, f"knob '{name}' needs '{missing[0]}', or 'values'")
-            options |= {key: entry[key] for key in ("step", "powers_of_two") if key in entry}
-            if not isinstance(options.get("powers_of_two", False), bool):
+            if "low" not in bounds or "high" not in bounds:
+                missing = "high" if "low" in bounds else "low"
+                raise self.error(path, f"knob '{name}' needs '{missing}', or 'values'")
+            if not isinstance(bounds.get("powers_of_two", False), bool):
                 raise self.error((*path, "powers_of_two"), "'powers_of_two' is true or false")
-            self.located(path, self.space.integer, name, entry["low"], entry["high"], **options)
+            self.located(path, self.space.integer, name, **bounds, **options)
             return
-        if kind == "integer" and not {"low", "high", "step", "powers_of_two"}.isdisjoint(entry):
+        if bounds:
             raise self.error(path, f"knob '{name}' has both 'values' and bounds; give one of them")
         if "values" not in entry and kind != "flag":
             raise self.error(path, f"knob '{name}' needs 'values'")
         values = entry.get("values", [False, True])
-        if kind == "flag" and (
-            not isinstance(values, list | tuple) or any(type(each) is not bool for each in values)
-        ):
-            raise self.error(
-                (*path, "values"), f"the values of flag '{name}' are true and false, but got {_short(values)}"
-            )
         if kind == "flag":
+            if not isinstance(values, list | tuple) or any(type(each) is not bool for each in values):
+                problem = f"the values of flag '{name}' are true and false, but got {_short(values)}"
+                raise self.error((*path, "values"), problem)
             options.setdefault("default", False if False in values else None)
         self.located(path, self.space.choice, name, values, **options)
 
@@ -287,47 +394,46 @@ class _Reader(Mapping[str, Knob]):
         entry = self.derived[self.pending[name]]
         self.entered.append(name)
         rule = self.rule(path, entry, "value")
-        self.terms[name] = sum(self.terms.get(each, 1) for each in _NAME.findall(entry["value"]))
-        if self.terms[name] > MOST_TERMS:
-            raise self.error(
-                (*path, "value"),
-                f"written out, the rule of derived knob '{name}' has {self.terms[name]:,} terms; {MOST_TERMS:,} are the most",
-            )
+        terms = self.terms[name] = sum(self.terms.get(each, 1) for each in _NAME.findall(entry["value"]))
+        if terms > MOST_TERMS:
+            problem = f"the rule of derived knob '{name}' has {terms:,} terms; {MOST_TERMS:,} are the most"
+            raise self.error((*path, "value"), f"written out, {problem}")
         self.entered.pop()
         del self.pending[name]
-        help_text = self.text(path, entry, "help") if "help" in entry else ""
-        self.located(path, self.space.derive, name, rule, help_text)
+        self.located(path, self.space.derive, name, rule, self.text(path, entry, "help", ""))
 
-    def rule(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Expression:
+    # One entry of a mapping.
+
+    def given(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Any:
         if key not in entry:
             raise self.error(path, f"the key '{key}' is missing")
-        given = entry[key]
+        return entry[key]
+
+    def rule(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> Expression:
+        given, place = self.given(path, entry, key), (*path, key)
         if isinstance(given, Mapping) and "callable" in given:
             raise self.error(
-                (*path, key),
+                place,
                 f"`{given['callable']}` was a Python callable: only its source was kept, "
                 "and a file is never run as Python; write it as an expression",
             )
         if not isinstance(given, str):
-            raise self.error(
-                (*path, key),
-                f"'{key}' is an expression as text, such as tp * pp <= 8, but got {_short(given)}",
-            )
-        return self.located((*path, key), parse, given, self)
+            problem = f"'{key}' is an expression as text, such as tp * pp <= 8, but got {_short(given)}"
+            raise self.error(place, problem)
+        return self.located(place, parse, given, self)
 
-    def text(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> str:
-        if key not in entry:
-            raise self.error(path, f"the key '{key}' is missing")
-        if not isinstance(entry[key], str):
-            raise self.error((*path, key), f"'{key}' must be a text, but got {_short(entry[key])}")
-        return entry[key]
+    def text(self, path: KeyPath, entry: Mapping[str, Any], key: str, default: str | None = None) -> str:
+        if key not in entry and default is not None:
+            return default
+        given = self.given(path, entry, key)
+        if not isinstance(given, str):
+            raise self.error((*path, key), f"'{key}' must be a text, but got {_short(given)}")
+        return given
 
     def keys(self, path: KeyPath, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
         for key in entry:
             if key not in allowed:
-                raise self.error(
-                    path if not isinstance(key, str) else (*path, key), unknown("key", key, allowed)
-                )
+                raise self.error((*path, key) if isinstance(key, str) else path, unknown("key", key, allowed))
 
     def located(self, path: KeyPath, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:

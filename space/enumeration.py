@@ -17,9 +17,8 @@ import numpy as np
 from ..errors import SpaceError
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
-from .plan import Step, plan
 from .rules import Predicate, Rule, settled, truth
-from .structure import Check, Lookup, Ranges, Structure
+from .structure import Check, Lookup, Ranges, Step, Structure, plan
 from .values import Value
 
 MAX_ROWS = 5_000_000
@@ -90,11 +89,7 @@ class Component:
         self.names = names
         members = frozenset(names)
         self.checks = [check for check in structure.checks if check.bases & members]
-        self.interned = {
-            check.label.name: Interned()
-            for check in self.checks
-            if isinstance(check.label, DerivedKnob) and isinstance(check.rule, Predicate)
-        }
+        self.interned = {check.computes: Interned() for check in self.checks if check.computes}
         self._alive = {name: self._unary(name) for name in names}
         self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {
@@ -158,13 +153,14 @@ class Component:
     def _extend(self, table: Table, step: Step, *, bounded: bool) -> Table:
         alive = self._alive[step.name]
         active = self._active(table, step.name)
+        computed = [check.computes for check in step.opaque if check.computes]
         parts, total = [], 0
         if active is not None:
             absent = table.take(np.flatnonzero(~active))
             table = table.take(np.flatnonzero(active))
-            if absent.rows and not (self.structure.strict and step.name in step.required):
+            if absent.rows:
                 absent.codes[step.name] = np.full(absent.rows, _ABSENT, alive.dtype)
-                for name in step.interned:
+                for name in computed:
                     absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
                 parts.append(absent)
                 total = absent.rows
@@ -177,7 +173,7 @@ class Component:
                 raise self._too_large()
         if len(parts) == 1:
             return parts[0]
-        names = [*table.codes, step.name, *step.interned]
+        names = [*table.codes, step.name, *computed]
         if not parts:
             return Table(0, {name: np.zeros(0, np.int32) for name in names})
         return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
@@ -235,7 +231,7 @@ class Component:
             return ok
         present = self._present(table, check.conditionals - {step.name})
         if present is not None:
-            mask = mask & present[:, None] if self.structure.strict else mask | ~present[:, None]
+            mask = mask | ~present[:, None]
         return mask if ok is None else ok & mask
 
     def _present(self, table: Table, conditionals: frozenset[str]) -> np.ndarray | None:
@@ -282,10 +278,7 @@ class Component:
         rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
         here = table.take(rows)
         keep = np.ones(table.rows, bool)
-        if present is not None and self.structure.strict and not derives:
-            keep = present.copy()
-        if derives and isinstance(check.rule, Predicate):
-            name = check.label.name
+        if name := check.computes:
             codes = np.full(table.rows, _ABSENT, np.int32)
             if here.rows:
                 results, inverse = self._called(here, check.rule)
@@ -319,17 +312,13 @@ class Component:
         lookup = Lookup(self.structure, self._loader(table))
         arguments = [self._argument(table, name, lookup) for name in rule.names]
         first, inverse = _distinct([codes for codes, _ in arguments], [len(each) for _, each in arguments])
-        return rule.call_all(
-            [_objects(values)[codes[first]].tolist() for codes, values in arguments]
-        ), inverse
+        return rule.call_all([objects(values)[codes[first]].tolist() for codes, values in arguments]), inverse
 
     def _argument(self, table: Table, name: str, lookup: Lookup) -> tuple[np.ndarray, Sequence[Value]]:
         """Codes of a knob's values in the rows, and the Python values they stand for."""
         codes = table.codes.get(name)
         if codes is not None:
             return codes, self.python_values(name)
-        if name in self.structure.fixed:
-            return np.zeros(table.rows, np.int8), [self.structure.fixed[name]]
         column = np.broadcast_to(lookup(name)[0], (table.rows,))
         if column.dtype == object:
             seen: dict[tuple[type, Value], int] = {}
@@ -390,7 +379,8 @@ class Component:
         )
 
 
-def _objects(values: Sequence[Value]) -> np.ndarray:
+def objects(values: Sequence[Value]) -> np.ndarray:
+    """The values as numpy objects, each what it was."""
     out = np.empty(len(values), object)
     out[:] = values
     return out

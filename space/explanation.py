@@ -1,6 +1,7 @@
-"""Whether a point obeys the rules of a space, and in words why not."""
+"""In words: why a point is not in a space, which rules leave nothing of it, and what it is."""
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,11 @@ from .expression import Expression, Operation
 from .knob import Knob
 from .operators import UNDEFINED
 from .rules import Constraint, Rule, RuleError, compute, holds
-from .values import Value, coerce, kind_of
+from .structure import Structure, reaching
+from .valid_set import ValidSet
+from .values import Value, coerce, kind_of, listing
+
+# -- a point -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -163,3 +168,95 @@ def _shown(rule: Rule, values: Mapping[str, Value]) -> str:
 
 def _listed(names: set[str]) -> str:
     return " and ".join(f"'{name}'" for name in sorted(names))
+
+
+# -- contradictions -----------------------------------------------------------------------------------------
+
+
+def check_alone(knobs: Mapping[str, Knob], constraint: Constraint) -> None:
+    """Refuses a constraint that never holds where all its knobs are present, the other constraints aside.
+
+    Passes it where that is not known: there is too much to look through, or a callable raises, which it may
+    not do where other constraints hold.
+
+    Raises:
+        SpaceError: the constraint can never hold.
+    """
+    concerned = {name: copy.copy(knob) for name, knob in reaching(knobs, constraint.names).items()}
+    present = []
+    for knob in concerned.values():
+        if knob.when is not None:
+            present.append(Constraint(knob.when))
+            knob.when = None
+    if not _possible(concerned, [*present, constraint]):
+        chosen = [knob for knob in concerned.values() if not knob.derived]
+        ranges = "; ".join(f"{knob.name} is one of {listing(knob.values)}" for knob in chosen)
+        raise SpaceError(f"constraint {constraint} can never hold: {ranges}")
+
+
+def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], start: str) -> str:
+    """`start`, and which rules leave no configuration: constraints each of which is needed for it."""
+    blamed = list(constraints)
+    if _possible(knobs, blamed):
+        return start
+    for constraint in constraints:
+        fewer = [each for each in blamed if each is not constraint]
+        if not _possible(knobs, fewer):
+            blamed = fewer
+    if not blamed:
+        return start + _without_value(knobs, start)
+    named = [str(each) for each in blamed if str(each) not in start]
+    return f"{start}: it contradicts {' and '.join(named)}" if named else start
+
+
+def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
+    for name, knob in knobs.items():
+        if knob.derived and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
+            inner = [f"{each} = `{knobs[each].rule.text}`" for each in knob.rule.names if knobs[each].derived]
+            where = f", where {' and '.join(inner)}" if inner else ""
+            return f": derived knob '{name}' = `{knob.rule.text}` has no value{where}"
+    return ""
+
+
+def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> bool:
+    try:
+        return ValidSet(Structure(knobs, constraints)).witness() is not None
+    except RuleError:
+        return True
+
+
+# -- the whole -----------------------------------------------------------------------------------------------
+
+
+def describe(
+    knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None, combinations: int
+) -> str:
+    """See `Space.describe`.
+
+    Args:
+        knobs: the derived ones included.
+        constraints: of the space.
+        size: how many configurations are valid; None where they are too many to be listed.
+        combinations: of the knobs' values, before any rule.
+    """
+    free = sum(1 for knob in knobs if not knob.derived and len(knob.values) > 1)
+    count = f"{size:,}" if size is not None else "an unknown number, more than can be listed,"
+    lines = [f"{free} free knobs; {count} of {combinations:,} combinations are valid", ""]
+    width = max((len(knob.name) for knob in knobs), default=0)
+    for knob in knobs:
+        if knob.derived:
+            parts = [f"= {knob.rule.text}"]
+        else:
+            parts = [listing(knob.values)]
+            if len(knob.values) > 1:
+                parts.append(f"default {knob.default}")
+            if knob.when is not None:
+                parts.append(f"when {knob.when.text}")
+        if knob.help:
+            parts.append(knob.help)
+        lines.append(f"  {knob.name:<{width}}  {'  |  '.join(parts)}")
+    if constraints:
+        lines += ["", "constraints"]
+        width = max(len(each.text) for each in constraints)
+        lines += [f"  {each.text:<{width}}  {each.reason}".rstrip() for each in constraints]
+    return "\n".join(lines)

@@ -25,13 +25,22 @@ from .operators import (
     Interval,
     Operator,
     outward,
-    same,
     union,
 )
 from .values import FLAG, INTEGER, NUMERIC, TEXT, coerce, kind_of, plain
 
 MAX_DEPTH = 200
 """Deepest nesting of an expression."""
+
+
+Method = Callable[["Expression", Any], "Expression"]
+
+
+def _joining(sign: str) -> tuple[Method, Method]:
+    """The methods of an operator: for an expression on its left, and for one on its right alone."""
+    return (lambda self, other: operation(sign, self, other)), (
+        lambda self, other: operation(sign, other, self)
+    )
 
 
 class Expression:
@@ -93,7 +102,7 @@ class Expression:
 
     def isin(self, values: Iterable[Any]) -> "Expression":
         """The condition that this is one of `values`; in text, `tp in [1, 2]`."""
-        return Membership(self, values)
+        return membership(self, values)
 
     def __str__(self) -> str:
         return self.text
@@ -110,47 +119,19 @@ class Expression:
             "minimum, maximum of redline.space instead of min, max"
         )
 
-    def __add__(self, other: Any) -> "Expression":
-        return operation("+", self, other)
-
-    def __radd__(self, other: Any) -> "Expression":
-        return operation("+", other, self)
-
-    def __sub__(self, other: Any) -> "Expression":
-        return operation("-", self, other)
-
-    def __rsub__(self, other: Any) -> "Expression":
-        return operation("-", other, self)
-
-    def __mul__(self, other: Any) -> "Expression":
-        return operation("*", self, other)
-
-    def __rmul__(self, other: Any) -> "Expression":
-        return operation("*", other, self)
-
-    def __truediv__(self, other: Any) -> "Expression":
-        return operation("/", self, other)
-
-    def __rtruediv__(self, other: Any) -> "Expression":
-        return operation("/", other, self)
-
-    def __floordiv__(self, other: Any) -> "Expression":
-        return operation("//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> "Expression":
-        return operation("//", other, self)
-
-    def __mod__(self, other: Any) -> "Expression":
-        return operation("%", self, other)
-
-    def __rmod__(self, other: Any) -> "Expression":
-        return operation("%", other, self)
-
-    def __pow__(self, other: Any) -> "Expression":
-        return operation("**", self, other)
-
-    def __rpow__(self, other: Any) -> "Expression":
-        return operation("**", other, self)
+    __add__, __radd__ = _joining("+")
+    __sub__, __rsub__ = _joining("-")
+    __mul__, __rmul__ = _joining("*")
+    __truediv__, __rtruediv__ = _joining("/")
+    __floordiv__, __rfloordiv__ = _joining("//")
+    __mod__, __rmod__ = _joining("%")
+    __pow__, __rpow__ = _joining("**")
+    __and__, __rand__ = _joining("&")
+    __or__, __ror__ = _joining("|")
+    # Python itself turns a comparison round where the expression is on its right.
+    __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = (  # type: ignore[assignment]
+        _joining(sign)[0] for sign in ("<", "<=", ">", ">=", "==", "!=")
+    )
 
     def __neg__(self) -> "Expression":
         return operation("neg", self)
@@ -160,36 +141,6 @@ class Expression:
 
     def __invert__(self) -> "Expression":
         return operation("~", self)
-
-    def __and__(self, other: Any) -> "Expression":
-        return operation("&", self, other)
-
-    def __rand__(self, other: Any) -> "Expression":
-        return operation("&", other, self)
-
-    def __or__(self, other: Any) -> "Expression":
-        return operation("|", self, other)
-
-    def __ror__(self, other: Any) -> "Expression":
-        return operation("|", other, self)
-
-    def __lt__(self, other: Any) -> "Expression":
-        return operation("<", self, other)
-
-    def __le__(self, other: Any) -> "Expression":
-        return operation("<=", self, other)
-
-    def __gt__(self, other: Any) -> "Expression":
-        return operation(">", self, other)
-
-    def __ge__(self, other: Any) -> "Expression":
-        return operation(">=", self, other)
-
-    def __eq__(self, other: Any) -> "Expression":  # type: ignore[override]
-        return operation("==", self, other)
-
-    def __ne__(self, other: Any) -> "Expression":  # type: ignore[override]
-        return operation("!=", self, other)
 
     def __contains__(self, item: Any) -> bool:
         raise SpaceError(f"'in' cannot ask `{self}`: it is an expression over knobs, not a collection")
@@ -234,8 +185,7 @@ class Operation(Expression):
             raise SpaceError(f"`{_render(operator, arguments)}`: {refusal}")
         self.operator = operator
         self.arguments = arguments
-        negated = operator.sign == "~" and isinstance(arguments[0], Membership)  # written `not in`
-        self.precedence = COMPARISON if negated else operator.precedence
+        self.precedence = COMPARISON if _is_not_in(operator, arguments) else operator.precedence
         self.kind = operator.kind(kinds)
         self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
         self.depth = 1 + max(each.depth for each in arguments)
@@ -261,7 +211,7 @@ class Operation(Expression):
                 return decisive
             return UNDEFINED if left is UNDEFINED or right is UNDEFINED else not decisive
         values = [each.scalar(lookup) for each in self.arguments]
-        if any(value is UNDEFINED for value in values):
+        if UNDEFINED in values:
             return UNDEFINED
         if self.operator.family in ("arithmetic", "order"):
             for value, argument in zip(values, self.arguments):
@@ -282,60 +232,11 @@ class Operation(Expression):
 
     def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
         intervals = [each.bounds(lookup) for each in self.arguments]
-        return self.operator.bounds(*intervals, integral=self._integral)
+        bounds = self.operator.whole if self._integral else None
+        return (bounds or self.operator.bounds)(*intervals)
 
     def _key(self) -> tuple[Any, ...]:
         return self.operator.sign, *(each._key() for each in self.arguments)
-
-
-class Membership(Expression):
-    """Whether an expression is one of some values."""
-
-    kind = FLAG
-    precedence = COMPARISON
-
-    def __init__(self, subject: Expression, values: Iterable[Any]) -> None:
-        if isinstance(values, str | Expression):
-            raise SpaceError(f"isin takes a list of values, but got {values!r}")
-        try:
-            given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
-        except TypeError:
-            raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
-        if not given:
-            raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
-        self.subject = subject
-        self.values = tuple(coerce(each, subject.kind, f"`{subject}`") for each in given)
-        self.names = subject.names
-        self.depth = subject.depth + 1
-
-    @property
-    def text(self) -> str:
-        return self.written("in")
-
-    def written(self, sign: str) -> str:
-        """The text with `in` or `not in`."""
-        return f"{_wrapped(self.subject, COMPARISON + 1)} {sign} [{', '.join(map(repr, self.values))}]"
-
-    def scalar(self, lookup: Callable[[str], Any]) -> Any:
-        value = self.subject.scalar(lookup)
-        return value if value is UNDEFINED else any(same(value, each) for each in self.values)
-
-    def columns(self, lookup: Callable[[str], Column]) -> Column:
-        values, undefined = self.subject.columns(lookup)
-        test = OPERATORS["=="].vector
-        out = np.zeros(values.shape, bool)
-        for each in self.values:
-            out = out | test(values, _as_column(each))[0]
-        return out, undefined
-
-    def bounds(self, lookup: Callable[[str], Interval]) -> Interval:
-        interval = self.subject.bounds(lookup)
-        test = OPERATORS["=="].bounds
-        sides = [test(interval, Constant(each).bounds(lookup)) for each in self.values]
-        return OPERATORS["|"].bounds(*sides)
-
-    def _key(self) -> tuple[Any, ...]:
-        return "in", self.subject._key(), tuple((type(each), each) for each in self.values)
 
 
 def operation(sign: str, *arguments: Any) -> Expression:
@@ -355,6 +256,24 @@ def operation(sign: str, *arguments: Any) -> Expression:
                 "exponent of at least 0; divide instead"
             )
     return Operation(OPERATORS[sign], operands)
+
+
+def membership(subject: Expression, values: Iterable[Any]) -> Expression:
+    """The condition that an expression is one of some values; in text, `tp in [1, 2]`.
+
+    Raises:
+        SpaceError: no values, or some of another kind.
+    """
+    try:
+        if isinstance(values, str | Expression):
+            raise TypeError
+        given = sorted(values, key=repr) if isinstance(values, set | frozenset) else list(values)
+    except TypeError:
+        raise SpaceError(f"isin takes a list of values, but got {values!r}") from None
+    if not given:
+        raise SpaceError(f"`{subject}` is never one of no values; give isin at least one")
+    constants = [Constant(coerce(each, subject.kind, f"`{subject}`")) for each in given]
+    return Operation(OPERATORS["in"], (subject, *constants))
 
 
 def minimum(*arguments: Any) -> Expression:
@@ -393,19 +312,27 @@ def _logic(decisive: bool, left: Column, right: Column) -> Column:
     return np.where(settled, decisive, out), union(a_bad, b_bad) & ~settled
 
 
+def _is_not_in(operator: Operator, arguments: tuple[Expression, ...]) -> bool:
+    """Whether this is written `not in`."""
+    only = arguments[0]
+    return operator.sign == "~" and isinstance(only, Operation) and only.operator.sign == "in"
+
+
 def _wrapped(expression: Expression, least: int) -> str:
     return expression.text if expression.precedence >= least else f"({expression.text})"
 
 
 def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
     sign, level = operator.sign, operator.precedence
+    if _is_not_in(operator, arguments):
+        sign, arguments = "not in", arguments[0].arguments
+    if sign in ("in", "not in"):
+        subject, *values = arguments
+        return f"{_wrapped(subject, COMPARISON + 1)} {sign} [{', '.join(each.text for each in values)}]"
     if sign in ("min", "max"):
         return f"{sign}({', '.join(each.text for each in arguments)})"
     if len(arguments) == 1:
-        (only,) = arguments
-        if sign == "~" and isinstance(only, Membership):
-            return only.written("not in")
-        return f"{'-' if sign == 'neg' else sign}{_wrapped(only, UNARY)}"
+        return f"{'-' if sign == 'neg' else sign}{_wrapped(arguments[0], UNARY)}"
     left, right = arguments
     if level == POWER:  # binds to the right, and looser than a sign on its right
         return f"{_wrapped(left, ATOM)} ** {_wrapped(right, UNARY)}"

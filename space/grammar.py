@@ -1,4 +1,4 @@
-"""Text to expression: a tokenizer and a precedence-climbing parser. Nothing is ever evaluated as Python.
+"""Rules as text: a grammar of Python's operators over knobs. Nothing is ever evaluated as Python.
 
     expression  : or-test
     or-test     : and-test ('or' and-test)*            'or', 'and', 'not' are read as |, &, ~
@@ -9,38 +9,47 @@
     operand     : number | 'text' | True | False | None | knob | min(...) | max(...) | '(' expression ')'
     list        : '[' value (',' value)* ']' | '(' value (',' value)* ')'
 
-What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree.
+What an expression prints as is what is read here: `parse(expression.text, knobs)` is the same tree. Python's
+own `ast` would not do: it keeps no operator's place, drops comments, joins 'a' 'b', takes 0x10 and letters of
+other scripts (docs/decisions.md).
 """
 
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import SpaceError, unknown
-from .expression import Constant, Expression, Membership, maximum, minimum, operation
-from .operators import COMPARISON, OPERATORS, UNARY
+from .expression import Constant, Expression, maximum, membership, minimum, operation
+from .operators import ATOM, COMPARISON, OPERATORS, POWER, UNARY
 from .values import Value
 
 MAX_LENGTH = 10_000
 """Longest text of an expression, characters."""
 MAX_NESTING = 50
-"""Deepest nesting of parentheses and signs in a text."""
+"""Deepest nesting of parentheses and powers in a text, and most signs before an operand."""
 
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False}
 _FUNCTIONS = {"min": minimum, "max": maximum}
 _RESERVED = frozenset({*keyword.kwlist, *_CONSTANTS, *_FUNCTIONS})
 _WORDS = frozenset({"and", "or", "not", "in"})
-_COMPARISONS = frozenset({"<", "<=", ">", ">=", "==", "!="})
-_BINARY = {sign: each.precedence for sign, each in OPERATORS.items() if COMPARISON < each.precedence < UNARY}
+_OR, _AND, _NOT = 1, 2, 3
+_LEVELS = {"or": _OR, "and": _AND, "not": COMPARISON} | {
+    sign: each.precedence for sign, each in OPERATORS.items() if each.precedence not in (UNARY, ATOM)
+}
+"""How tightly what joins two operands binds, as in Python; `not` here is that of `not in`."""
+_JOINED = {"or": "|", "and": "&"}
+_PREFIXED = {"not": "~", "~": "~", "-": "neg"}
 
 _TOKEN = re.compile(
-    r"""(?P<space>\s+)
-      | (?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
+    r"""\s*(?:
+        (?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
       | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
       | (?P<text>'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")
-      | (?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>&|~()\[\],])""",
+      | (?P<sign>\*\*|//|<=|>=|==|!=|[-+*/%<>&|~()\[\],])
+      | (?P<end>\Z)
+      | (?P<stray>.))""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
@@ -102,215 +111,180 @@ def parse(text: str, knobs: Mapping[str, Expression]) -> Expression:
 @dataclass(frozen=True, slots=True)
 class _Token:
     kind: str
+    """`number`, `name`, `text`, `sign`, `end`, or `stray` for what is none of these."""
     text: str
+    """As written; of what is stray, the problem."""
     offset: int
+
+    def __str__(self) -> str:
+        return "the end" if self.kind == "end" else f"'{self.text}'"
 
 
 class _Parser:
+    """Reads from left to right, with one token in sight: what joins operands by how tightly it binds."""
+
     def __init__(self, text: str, knobs: Mapping[str, Expression]) -> None:
         self.text = text
         self.knobs = knobs
-        self.tokens = self._tokens()
-        self.at = 0
         self.nesting = 0
+        self.token = self._read(0)
+        self.level = self._level()
 
-    def fail(self, problem: str, offset: int) -> NoReturn:
-        last = self.tokens[-1]
-        if last.kind == "stray" and last.offset == offset:
-            problem = last.text
-        raise GrammarError(problem, self.text, offset)
+    # -- tokens ----------------------------------------------------------------------------------------------
 
-    def _tokens(self) -> list[_Token]:
-        tokens, offset = [], 0
-        while offset < len(self.text):
-            match = _TOKEN.match(self.text, offset)
-            if match is None:
-                character = self.text[offset]
-                advice = _ADVICE.get(character)
-                # What is wrong before this place is said first.
-                problem = f"unexpected {character!r}" + (f": {advice}" if advice else "")
-                return [*tokens, _Token("stray", problem, offset)]
-            if match.lastgroup == "number" and self.text[match.end() : match.end() + 1].isidentifier():
-                problem = f"unexpected {self.text[match.end()]!r} after the number {match.group()}"
-                return [*tokens, _Token("stray", problem, match.end())]
-            if match.lastgroup != "space":
-                tokens.append(_Token(match.lastgroup, match.group(), offset))
-            offset = match.end()
-        return [*tokens, _Token("end", "", len(self.text))]
+    def _read(self, offset: int) -> _Token:
+        found = _TOKEN.match(self.text, offset)
+        kind = found.lastgroup
+        text, start, end = found[kind], found.start(kind), found.end()
+        if kind == "stray":
+            advice = _ADVICE.get(text)
+            return _Token(kind, f"unexpected {text!r}" + (f": {advice}" if advice else ""), start)
+        if kind == "number" and self.text[end : end + 1].isidentifier():
+            return _Token("stray", f"unexpected {self.text[end]!r} after the number {text}", end)
+        return _Token(kind, text, start)
 
-    # -- reading ---------------------------------------------------------------------------------------------
-
-    @property
-    def token(self) -> _Token:
-        return self.tokens[self.at]
+    def _level(self) -> int:
+        return _LEVELS.get(self.token.text, 0) if self.token.kind in ("sign", "name") else 0
 
     def take(self) -> _Token:
         token = self.token
-        self.at += token.kind not in ("end", "stray")
+        self.token = self._read(token.offset + len(token.text))
+        self.level = self._level()
         return token
 
     def sees(self, *texts: str) -> bool:
-        return self.token.kind in ("sign", "name") and self.token.text in texts
+        return self.token.text in texts and self.token.kind in ("sign", "name")
 
     def expect(self, text: str, why: str) -> None:
         if not self.sees(text):
-            self.fail(f"expected '{text}' {why}, but got {self._shown(self.token)}", self.token.offset)
+            self.fail(f"expected '{text}' {why}, but got {self.token}", self.token)
         self.take()
 
-    @staticmethod
-    def _shown(token: _Token) -> str:
-        return "the end" if token.kind == "end" else f"'{token.text}'"
+    def fail(self, problem: str, token: _Token, inside: int = 0) -> NoReturn:
+        raise GrammarError(token.text if token.kind == "stray" else problem, self.text, token.offset + inside)
 
-    def build(self, offset: int, make, *arguments) -> Expression:
+    def build(self, token: _Token, make: Callable[..., Expression], *arguments: Any) -> Expression:
         try:
             return make(*arguments)
-        except GrammarError:
-            raise
         except SpaceError as error:
-            self.fail(str(error), offset)
+            self.fail(str(error), token)
 
     # -- the grammar -----------------------------------------------------------------------------------------
 
     def whole(self) -> Expression:
         if self.token.kind == "end":
-            self.fail("an expression is empty", 0)
-        out = self.either()
+            raise GrammarError("an expression is empty", self.text, 0)
+        out = self.nested()
         if self.token.kind != "end":
-            self.leftover(self.token)
+            self.leftover()
         return out
 
-    def leftover(self, token: _Token) -> NoReturn:
-        if token.text == "(":
-            self.fail("unexpected '(': only min(...) and max(...) can be called", token.offset)
-        if token.text == "[":
-            self.fail("unexpected '[': there is no indexing; a list may only follow 'in'", token.offset)
-        self.fail(f"unexpected {self._shown(token)}", token.offset)
+    def leftover(self) -> NoReturn:
+        why = ""
+        if self.token.text == "(":
+            why = ": only min(...) and max(...) can be called"
+        elif self.token.text == "[":
+            why = ": there is no indexing; a list may only follow 'in'"
+        self.fail(f"unexpected {self.token}{why}", self.token)
 
-    def either(self) -> Expression:
+    def nested(self, least: int = _OR) -> Expression:
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            self.fail(f"nested more than {MAX_NESTING} deep", self.token.offset)
-        left = self.both()
-        while self.sees("or"):
-            offset = self.take().offset
-            left = self.build(offset, operation, "|", left, self.both())
+            self.fail(f"nested more than {MAX_NESTING} deep", self.token)
+        out = self.expression(least)
         self.nesting -= 1
-        return left
-
-    def both(self) -> Expression:
-        left = self.negation()
-        while self.sees("and"):
-            offset = self.take().offset
-            left = self.build(offset, operation, "&", left, self.negation())
-        return left
-
-    def negation(self) -> Expression:
-        offsets = []
-        while self.sees("not"):
-            offsets.append(self.take().offset)
-        out = self.comparison()
-        for offset in reversed(offsets):
-            out = self.build(offset, operation, "~", out)
         return out
 
-    def comparison(self) -> Expression:
-        left = self.joined(COMPARISON + 1)
-        token = self.token
-        if self.sees(*_COMPARISONS):
-            self.take()
-            left = self.build(token.offset, operation, token.text, left, self.joined(COMPARISON + 1))
-        elif self.sees("in", "not"):
-            negated = self.take().text == "not"
-            if negated:
+    def expression(self, least: int) -> Expression:
+        """An operand and all that is joined to it at least so tightly."""
+        most = POWER  # after an operator only what binds no tighter can follow: the rest is read
+        if least <= _NOT and self.sees("not"):
+            left, most = self.prefixed(("not",), COMPARISON), _NOT
+        elif least <= UNARY and self.sees("-", "~"):
+            left = self.prefixed(("-", "~"), POWER)
+        else:
+            left = self.operand()
+        while least <= self.level <= most:
+            level, token = self.level, self.take()
+            if level == COMPARISON:
+                left, most = self.compared(left, token), _NOT
+            elif level == POWER:  # to its right it binds looser than a sign
+                left = self.build(token, operation, token.text, left, self.nested(UNARY))
+            else:
+                right, most = self.expression(level + 1), level
+                left = self.build(token, operation, _JOINED.get(token.text, token.text), left, right)
+        return left
+
+    def prefixed(self, signs: tuple[str, ...], least: int) -> Expression:
+        tokens = []
+        while self.sees(*signs):
+            tokens.append(self.take())
+            if len(tokens) > MAX_NESTING:
+                self.fail(f"nested more than {MAX_NESTING} deep", self.token)
+        out = self.expression(least)
+        for token in reversed(tokens):
+            out = self.build(token, operation, _PREFIXED[token.text], out)
+        return out
+
+    def compared(self, left: Expression, token: _Token) -> Expression:
+        if token.text in ("in", "not"):
+            if token.text == "not":
                 self.expect("in", "after 'not'")
-            left = self.build(token.offset, Membership, left, self.values())
-            if negated:
-                left = self.build(token.offset, operation, "~", left)
-        if self.sees(*_COMPARISONS, "in"):
-            self.fail("comparisons do not chain; write (1 < tp) & (tp < 8) for 1 < tp < 8", self.token.offset)
-        return left
-
-    def joined(self, least: int) -> Expression:
-        left = self.signed()
-        while self.token.kind == "sign" and _BINARY.get(self.token.text, -1) >= least:
-            token = self.take()
-            level = _BINARY[token.text]
-            left = self.build(token.offset, operation, token.text, left, self.joined(level + 1))
-        return left
-
-    def signed(self) -> Expression:
-        """A sign binds tighter than every joining operator but `**`."""
-        signs = []
-        while self.sees("-", "~"):
-            signs.append(self.take())
-            if len(signs) > MAX_NESTING:
-                self.fail(f"nested more than {MAX_NESTING} deep", self.token.offset)
-        if self.sees("+"):
-            self.fail("a number needs no '+' before it", self.token.offset)
-        out = self.power()
-        for token in reversed(signs):
-            out = self.build(token.offset, operation, "neg" if token.text == "-" else "~", out)
+            out = self.build(token, membership, left, self.values())
+            if token.text == "not":
+                out = self.build(token, operation, "~", out)
+        else:
+            out = self.build(token, operation, token.text, left, self.expression(COMPARISON + 1))
+        if self.level == COMPARISON and not self.sees("not"):
+            self.fail("comparisons do not chain; write (1 < tp) & (tp < 8) for 1 < tp < 8", self.token)
         return out
-
-    def power(self) -> Expression:
-        base = self.operand()
-        if self.sees("**"):
-            token = self.take()
-            self.nesting += 1
-            if self.nesting > MAX_NESTING:
-                self.fail(f"nested more than {MAX_NESTING} deep", token.offset)
-            base = self.build(token.offset, operation, "**", base, self.signed())
-            self.nesting -= 1
-        return base
 
     def operand(self) -> Expression:
         token = self.token
         if token.kind in ("number", "text") or (token.kind == "name" and token.text in _CONSTANTS):
-            return self.build(token.offset, Constant, self.literal())
+            return self.build(token, Constant, self.literal())
         if token.kind == "name" and token.text not in _WORDS:
             self.take()
             return self.call(token) if token.text in _FUNCTIONS or self.sees("(") else self.knob(token)
-        if token.text == "(":
+        if self.sees("("):
             self.take()
-            inner = self.either()
+            inner = self.nested()
             self.expect(")", "to close the parenthesis")
             return inner
-        if token.text == "[":
-            self.leftover(token)
-        self.fail(f"expected a knob, a number or a text, but got {self._shown(token)}", token.offset)
+        if self.sees("["):
+            self.leftover()
+        if self.sees("+"):
+            self.fail("a number needs no '+' before it", token)
+        self.fail(f"expected a knob, a number or a text, but got {token}", token)
 
     def call(self, token: _Token) -> Expression:
         if token.text not in _FUNCTIONS:
-            self.fail(f"'{token.text}' cannot be called: only min(...) and max(...) can", token.offset)
+            self.fail(f"'{token.text}' cannot be called: only min(...) and max(...) can", token)
         self.expect("(", f"after '{token.text}'")
-        arguments = [self.either()]
+        arguments = [self.nested()]
         while self.sees(","):
             self.take()
-            arguments.append(self.either())
+            arguments.append(self.nested())
         self.expect(")", f"to close '{token.text}('")
-        return self.build(token.offset, _FUNCTIONS[token.text], *arguments)
+        return self.build(token, _FUNCTIONS[token.text], *arguments)
 
     def knob(self, token: _Token) -> Expression:
         if token.text in _RESERVED:
-            self.fail(f"'{token.text}' is not part of the grammar", token.offset)
+            self.fail(f"'{token.text}' is not part of the grammar", token)
         found = self.knobs.get(token.text)
         if found is None:
             problem = unknown("knob", token.text, self.knobs).rstrip(".")
-            owner = next(
-                (name for name, each in self.knobs.items() if token.text in getattr(each, "values", ())), ""
-            )
-            hint = f". '{token.text}' is a value of {owner}: texts need quotes" if owner else ""
-            self.fail(problem + hint, token.offset)
+            owners = [name for name, each in self.knobs.items() if token.text in getattr(each, "values", ())]
+            hint = f". '{token.text}' is a value of {owners[0]}: texts need quotes" if owners else ""
+            self.fail(problem + hint, token)
         return found
 
+    # -- values ----------------------------------------------------------------------------------------------
+
     def values(self) -> list[Value]:
-        opening = self.token
         if not self.sees("[", "("):
-            self.fail(
-                f"expected a list such as [1, 2] after 'in', but got {self._shown(opening)}", opening.offset
-            )
-        self.take()
-        closing = "]" if opening.text == "[" else ")"
+            self.fail(f"expected a list such as [1, 2] after 'in', but got {self.token}", self.token)
+        closing = "]" if self.take().text == "[" else ")"
         values = [self.literal()]
         while self.sees(","):
             self.take()
@@ -320,32 +294,35 @@ class _Parser:
         return values
 
     def literal(self) -> Value:
-        minus = self.sees("-") and self.take()
-        token = self.take()
-        value: Value
+        minus = self.take() if self.sees("-") else None
+        token = self.token
         if token.kind == "number":
-            if token.text.isdigit() and len(token.text) > 19:
-                self.fail(f"an integer must fit 64 bits, but got {token.text[:30]}", token.offset)
-            value = int(token.text) if token.text.isdigit() else float(token.text)
+            value = self.number(token)
         elif token.kind == "text":
             value = self.unquoted(token)
         elif token.kind == "name" and token.text in _CONSTANTS:
             value = _CONSTANTS[token.text]
         else:
-            self.fail(f"expected a value, but got {self._shown(token)}", token.offset)
-        if minus:
-            if token.kind != "number":
-                self.fail(f"'-' needs a number, but got {self._shown(token)}", minus.offset)
-            value = -value
-        return value
+            self.fail(f"expected a value, but got {token}", token)
+        if minus and token.kind != "number":
+            self.fail(f"'-' needs a number, but got {token}", minus)
+        self.take()
+        return -value if minus else value
+
+    def number(self, token: _Token) -> int | float:
+        if not token.text.isdigit():
+            return float(token.text)
+        if len(token.text) > 19:
+            self.fail(f"an integer must fit 64 bits, but got {token.text[:30]}", token)
+        return int(token.text)
 
     def unquoted(self, token: _Token) -> str:
-        def character(match: re.Match) -> str:
+        def character(match: re.Match[str]) -> str:
             code = match[1] or match[2] or match[3]
             if code and int(code, 16) <= 0x10FFFF:
                 return chr(int(code, 16))
             if match[4] in _ESCAPED:
                 return _ESCAPED[match[4]]
-            self.fail(f"unknown escape {match[0]!r} in a text", token.offset + match.start() + 1)
+            self.fail(f"unknown escape {match[0]!r} in a text", token, match.start() + 1)
 
         return _ESCAPE.sub(character, token.text[1:-1])

@@ -86,9 +86,7 @@ class Knob(Expression):
         """
         value = coerce(value, self.kind, self._what)
         if value not in self._codes:
-            near = nearest(value, self.values)
-            hint = f"; the nearest is {near!r}" if near is not None else ""
-            raise SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(self.values)}")
+            raise self._unknown(value, self.values)
         return value
 
     def code(self, value: Value) -> int:
@@ -110,15 +108,11 @@ class Knob(Expression):
     def set_values(self, values: Sequence[Any]) -> None:
         """Replaces the values; a default that is gone becomes the nearest value that is left."""
         chosen = self._unique(self._plain(values, "values"))
-        for value in chosen:
-            if self.others is not None and value not in self._codes and value not in self.others:
-                known = [*self.values, *self.others]
-                near = nearest(value, known)
-                hint = f"; the nearest is {near!r}" if near is not None else ""
-                raise SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(known)}")
         if self.others is not None:
-            # What is replaced stays reachable for the next fix or override.
-            self.others = tuple(dict.fromkeys([*self.others, *self.values]))
+            known = dict.fromkeys((*self.others, *self.values))
+            if strange := [value for value in chosen if value not in known]:
+                raise self._unknown(strange[0], [*self.values, *self.others])
+            self.others = tuple(known)  # what is replaced stays reachable for the next fix or override
         self._assign(chosen)
         if self.default not in self._codes:
             near = nearest(self.default, self.values) if self.ordered else None
@@ -143,17 +137,18 @@ class Knob(Expression):
     def _plain(self, values: Any, what: str) -> list[Value]:
         if isinstance(values, set | frozenset):
             raise SpaceError(f"{self._what}: {what} must be a list, which has an order, but got a set")
-        if (
-            isinstance(values, str | bytes)
-            or not hasattr(values, "__iter__")
-            or isinstance(values, Expression)
-        ):
+        if isinstance(values, str | bytes | Expression) or not hasattr(values, "__iter__"):
             raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
             raise SpaceError(
                 f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step"
             )
         return [plain(each, f"{self._what}: a value") for each in values]
+
+    def _unknown(self, value: Value, known: Sequence[Value]) -> SpaceError:
+        near = nearest(value, known)
+        hint = f"; the nearest is {near!r}" if near is not None else ""
+        return SpaceError(f"{self._what} has no value {value!r}{hint}. Values: {listing(known)}")
 
     def _unique(self, given: Sequence[Value]) -> tuple[Value, ...]:
         if not given:
@@ -185,6 +180,9 @@ class DerivedKnob(Knob):
     """A value that follows from other knobs."""
 
     derived = True
+    values = ()
+    others = default = when = None
+    monotone_memory = 0
 
     def __init__(self, name: str, rule: "Rule", help: str = "") -> None:
         self.name = check_name(name)
@@ -194,11 +192,6 @@ class DerivedKnob(Knob):
         """The expression or callable it is derived by."""
         self.kind = rule.kind
         self.help = help
-        self.when = None
-        self.values = ()
-        self.others = None
-        self.default = None
-        self.monotone_memory = 0
 
     def check(self, value: Any) -> Value:
         """`value` as this knob holds it.

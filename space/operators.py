@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, Final
 
 import numpy as np
@@ -47,10 +48,12 @@ class Operator:
     sign: str
     precedence: int
     family: str
-    """`arithmetic`, `order`, `equality` or `logic`: which kinds of operands it takes."""
+    """`arithmetic`, `order`, `equality`, `membership` or `logic`: which kinds of operands it takes."""
     scalar: Callable[..., Any]
     vector: Callable[..., Column]
     bounds: Callable[..., Interval]
+    whole: Callable[..., Interval] | None = None
+    """Closer bounds, for where all operands are integers or flags."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_sign, (self.sign,)
@@ -78,7 +81,7 @@ class Operator:
             if len(groups) > 1:
                 (kind, text), (other, other_text) = groups.values()
                 return f"{text} is {article(kind)} and {other_text} is {article(other)}: they are never equal"
-        else:
+        elif self.family != "membership":  # whose values are made the operand's kind beforehand
             for kind, text in known:
                 if kind == TEXT:
                     return f"'{self.sign}' needs numbers, but {text} is text"
@@ -103,24 +106,34 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 
 def _alike(*values: Value) -> list[Any]:
     """Numbers of one type, as numpy would take them: all integers, or all floats."""
-    if any(isinstance(value, float) for value in values):
-        return [float(value) for value in values]
-    return [int(value) for value in values]
+    for value in values:
+        if isinstance(value, float):
+            return [float(each) for each in values]
+    return [int(each) for each in values]
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, float):
-        return value + 0.0 if math.isfinite(value) else UNDEFINED
-    return value if abs(value) <= INTEGER_LIMIT else UNDEFINED
-
-
-def _numeric_columns(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    """Columns of one type: all int64, or all float64."""
     for column in columns:
         if column.dtype == object:
             raise TypeError(f"'{sign}' needs numbers, but got {column.ravel()[0]!r}")
-    if any(column.dtype.kind == "f" for column in columns):
-        return [column.astype(np.float64, copy=False) for column in columns]
-    return [column.astype(np.int64, copy=False) for column in columns]
+    dtype = np.float64 if any(column.dtype.kind == "f" for column in columns) else np.int64
+    return [column.astype(dtype, copy=False) for column in columns]
+
+
+def _exactly(exact: Callable[..., Any]) -> Callable[..., Any]:
+    """The scalar form of what `exact` computes from numbers of one type."""
+
+    def scalar(*values: Value) -> Any:
+        try:
+            out = exact(*_alike(*values))
+        except (ArithmeticError, ValueError):
+            return UNDEFINED
+        if isinstance(out, float):
+            return out + 0.0 if math.isfinite(out) else UNDEFINED
+        return out if abs(out) <= INTEGER_LIMIT else UNDEFINED
+
+    return scalar
 
 
 def _finite(column: np.ndarray) -> Column:
@@ -132,8 +145,9 @@ def _largest(column: np.ndarray) -> int:
     return int(np.abs(column).max(initial=0))
 
 
-def _one_by_one(scalar: Callable[..., Any], a: np.ndarray, b: np.ndarray, dtype: type) -> Column:
-    """Every element by the scalar operator: slow and exact, for what numpy would round or wrap."""
+def _one_by_one(scalar: Callable[..., Any], a: np.ndarray, b: np.ndarray) -> Column:
+    """Every element by the scalar form: slow and exact, for what numpy would round or wrap."""
+    dtype = a.dtype
     a, b = np.broadcast_arrays(a, b)
     results = [scalar(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist())]
     bad = np.fromiter((each is UNDEFINED for each in results), bool, len(results)).reshape(a.shape)
@@ -141,89 +155,58 @@ def _one_by_one(scalar: Callable[..., Any], a: np.ndarray, b: np.ndarray, dtype:
     return values.reshape(a.shape), bad if bad.any() else None
 
 
-def _arithmetic(sign: str, exact: Callable[[Any, Any], Any], ufunc: np.ufunc) -> tuple[Any, Any]:
-    """Scalar and vector form of + - *; the vector form takes numpy's way wherever it cannot wrap."""
-
-    def scalar(a: Value, b: Value) -> Any:
-        return _number(exact(*_alike(a, b)))
+def _arithmetic(
+    sign: str,
+    precedence: int,
+    exact: Callable[..., Any],
+    ufunc: Callable[..., np.ndarray],
+    bounds: Callable[..., Interval],
+    reach: Callable[[int, int], int] | None = None,
+) -> Operator:
+    """An operator that numpy computes, too, where it cannot wrap: where its `reach`, given the largest
+    magnitudes of two integers, fits 64 bits; without one it always does."""
+    scalar = _exactly(exact)
 
     def vector(*columns: np.ndarray) -> Column:
-        a, b = _numeric_columns(sign, columns)
-        if a.dtype.kind == "f":
-            return _finite(ufunc(a, b))
-        reach = (_largest(a), _largest(b))
-        if (reach[0] * reach[1] if sign == "*" else sum(reach)) <= INTEGER_LIMIT:
-            return ufunc(a, b), None
-        return _one_by_one(scalar, a, b, np.int64)
+        columns = _numbers(sign, columns)
+        if columns[0].dtype.kind == "f":
+            return _finite(ufunc(*columns))
+        if reach is None or reach(*map(_largest, columns)) <= INTEGER_LIMIT:
+            return ufunc(*columns), None
+        return _one_by_one(scalar, *columns)
 
-    return scalar, vector
-
-
-def _divide_scalar(
-    exact: Callable[[Any, Any], Any], *, floats: bool = False
-) -> Callable[[Value, Value], Any]:
-    def scalar(a: Value, b: Value) -> Any:
-        a, b = _alike(a, b)
-        if b == 0:
-            return UNDEFINED
-        return _number(exact(float(a), float(b)) if floats else exact(a, b))
-
-    return scalar
+    return Operator(sign, precedence, "arithmetic", scalar, vector, bounds)
 
 
-def _divide_vector(sign: str, ufunc: np.ufunc, *, floats: bool = False) -> Callable[..., Column]:
+def _division(
+    sign: str, exact: Callable[[Any, Any], Any], ufunc: np.ufunc, *bounds: Callable[..., Interval]
+) -> Operator:
     def vector(*columns: np.ndarray) -> Column:
-        a, b = _numeric_columns(sign, columns)
-        if floats:
-            a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
+        a, b = _numbers(sign, columns)
         zero = b == 0
         bad = zero if zero.any() else None
-        if bad is not None:
-            b = np.where(zero, b.dtype.type(1), b)
-        out = ufunc(a, b)
+        out = ufunc(a, b if bad is None else np.where(zero, b.dtype.type(1), b))
         if out.dtype.kind == "f":
             out, infinite = _finite(out)
             bad = union(bad, infinite)
         return out, bad
 
-    return vector
+    return Operator(sign, 8, "arithmetic", _exactly(exact), vector, *bounds)
 
 
-def _power_scalar(a: Value, b: Value) -> Any:
-    a, b = _alike(a, b)
-    if isinstance(a, int):
-        if b < 0 or (abs(a) > 1 and b > 63):
-            return UNDEFINED
-        return _number(a**b)
-    try:
-        return _number(math.pow(a, b))
-    except (ValueError, OverflowError, ZeroDivisionError):
-        return UNDEFINED
+def _power(a: Any, b: Any) -> Any:
+    if isinstance(a, float):
+        return math.pow(a, b)
+    return math.inf if b < 0 or (abs(a) > 1 and b > 63) else a**b
 
 
-def _power_vector(*columns: np.ndarray) -> Column:
-    a, b = _numeric_columns("**", columns)
+def _power_columns(*columns: np.ndarray) -> Column:
+    a, b = _numbers("**", columns)
     if a.dtype.kind == "i" and b.size and b.min() >= 0:
         reach, most = _largest(a), _largest(b)
         if reach <= 1 or (most <= 63 and reach**most <= INTEGER_LIMIT):
             return np.power(a, b), None
-    return _one_by_one(_power_scalar, a, b, a.dtype.type)
-
-
-def _negate_vector(*columns: np.ndarray) -> Column:
-    (a,) = _numeric_columns("-", columns)
-    return (-a + 0.0 if a.dtype.kind == "f" else -a), None
-
-
-def _extreme(choose: Callable[..., Any], ufunc: np.ufunc) -> tuple[Any, Any]:
-    def vector(*columns: np.ndarray) -> Column:
-        columns = _numeric_columns(choose.__name__, columns)
-        out = columns[0]
-        for column in columns[1:]:
-            out = ufunc(out, column)
-        return out, None
-
-    return (lambda *values: choose(_alike(*values))), vector
+    return _one_by_one(_exactly(_power), a, b)
 
 
 # -- conditions ----------------------------------------------------------------------------------------------
@@ -237,23 +220,27 @@ def same(a: Value, b: Value) -> bool:
     return a == b
 
 
-def _equal_columns(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype == object or b.dtype == object:
         return np.asarray(np.equal(a.astype(object), b.astype(object)), bool)
     if a.dtype != b.dtype:
-        a, b = _numeric_columns("==", (a, b))
+        a, b = _numbers("==", (a, b))
     return a == b
 
 
-def _order(sign: str, ufunc: np.ufunc, exact: Callable[[Any, Any], bool]) -> tuple[Any, Any]:
-    def vector(*columns: np.ndarray) -> Column:
-        return ufunc(*_numeric_columns(sign, columns)), None
+def _order(sign: str, exact: Callable[[Any, Any], bool], ufunc: np.ufunc) -> Operator:
+    def bounds(a: Interval, b: Interval) -> Interval:
+        sides = ufunc(a[1], b[0]), ufunc(a[0], b[1])
+        return _flags(*(sides if sign[0] == "<" else sides[::-1]))
 
-    return (lambda a, b: exact(*_alike(a, b))), vector
-
-
-def _not_scalar(a: Value) -> Any:
-    return not a
+    return Operator(
+        sign,
+        COMPARISON,
+        "order",
+        lambda a, b: exact(*_alike(a, b)),
+        lambda *columns: (ufunc(*_numbers(sign, columns)), None),
+        bounds,
+    )
 
 
 # -- intervals -----------------------------------------------------------------------------------------------
@@ -261,16 +248,17 @@ def _not_scalar(a: Value) -> Any:
 
 def outward(low: Any, high: Any) -> Interval:
     """Widened by one step where floats no longer hold every integer; unknown where it is not a number."""
-    low, high = np.asarray(low, np.float64), np.asarray(high, np.float64)
-    if np.abs(low).max(initial=0) >= _EXACT or np.isnan(low).any():
-        low = np.where(
-            np.isnan(low), -np.inf, np.where(np.abs(low) >= _EXACT, np.nextafter(low, -np.inf), low)
-        )
-    if np.abs(high).max(initial=0) >= _EXACT or np.isnan(high).any():
-        high = np.where(
-            np.isnan(high), np.inf, np.where(np.abs(high) >= _EXACT, np.nextafter(high, np.inf), high)
-        )
-    return low, high
+    return _away(low, -np.inf), _away(high, np.inf)
+
+
+def _away(end: Any, far: float) -> Any:
+    if isinstance(end, int | float) and abs(end) < _EXACT:
+        return float(end)
+    end = np.asarray(end, np.float64)
+    if not np.abs(end).max(initial=0) < _EXACT:  # or NaN
+        moved = np.where(np.abs(end) >= _EXACT, np.nextafter(end, far), end)
+        end = np.where(np.isnan(end), far, moved)
+    return end
 
 
 def _corners(function: Callable[[Any, Any], Any], a: Interval, b: Interval) -> Interval:
@@ -290,19 +278,18 @@ def _excludes_zero(b: Interval) -> Any:
     return (np.asarray(b[0]) > 0) | (np.asarray(b[1]) < 0)
 
 
-def _divide_bounds(a: Interval, b: Interval, *, integral: bool = False) -> Interval:
+def _divide_bounds(a: Interval, b: Interval) -> Interval:
     return _only_where(_excludes_zero(b), _corners(np.true_divide, a, b))
 
 
-def _floor_bounds(a: Interval, b: Interval, *, integral: bool) -> Interval:
-    low, high = _divide_bounds(a, b)
-    slack = 0.0 if integral else 1.0  # Python's float // is not the floor of the rounded quotient
+def _floor_bounds(a: Interval, b: Interval, slack: float = 1.0) -> Interval:
+    low, high = _divide_bounds(a, b)  # Python's float // is not the floor of the rounded quotient
     return outward(np.floor(low) - slack, np.floor(high) + slack)
 
 
-def _modulo_bounds(a: Interval, b: Interval, *, integral: bool) -> Interval:
+def _modulo_bounds(a: Interval, b: Interval, gap: float = 0.0) -> Interval:
     positive = np.asarray(b[0]) > 0
-    high = np.asarray(b[1]) - (1.0 if integral else 0.0)
+    high = np.asarray(b[1]) - gap
     high = np.where(np.asarray(a[0]) >= 0, np.minimum(high, a[1]), high)
     low, high = _only_where(positive, outward(np.zeros_like(high), high))
     settled = (np.asarray(a[0]) == a[1]) & (np.asarray(b[0]) == b[1]) & _excludes_zero(b)
@@ -310,7 +297,7 @@ def _modulo_bounds(a: Interval, b: Interval, *, integral: bool) -> Interval:
     return np.where(settled, exact, low), np.where(settled, exact, high)
 
 
-def _power_bounds(a: Interval, b: Interval, *, integral: bool) -> Interval:
+def _power_bounds(a: Interval, b: Interval) -> Interval:
     low, high = _corners(np.power, a, b)
     low, high = low - np.abs(low) * 1e-12, high + np.abs(high) * 1e-12  # pow is not correctly rounded
     return _only_where((np.asarray(a[0]) >= 0) & (np.asarray(b[0]) >= 0), outward(low, high))
@@ -320,46 +307,21 @@ def _flags(low: Any, high: Any) -> Interval:
     return np.asarray(low, np.float64), np.asarray(high, np.float64)
 
 
-def _equal_bounds(a: Interval, b: Interval, *, integral: bool = False) -> Interval:
+def _equal_bounds(a: Interval, b: Interval) -> Interval:
     possible = (np.asarray(a[0]) <= b[1]) & (np.asarray(b[0]) <= a[1])
     certain = (np.asarray(a[0]) == a[1]) & (np.asarray(b[0]) == b[1]) & (np.asarray(a[0]) == b[0])
     return _flags(certain, possible)
 
 
-def _not_bounds(a: Interval, *, integral: bool = False) -> Interval:
+def _not_bounds(a: Interval) -> Interval:
     return 1.0 - np.asarray(a[1]), 1.0 - np.asarray(a[0])
 
 
-def _fold(function: Callable[[Any, Any], Any]) -> Callable[..., Interval]:
-    def bounds(*intervals: Interval, integral: bool = False) -> Interval:
-        low, high = intervals[0]
-        for other in intervals[1:]:
-            low, high = function(low, other[0]), function(high, other[1])
-        return low, high
-
-    return bounds
-
-
-def _less(a: Any, b: Any) -> Any:
-    return np.asarray(a) < b
-
-
-def _at_most(a: Any, b: Any) -> Any:
-    return np.asarray(a) <= b
+def _fold(ufunc: np.ufunc) -> Callable[..., Interval]:
+    return lambda *intervals: tuple(reduce(ufunc, ends) for ends in zip(*intervals))
 
 
 # -- the table -----------------------------------------------------------------------------------------------
-
-
-def _ignoring_kind(bounds: Callable[..., Interval]) -> Callable[..., Interval]:
-    return lambda *intervals, integral=False: bounds(*intervals)
-
-
-_add = _arithmetic("+", operator.add, np.add)
-_subtract = _arithmetic("-", operator.sub, np.subtract)
-_multiply = _arithmetic("*", operator.mul, np.multiply)
-_minimum = _extreme(min, np.minimum)
-_maximum = _extreme(max, np.maximum)
 
 # Precedences are Python's: or 1, and 2, not 3, comparisons 4, | 5, & 6, + - 7, * / // % 8, unary 9, ** 10.
 COMPARISON, UNARY, POWER, ATOM = 4, 9, 10, 11
@@ -370,84 +332,46 @@ OPERATORS: Final[dict[str, Operator]] = {
         Operator("|", 5, "logic", None, None, _fold(np.maximum)),  # three-valued: see expression.py
         Operator("&", 6, "logic", None, None, _fold(np.minimum)),
         Operator(
-            "~", UNARY, "logic", _not_scalar, lambda a: (~a.astype(bool, copy=False), None), _not_bounds
+            "~", UNARY, "logic", operator.not_, lambda a: (~a.astype(bool, copy=False), None), _not_bounds
         ),
-        Operator(
-            "<",
-            4,
-            "order",
-            *_order("<", np.less, operator.lt),
-            _ignoring_kind(lambda a, b: _flags(_less(a[1], b[0]), _less(a[0], b[1]))),
-        ),
-        Operator(
-            "<=",
-            4,
-            "order",
-            *_order("<=", np.less_equal, operator.le),
-            _ignoring_kind(lambda a, b: _flags(_at_most(a[1], b[0]), _at_most(a[0], b[1]))),
-        ),
-        Operator(
-            ">",
-            4,
-            "order",
-            *_order(">", np.greater, operator.gt),
-            _ignoring_kind(lambda a, b: _flags(_less(b[1], a[0]), _less(b[0], a[1]))),
-        ),
-        Operator(
-            ">=",
-            4,
-            "order",
-            *_order(">=", np.greater_equal, operator.ge),
-            _ignoring_kind(lambda a, b: _flags(_at_most(b[1], a[0]), _at_most(b[0], a[1]))),
-        ),
-        Operator("==", 4, "equality", same, lambda a, b: (_equal_columns(a, b), None), _equal_bounds),
+        _order("<", operator.lt, np.less),
+        _order("<=", operator.le, np.less_equal),
+        _order(">", operator.gt, np.greater),
+        _order(">=", operator.ge, np.greater_equal),
+        Operator("==", COMPARISON, "equality", same, lambda a, b: (_equal(a, b), None), _equal_bounds),
         Operator(
             "!=",
-            4,
+            COMPARISON,
             "equality",
             lambda a, b: not same(a, b),
-            lambda a, b: (~_equal_columns(a, b), None),
-            _ignoring_kind(lambda a, b: _not_bounds(_equal_bounds(a, b))),
-        ),
-        Operator("+", 7, "arithmetic", *_add, _ignoring_kind(lambda a, b: outward(a[0] + b[0], a[1] + b[1]))),
-        Operator(
-            "-", 7, "arithmetic", *_subtract, _ignoring_kind(lambda a, b: outward(a[0] - b[1], a[1] - b[0]))
-        ),
-        Operator("*", 8, "arithmetic", *_multiply, _ignoring_kind(lambda a, b: _corners(np.multiply, a, b))),
-        Operator(
-            "/",
-            8,
-            "arithmetic",
-            _divide_scalar(operator.truediv, floats=True),
-            _divide_vector("/", np.true_divide, floats=True),
-            _divide_bounds,
+            lambda a, b: (~_equal(a, b), None),
+            lambda a, b: _not_bounds(_equal_bounds(a, b)),
         ),
         Operator(
-            "//",
-            8,
-            "arithmetic",
-            _divide_scalar(operator.floordiv),
-            _divide_vector("//", np.floor_divide),
-            _floor_bounds,
+            "in",
+            COMPARISON,
+            "membership",
+            lambda a, *values: any(same(a, each) for each in values),
+            lambda a, *values: (reduce(np.logical_or, (_equal(a, each) for each in values)), None),
+            lambda a, *values: _fold(np.maximum)(*(_equal_bounds(a, each) for each in values)),
         ),
-        Operator(
-            "%",
-            8,
-            "arithmetic",
-            _divide_scalar(operator.mod),
-            _divide_vector("%", np.remainder),
-            _modulo_bounds,
+        _arithmetic(
+            "+", 7, operator.add, np.add, lambda a, b: outward(a[0] + b[0], a[1] + b[1]), operator.add
         ),
-        Operator("**", POWER, "arithmetic", _power_scalar, _power_vector, _power_bounds),
-        Operator(
-            "neg",
-            UNARY,
-            "arithmetic",
-            lambda a: _number(-_alike(a)[0]),
-            _negate_vector,
-            _ignoring_kind(lambda a: (-np.asarray(a[1]), -np.asarray(a[0]))),
+        _arithmetic(
+            "-", 7, operator.sub, np.subtract, lambda a, b: outward(a[0] - b[1], a[1] - b[0]), operator.add
         ),
-        Operator("min", ATOM, "arithmetic", *_minimum, _fold(np.minimum)),
-        Operator("max", ATOM, "arithmetic", *_maximum, _fold(np.maximum)),
+        _arithmetic(
+            "*", 8, operator.mul, np.multiply, lambda a, b: _corners(np.multiply, a, b), operator.mul
+        ),
+        _division("/", lambda a, b: float(a) / float(b), np.true_divide, _divide_bounds),
+        _division("//", operator.floordiv, np.floor_divide, _floor_bounds, partial(_floor_bounds, slack=0.0)),
+        _division("%", operator.mod, np.remainder, _modulo_bounds, partial(_modulo_bounds, gap=1.0)),
+        Operator("**", POWER, "arithmetic", _exactly(_power), _power_columns, _power_bounds),
+        _arithmetic(
+            "neg", UNARY, operator.neg, np.negative, lambda a: (-np.asarray(a[1]), -np.asarray(a[0]))
+        ),
+        _arithmetic("min", ATOM, min, lambda *columns: reduce(np.minimum, columns), _fold(np.minimum)),
+        _arithmetic("max", ATOM, max, lambda *columns: reduce(np.maximum, columns), _fold(np.maximum)),
     ]
 }

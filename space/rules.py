@@ -1,15 +1,17 @@
 """Rules of a space: an expression, or any callable that names knobs as its parameters."""
 
+import ast
 import inspect
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..errors import SpaceError, unknown
 from .expression import Expression
 from .grammar import parse
 from .operators import UNDEFINED
-from .source import lambda_body
 from .values import FLAG, Value, article, plain
 
 
@@ -44,7 +46,7 @@ class Predicate:
                 )
         self.names: tuple[str, ...] = ()
         """The knobs it takes, in the order of its parameters; set by `bind`."""
-        self.body = lambda_body(function)
+        self.body = _lambda_body(function)
         """What a lambda returns, as its source writes it; None where there is none to be had."""
         listed = ", ".join(each.name for each in self.parameters)
         self.text = f"{_named(function)}({listed})" if self.body is None else f"lambda {listed}: {self.body}"
@@ -100,6 +102,46 @@ class Predicate:
 
     def __repr__(self) -> str:
         return f"Predicate({self.text!r})"
+
+
+def _named(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return "the lambda" if name.endswith("<lambda>") else name.rsplit(".", 1)[-1]
+
+
+def _lambda_body(function: Callable[..., Any]) -> str | None:
+    """The expression that a lambda returns, as written; None for any other callable, or without a source."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != "<lambda>":
+        return None
+    source = "".join(linecache.getlines(code.co_filename, getattr(function, "__globals__", None)))
+    spans = [span for span in code.co_positions() if None not in span]
+    spans = [(span[0], span[2], span[1], span[3]) for span in spans]  # start and end as (line, column) pairs
+    spans = [span for span in spans if span[:2] != span[2:]]
+    if not source or not spans:
+        return None
+    start, end = min(span[:2] for span in spans), max(span[2:] for span in spans)
+    around = [
+        body
+        for first, body in _lambdas(source)
+        if first == code.co_firstlineno
+        and (body.lineno, body.col_offset) <= start
+        and end <= (body.end_lineno, body.end_col_offset)
+    ]
+    if not around:
+        return None
+    innermost = max(around, key=lambda body: (body.lineno, body.col_offset))
+    return " ".join(ast.get_source_segment(source, innermost).split())
+
+
+@lru_cache(maxsize=4)
+def _lambdas(source: str) -> list[tuple[int, Any]]:
+    """Line and body of every lambda of a file. The source is parsed, as Python did before, not run."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    return [(node.lineno, node.body) for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
 
 
 Rule = Expression | Predicate
@@ -210,8 +252,3 @@ class Constraint:
 
     def __str__(self) -> str:
         return f"`{self.text}`" + (f" ({self.reason})" if self.reason else "")
-
-
-def _named(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return "the lambda" if name.endswith("<lambda>") else name.rsplit(".", 1)[-1]

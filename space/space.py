@@ -13,17 +13,14 @@ import numpy as np
 
 from ..errors import SpaceError, unknown
 from .config import Config
-from .consistency import check_alone, emptied_by
-from .description import describe
-from .document import read_dict, write_dict
-from .explanation import Point, resolve
+from .document import read_dict, read_yaml, write_dict, write_yaml
+from .explanation import Point, check_alone, describe, emptied_by, resolve
 from .expression import Expression
 from .knob import DerivedKnob, Knob, integer_values
 from .rules import Constraint, RuleError, holds, read_condition, read_rule
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
-from .yaml_file import read_yaml, write_yaml
 
 
 class Space:
@@ -46,9 +43,8 @@ class Space:
     """
 
     def __init__(self) -> None:
-        self._chosen: dict[str, Knob] = {}
-        self._derived: dict[str, DerivedKnob] = {}
-        self._all: dict[str, Knob] = {}  # as declared: each after those it depends on
+        self._knobs: dict[str, Knob] = {}  # as declared: each after those it depends on
+        self._derived: list[str] = []  # in the order in which they are listed
         self._constraints: list[Constraint] = []
         self._valid: ValidSet | None = None
         # Choices that were valid when last looked: they answer most checks.
@@ -81,7 +77,7 @@ class Space:
         Raises:
             SpaceError: the name is taken, or the values are none, mixed, or listed twice.
         """
-        rule = None if when is None else read_condition(when, f"when= of knob '{name}'", self._all)
+        rule = None if when is None else read_condition(when, f"when= of knob '{name}'", self._knobs)
         options = {"default": default, "when": rule, "help": help, "others": others}
         return self._declare(Knob(name, values, monotone_memory=monotone_memory, **options))
 
@@ -105,15 +101,8 @@ class Space:
             SpaceError: the name is taken, or the bounds leave no value.
         """
         values = integer_values(name, low, high, step, powers_of_two)
-        return self.choice(
-            name,
-            values,
-            default=default,
-            when=when,
-            help=help,
-            others=others,
-            monotone_memory=monotone_memory,
-        )
+        options = {"default": default, "when": when, "help": help, "others": others}
+        return self.choice(name, values, monotone_memory=monotone_memory, **options)
 
     def flag(
         self, name: str, *, default: bool = False, when: Any = None, help: str = "", monotone_memory: int = 0
@@ -135,7 +124,7 @@ class Space:
         Raises:
             SpaceError: the name is taken, the rule names an unknown knob, or no configuration is left.
         """
-        resolved = read_rule(rule, f"the rule of derived knob '{name}'", self._all)
+        resolved = read_rule(rule, f"the rule of derived knob '{name}'", self._knobs)
         knob = DerivedKnob(name, resolved, help)
         with self._change(f"derived knob '{name}' = `{resolved.text}` has no value in any configuration"):
             self._declare(knob)
@@ -152,7 +141,7 @@ class Space:
         Raises:
             SpaceError: the rule names an unknown knob, can never hold, or leaves no configuration.
         """
-        self._require(Constraint(read_condition(rule, "a constraint", self._all), str(reason)))
+        self._require(Constraint(read_condition(rule, "a constraint", self._knobs), str(reason)))
 
     def fix(self, name: str, value: Any) -> None:
         """Leaves a knob one value. It need not be a declared one, if it is of the same kind. For a derived
@@ -192,11 +181,8 @@ class Space:
     def copy(self) -> "Space":
         """A space that can be changed without changing this one."""
         out = Space()
-        out._chosen = {name: copy.copy(knob) for name, knob in self._chosen.items()}
-        out._derived = {name: copy.copy(knob) for name, knob in self._derived.items()}
-        out._all = {
-            name: out._chosen[name] if name in out._chosen else out._derived[name] for name in self._all
-        }
+        out._knobs = {name: copy.copy(knob) for name, knob in self._knobs.items()}
+        out._derived = list(self._derived)
         out._constraints = list(self._constraints)
         out._witness = self._witness
         return out
@@ -206,12 +192,12 @@ class Space:
     @property
     def knobs(self) -> tuple[Knob, ...]:
         """The knobs to choose, in the order of declaration, then the derived ones in theirs."""
-        return (*self._chosen.values(), *self._derived.values())
+        return (*self._chosen, *(self._knobs[name] for name in self._derived))
 
     @property
     def free(self) -> tuple[Knob, ...]:
         """The knobs that have more than one value to choose from."""
-        return tuple(knob for knob in self._chosen.values() if len(knob.values) > 1)
+        return tuple(knob for knob in self._chosen if len(knob.values) > 1)
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
@@ -221,16 +207,16 @@ class Space:
     @property
     def by_name(self) -> Mapping[str, Knob]:
         """Knobs by name, each after those it depends on."""
-        return self._all
+        return self._knobs
 
     def __getitem__(self, name: str) -> Knob:
         if isinstance(name, int | np.integer):
             raise SpaceError(
                 f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})"
             )
-        if not isinstance(name, str) or name not in self._all:
-            raise SpaceError(unknown("knob", name, self._all))
-        return self._all[name]
+        if not isinstance(name, str) or name not in self._knobs:
+            raise SpaceError(unknown("knob", name, self._knobs))
+        return self._knobs[name]
 
     # -- the valid set ---------------------------------------------------------------------------------------
 
@@ -252,7 +238,7 @@ class Space:
     @property
     def combinations(self) -> int:
         """How many combinations the knobs' values have, before any rule."""
-        return prod(len(knob.values) for knob in self._chosen.values())
+        return prod(len(knob.values) for knob in self._chosen)
 
     def __len__(self) -> int:
         size = self._set().size
@@ -290,11 +276,8 @@ class Space:
         point = self._resolve(_mapping(config))
         if point.problems:
             raise SpaceError(f"not in the space: {'; '.join(point.problems)}")
-        codes = {
-            name: -1 if name in point.absent else knob.code(point.values[name])
-            for name, knob in self._chosen.items()
-        }
-        return self._set().index(codes)
+        present = [knob for knob in self._chosen if knob.name not in point.absent]
+        return self._set().index({knob.name: knob.code(point.values[knob.name]) for knob in present})
 
     def __contains__(self, config: object) -> bool:
         return isinstance(config, Mapping) and not self._resolve(config, first=True).problems
@@ -320,8 +303,7 @@ class Space:
         point = self._resolve({}, complete=True)
         if not point.problems:
             return self._config(point.values)
-        wanted = {name: knob.code(knob.default) for name, knob in self._chosen.items()}
-        return self._set().nearest(wanted)
+        return self._set().nearest({knob.name: knob.code(knob.default) for knob in self._chosen})
 
     def sample(self, count: int, seed: int = 0) -> list[Config]:
         """Up to `count` different configurations in random order; fewer only where there are not as many.
@@ -361,7 +343,7 @@ class Space:
         Raises:
             SpaceError: a rule is a callable that no text stands for.
         """
-        return write_dict(self._all, self.knobs, self._constraints, describe_callables=describe_callables)
+        return write_dict(self._knobs, self.knobs, self._constraints, describe_callables=describe_callables)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Space":
@@ -370,7 +352,9 @@ class Space:
         Raises:
             SpaceError: a wrong shape or an invalid space; the message says at which entry.
         """
-        return read_dict(cls(), data)
+        space = cls()
+        read_dict(space, data)
+        return space
 
     def to_yaml(self, path: str | PathLike[str]) -> None:
         """Writes the space to a file that people can read and change.
@@ -405,7 +389,9 @@ class Space:
             SpaceError: not readable, not YAML, a wrong shape, a text outside the grammar, or an invalid
                 space; the message says in which file, line and column.
         """
-        return read_yaml(cls(), path)
+        space = cls()
+        read_yaml(space, path)
+        return space
 
     def describe(self) -> str:
         """Knobs, derived knobs, constraints and sizes, for people."""
@@ -413,39 +399,43 @@ class Space:
         return describe(self.knobs, self._constraints, size, self.combinations)
 
     def __repr__(self) -> str:
-        derived, constraints = len(self._derived), len(self._constraints)
-        return f"Space({', '.join(self._chosen)}; {derived} derived, {constraints} constraints)"
+        chosen = ", ".join(knob.name for knob in self._chosen)
+        return f"Space({chosen}; {len(self._derived)} derived, {len(self._constraints)} constraints)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_valid": None}  # is found again where it is needed
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    @property
+    def _chosen(self) -> list[Knob]:
+        return [knob for knob in self._knobs.values() if not knob.derived]
+
     def _set(self) -> ValidSet:
         if self._valid is None:
             self._valid = ValidSet(Structure(self.by_name, self._constraints))
         if self._valid.enumerable and self._valid.size == 0:
-            raise SpaceError(emptied_by(self._all, self._constraints, "no configuration is left"))
+            raise SpaceError(emptied_by(self._knobs, self._constraints, "no configuration is left"))
         return self._valid
 
     def _resolve(self, given: Mapping[str, Any], *, complete: bool = False, first: bool = False) -> Point:
-        return resolve(self._all, self._constraints, given, complete=complete, first=first)
+        return resolve(self._knobs, self._constraints, given, complete=complete, first=first)
 
     def arrange(self, derived: Sequence[str]) -> None:
         """Lists the derived knobs in this order of their names; nothing else depends on it."""
-        self._derived = {name: self._derived[name] for name in derived}
+        self._derived = list(derived)
 
     def _config(self, values: Mapping[str, Any]) -> Config:
         return Config({knob.name: values[knob.name] for knob in self.knobs if knob.name in values})
 
     def _declare(self, knob: Knob) -> Knob:
-        if knob.name in self._all:
+        if knob.name in self._knobs:
             raise SpaceError(
                 f"knob '{knob.name}' is declared already: {self[knob.name]!r}; use override() to change it"
             )
-        target = self._derived if isinstance(knob, DerivedKnob) else self._chosen
-        target[knob.name] = knob
-        self._all[knob.name] = knob
+        self._knobs[knob.name] = knob
+        if knob.derived:
+            self._derived.append(knob.name)
         self._valid = None
         return knob
 
@@ -453,23 +443,26 @@ class Space:
         others = [
             each for each in self._constraints if not constraint.origin or each.origin != constraint.origin
         ]
-        if not self._witnessed(constraint):
-            check_alone(self._all, constraint)
+        if self._witnessed(constraint):
+            self._constraints, self._valid = [*others, constraint], None
+            return
+        check_alone(self._knobs, constraint)
         with self._change(f"constraint {constraint} leaves no valid configuration"):
             self._constraints = [*others, constraint]
 
     def _witnessed(self, constraint: Constraint) -> bool:
-        """Whether the witness obeys a constraint, and has all its knobs."""
+        """Whether the witness is valid, obeys a constraint, and has all its knobs."""
         try:
-            values = self._resolve(self._witness, complete=True).values
-            return values.keys() >= set(constraint.names) and holds(constraint.rule, values)
+            point = self._resolve(self._witness, complete=True, first=True)
+            here = not point.problems and point.values.keys() >= set(constraint.names)
+            return here and holds(constraint.rule, point.values)
         except RuleError:
             return False
 
     @contextmanager
     def _change(self, emptied: str) -> Iterator[None]:
         """Undoes what is done inside where it is refused or leaves no configuration."""
-        before = (dict(self._chosen), dict(self._derived), dict(self._all), list(self._constraints))
+        before = dict(self._knobs), list(self._derived), list(self._constraints)
         try:
             yield
             self._valid = None
@@ -477,12 +470,12 @@ class Space:
                 valid = ValidSet(Structure(self.by_name, self._constraints))
                 found = valid.witness()
                 if found is None:
-                    raise SpaceError(emptied_by(self._all, self._constraints, emptied))
+                    raise SpaceError(emptied_by(self._knobs, self._constraints, emptied))
                 self._valid = valid
                 if isinstance(found, Config):
-                    self._witness = {name: value for name, value in found.items() if name in self._chosen}
+                    self._witness = {n: value for n, value in found.items() if not self._knobs[n].derived}
         except BaseException:
-            self._chosen, self._derived, self._all, self._constraints = before
+            self._knobs, self._derived, self._constraints = before
             self._valid = None
             raise
 

@@ -1,7 +1,11 @@
-"""How the rules of a space hang together: what depends on what, and which knobs can be enumerated apart."""
+"""How the rules of a space hang together: what depends on what, and which knobs can be enumerated apart.
+
+And the order in which the knobs of a component are joined, so that the rules bind early.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -38,6 +42,13 @@ class Check:
         """Whether all knobs but one settle the last."""
         return isinstance(self.rule, Operation) and self.rule.operator.sign == "=="
 
+    @property
+    def computes(self) -> str | None:
+        """The derived knob that gets its value here, by a callable."""
+        if isinstance(self.label, DerivedKnob) and isinstance(self.rule, Predicate):
+            return self.label.name
+        return None
+
 
 class Structure:
     """The rules of a space, resolved.
@@ -48,15 +59,11 @@ class Structure:
     Args:
         knobs: every knob by name, each after those it depends on.
         constraints: the constraints, in order.
-        strict: a constraint fails where one of its knobs is absent, instead of not applying.
     """
 
-    def __init__(
-        self, knobs: Mapping[str, Knob], constraints: Sequence[Constraint], *, strict: bool = False
-    ) -> None:
+    def __init__(self, knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> None:
         self.knobs = dict(knobs)
         self.constraints = tuple(constraints)
-        self.strict = strict
         self.fixed: dict[str, Value] = {}
         """Values that no choice changes."""
         self.bases: dict[str, frozenset[str]] = {}
@@ -93,21 +100,13 @@ class Structure:
         return frozenset().union(*(self.bases[name] for name in names))
 
     def conditionals_of(self, names: Iterable[str]) -> frozenset[str]:
-        """The knobs whose absence makes one of `names` absent."""
+        """The knobs whose absence makes one of `names` absent; a conditional one's own makes it so."""
         return frozenset().union(*(self._conditionals[name] for name in names))
 
     def needs(self, name: str) -> frozenset[str]:
         """The knobs to be chosen before it is known whether `name` is present."""
         when = self.knobs[name].when
         return self.bases_of(when.names) if when is not None else frozenset()
-
-    def absent_where(self, name: str) -> frozenset[str]:
-        """The knobs whose absence makes `name` absent; itself, where it is conditional."""
-        return self._conditionals[name]
-
-    def opaque(self, names: Iterable[str]) -> bool:
-        """Whether a Python function has a part in the value of one of `names`."""
-        return not self._opaque.isdisjoint(names)
 
     def _settle(self) -> None:
         """Derives what follows from constants alone, and checks what they alone decide."""
@@ -157,7 +156,7 @@ class Structure:
             rule=rule,
             bases=self.bases_of(rule.names) | self.conditionals_of(names),
             conditionals=self.conditionals_of(names),
-            opaque=isinstance(rule, Predicate) or self.opaque(rule.names),
+            opaque=isinstance(rule, Predicate) or not self._opaque.isdisjoint(rule.names),
             factors=factors,
             total=total,
         )
@@ -176,7 +175,7 @@ class Structure:
             if isinstance(node, DerivedKnob):
                 return isinstance(node.rule, Predicate) or defined(node.rule)
             if not isinstance(node, Operation):
-                return not hasattr(node, "subject") or defined(node.subject)
+                return True
             if not all(defined(each) for each in node.arguments):
                 return False
             if node.operator.family != "arithmetic":
@@ -206,6 +205,19 @@ class Structure:
         for name in self.variables:
             found.setdefault(root(name), []).append(name)
         return tuple(tuple(names) for names in found.values())
+
+
+def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]:
+    """The knobs named, and those that they are derived from or conditional on, in the order of `knobs`."""
+    found: set[str] = set()
+    rest = list(names)
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            knob = knobs[name]
+            rest += knob.rule.names if knob.derived else knob.when.names if knob.when is not None else ()
+    return {name: knob for name, knob in knobs.items() if name in found}
 
 
 class Lookup:
@@ -265,6 +277,84 @@ class Ranges:
             return knob.rule.bounds(self) if isinstance(knob.rule, Expression) else UNKNOWN
         values, _ = self.lookup(name)
         return UNKNOWN if values.dtype == object else outward(values, values)
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One join."""
+
+    name: str
+    """The knob that is joined."""
+    open: frozenset[str]
+    """The component's knobs that are still to be joined after it."""
+    complete: tuple[Check, ...]
+    """Checks by expressions whose knobs are all joined from here on."""
+    partial: tuple[Check, ...]
+    """Checks by expressions over this knob and some that are still open."""
+    opaque: tuple[Check, ...]
+    """Checks with a Python function in them whose knobs are all joined from here on, in order."""
+
+
+def plan(
+    structure: Structure, names: Sequence[str], checks: Sequence[Check], sizes: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """The joins of a component, so ordered that the rules bind early.
+
+    Always next is the smallest knob of the rule that is cheapest to complete: whose open knobs have the
+    fewest combinations, where an equation leaves its largest knob no choice. A knob's condition comes first.
+    """
+    place = {name: at for at, name in enumerate(names)}
+    joined: set[str] = set()
+    steps = []
+    while len(joined) < len(names):
+        name = _next(structure, place, checks, sizes, joined)
+        joined.add(name)
+        touched = [check for check in checks if name in check.bases]
+        opaque = tuple(check for check in touched if check.opaque and check.bases <= joined)
+        plain = [check for check in touched if not check.opaque]
+        # Those about this knob alone have chosen its values beforehand.
+        complete = tuple(check for check in plain if check.bases <= joined and check.bases != {name})
+        partial = tuple(
+            check for check in plain if not check.bases <= joined and check.conditionals <= joined
+        )
+        steps.append(Step(name, frozenset(place) - joined, complete, partial, opaque))
+    return tuple(steps)
+
+
+def _next(
+    structure: Structure,
+    place: Mapping[str, int],
+    checks: Sequence[Check],
+    sizes: Mapping[str, int],
+    joined: set[str],
+) -> str:
+    groups = []
+    for check in checks:
+        left = _with_conditions(structure, check.bases - joined, joined)
+        if left:
+            cost = prod(max(1, sizes[name]) for name in left)
+            if check.equation and len(left) > 1:
+                cost //= max(1, max(sizes[name] for name in left))
+            groups.append((cost, len(left), min(place[name] for name in left), left))
+    candidates = min(groups, key=lambda group: group[:3])[3] if groups else frozenset(place) - joined
+    ready = [name for name in candidates if structure.needs(name) <= joined]
+    return min(ready, key=lambda name: (sizes[name] if groups else 0, place[name]))
+
+
+def _with_conditions(structure: Structure, names: frozenset[str], joined: set[str]) -> frozenset[str]:
+    """The knobs with those that their conditions mention, and theirs."""
+    out = set(names)
+    while True:
+        more = frozenset().union(*(structure.needs(name) for name in out)) - joined - out
+        if not more:
+            return frozenset(out)
+        out |= more
+
+
+# -- parts of rules ------------------------------------------------------------------------------------------
 
 
 def _conjuncts(rule: Any) -> list[Any]:

@@ -7,20 +7,19 @@ So its size may be astronomic as long as each component can be listed.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import compress
 from math import prod
 
 import numpy as np
 
 from ..errors import SpaceError
 from .config import Config, configs
-from .enumeration import MAX_ROWS, Component, Table, TooLarge
-from .knob import Knob
+from .enumeration import MAX_ROWS, Component, Table, TooLarge, objects
 from .structure import Lookup, Structure
 from .values import Value
 
 _BATCH = 4096
 _BEAM = 4096
-_ABSENT = object()
 
 
 class ValidSet:
@@ -29,6 +28,9 @@ class ValidSet:
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.components = [Component(structure, names) for names in structure.components]
+        self._owners = {name: each for each in self.components for name in (*each.names, *each.interned)}
+        knobs = structure.knobs.values()  # in a configuration, what is chosen comes first
+        self._names = [knob.name for knob in sorted(knobs, key=lambda knob: knob.derived)]
         self._tables: list[Table | TooLarge | None] = [None] * len(self.components)
 
     def table(self, at: int) -> Table:
@@ -89,7 +91,7 @@ class ValidSet:
 
     def _inhabited(self, at: int) -> Table | TooLarge:
         listed = self._tables[at]
-        if not isinstance(listed, Table):
+        if not isinstance(listed, Table) and len(self.components[at].names) > 1:
             # A few random partial choices that can be completed answer it at once.
             drawn = self.components[at].draw(np.random.default_rng(0), 64)
             if drawn.rows:
@@ -114,14 +116,14 @@ class ValidSet:
             yield from self.at(range(start, min(start + _BATCH, size)))
 
     def index(self, codes: dict[str, int]) -> int:
-        """The index of the configuration with these codes, which must be valid."""
+        """The index of the configuration with these codes, which must be valid; knobs left out are absent."""
         out = 0
         for at, component in enumerate(self.components):
             table = self.table(at)
             low, high = 0, table.rows
             for name in component.names:
                 column = table.codes[name][low:high]
-                code = column.dtype.type(codes[name])
+                code = column.dtype.type(codes.get(name, -1))
                 low, high = low + np.searchsorted(column, code), low + np.searchsorted(column, code, "right")
             out = out * table.rows + int(low)
         return out
@@ -160,53 +162,41 @@ class ValidSet:
 
     def configs(self, tables: Sequence[Table], count: int) -> list[Config]:
         """The configurations whose choices stand in the rows of the tables, `count` rows each."""
-        owners: dict[str, tuple[Component, np.ndarray]] = {}
-        for component, table in zip(self.components, tables):
-            owners.update((name, (component, codes)) for name, codes in table.codes.items())
-        absent = {name for name, (_, codes) in owners.items() if (codes < 0).any()}
-
-        def load(name: str) -> np.ndarray | None:
-            if name not in owners:
-                return None
-            component, codes = owners[name]
-            return component.values(name, codes)
-
-        lookup = Lookup(self.structure, load)
-        names = _ordered(self.structure.knobs.values())
-        with np.errstate(all="ignore"):
-            columns = [self._objects(name, owners, lookup, count) for name in names]
-        rows = zip(*columns) if columns else [()] * count
-        if not absent:
-            return configs(names, rows)
-        # Configurations that lack the same knobs are made together; `places` puts them back in order.
-        missing = np.stack([np.fromiter((v is _ABSENT for v in column), bool, count) for column in columns])
-        patterns, which = np.unique(missing, axis=1, return_inverse=True)
+        codes = {name: column for table in tables for name, column in table.codes.items()}
+        lacking = [name for name in self.structure.variables if (codes[name] < 0).any()]
+        if not lacking:
+            return self._made(codes, frozenset(), count)
+        # Configurations that lack the same knobs are made together, and put back in order.
+        masks = np.stack([codes[name] < 0 for name in lacking])
+        patterns, which = np.unique(masks, axis=1, return_inverse=True)
         out: list[Config] = [None] * count  # type: ignore[list-item]
         for at, pattern in enumerate(patterns.T):
-            here = [name for name, lacks in zip(names, pattern) if not lacks]
-            kept = [column for column, lacks in zip(columns, pattern) if not lacks]
-            places = np.flatnonzero(which.ravel() == at).tolist()
-            made = configs(here, zip(*([column[i] for i in places] for column in kept))) if kept else []
-            for place, config in zip(places, made or configs([], [()] * len(places))):
+            places = np.flatnonzero(which.ravel() == at)
+            here = {name: column[places] for name, column in codes.items()}
+            absent = frozenset(compress(lacking, pattern))
+            for place, config in zip(places.tolist(), self._made(here, absent, len(places))):
                 out[place] = config
         return out
 
-    def _objects(
-        self, name: str, owners: dict[str, tuple[Component, np.ndarray]], lookup: Lookup, count: int
-    ) -> list[Value]:
-        if name in self.structure.fixed:
-            return [self.structure.fixed[name]] * count
-        if name in owners:
-            component, codes = owners[name]
-            values = np.empty(len(component.python_values(name)) + 1, object)
-            values[:] = [*component.python_values(name), _ABSENT]  # what code -1 picks
-            return values[codes].tolist()
-        values = np.broadcast_to(lookup(name)[0], (count,)).tolist()
-        for each in self.structure.absent_where(name):
-            codes = owners[each][1]
-            if (codes < 0).any():
-                values = [_ABSENT if code < 0 else value for value, code in zip(values, codes.tolist())]
-        return values
+    def _made(self, codes: dict[str, np.ndarray], absent: frozenset[str], count: int) -> list[Config]:
+        """The configurations with these codes, which all lack the knobs `absent` and what depends on them."""
+        structure = self.structure
+
+        def load(name: str) -> np.ndarray | None:
+            return self._owners[name].values(name, codes[name]) if name in codes else None
+
+        lookup = Lookup(structure, load)
+        names = [name for name in self._names if absent.isdisjoint(structure.conditionals_of([name]))]
+        columns: list[list[Value]] = []
+        with np.errstate(all="ignore"):
+            for name in names:
+                if name in structure.fixed:
+                    columns.append([structure.fixed[name]] * count)
+                elif name in codes:
+                    columns.append(objects(self._owners[name].python_values(name))[codes[name]].tolist())
+                else:
+                    columns.append(np.broadcast_to(lookup(name)[0], (count,)).tolist())
+        return configs(names, zip(*columns) if columns else [()] * count)
 
     # -- samples ---------------------------------------------------------------------------------------------
 
@@ -288,9 +278,3 @@ class ValidSet:
             return out
 
         return distance
-
-
-def _ordered(knobs: Sequence[Knob]) -> list[str]:
-    """Names of the chosen knobs, then of the derived ones."""
-    knobs = list(knobs)
-    return [each.name for each in knobs if not each.derived] + [each.name for each in knobs if each.derived]

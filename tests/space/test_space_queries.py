@@ -276,6 +276,16 @@ def test_a_space_too_tight_for_random_search_says_so(monkeypatch):
         assert all(config in space for config in picked)
 
 
+def test_a_constraint_that_empties_a_space_of_which_no_point_is_known_is_refused(monkeypatch):
+    space = Space()
+    knobs = [space.integer(f"k{at}", 0, 9) for at in range(6)]
+    monkeypatch.setattr(enumeration, "MAX_ROWS", 40)
+    weights = [1, 7, 31, 113, 411, 1301]
+    space.require(sum(knob * weight for knob, weight in zip(knobs, weights)) % 4999 == 17)
+    with pytest.raises(SpaceError, match="leaves no valid configuration"):
+        space.require(sum(knobs) == 0)
+
+
 def test_columns_are_the_enumeration_in_codes(space):
     columns = space.columns()
     assert list(columns) == [knob.name for knob in space.free] == ["tp", "pp", "ratio", "precision", "fusion"]

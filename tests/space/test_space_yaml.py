@@ -5,7 +5,7 @@ import re
 import textwrap
 
 import pytest
-from redline.errors import SpaceError
+from redline.errors import SpaceError, UsageError
 from redline.space import Space
 
 TP = "knobs:\n- {name: tp, values: [1, 2]}\n"
@@ -311,6 +311,14 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
     space.choice("tp", [1])
     with pytest.raises(SpaceError, match="cannot write the space to"):
         space.to_yaml(tmp_path / "nowhere" / "space.yaml")
+    with pytest.raises(SpaceError, match="cannot write the space to"):
+        space.to_yaml(tmp_path / "binary.yaml" / "space.yaml")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SpaceError, match="cannot write the space to"):
+        space.to_yaml(tmp_path / "folder")
+    with pytest.raises(UsageError, match="holds a NUL character"):
+        space.to_yaml("space\0.yaml")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["binary.yaml", "control.yaml", "folder"]
 
 
 def test_a_file_is_replaced_whole_and_readable_by_others(tmp_path):
