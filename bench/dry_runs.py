@@ -37,11 +37,11 @@ def main() -> None:
     options = parser.parse_args()
 
     from redline.device import detect, usable_cores
-    from redline.estimator.question import ask
+    from redline.estimator.request import estimate_request
     from redline.results import Trial
     from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
 
-    asked = ask(
+    asked = estimate_request(
         options.model,
         devices=options.devices,
         seq_len=options.seq_len,

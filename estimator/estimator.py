@@ -10,7 +10,6 @@ import numpy as np
 from ..errors import UsageError
 from ..results.measurement import Status
 from .calibration import Correction, fit
-from .columns import Columns, columns
 from .constants import CPU, PROFILES, Constants
 from .estimate import Estimate, EstimateTable
 from .groups import (
@@ -23,6 +22,7 @@ from .groups import (
     time_names,
 )
 from .hardware import Hardware, find_hardware
+from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
 from .model_facts import FactsSource, ModelFacts, Variant
 from .setup import TrainingSetup
@@ -78,7 +78,7 @@ class Estimator:
         """
         table = self.table([config])
         if not np.isfinite(table.step_ms[0]):
-            cols = columns([config], self.training)
+            cols = knob_arrays([config], self.training)
             chunks = int(cols.virtual_stages[0])
             name = "pp" if chunks == 1 else "pp * virtual_stages"
             raise UsageError(
@@ -97,7 +97,7 @@ class Estimator:
         Raises:
             UsageError: a value is impossible; names the first such configuration.
         """
-        cols = columns(configs, self.training)
+        cols = knob_arrays(configs, self.training)
         time, memory, fullest, flops = self._raw(cols)
         noise = self.constants.memory_noise
         peak, memory_std = self._memory.apply(memory_groups(memory), noise)
@@ -168,7 +168,7 @@ class Estimator:
         prior, noise = self._memory_prior(), self.constants.memory_noise
         made._memory = Correction.none(prior)
         if sized:
-            cols = columns([config for config, _, _ in sized], self.training)
+            cols = knob_arrays([config for config, _, _ in sized], self.training)
             _, memory, fullest, _ = self._raw(cols)
             bound = np.array([each for _, _, each in sized])
             groups = np.where(bound[:, None], memory_groups(fullest), memory_groups(memory))
@@ -176,7 +176,7 @@ class Estimator:
         prior = self._time_prior()
         made._time = Correction.none(prior)
         if timed:
-            cols = columns([config for config, _ in timed], self.training)
+            cols = knob_arrays([config for config, _ in timed], self.training)
             time, _, fullest, _ = self._raw(cols)
             full = made._memory.apply(memory_groups(fullest), self.constants.memory_noise)
             made._add_retries(time, fullest, *full)
@@ -231,14 +231,14 @@ class Estimator:
             )
         return self._facts[key]
 
-    def facts_of(self, cols: Columns, index: int) -> ModelFacts:
+    def facts_of(self, cols: KnobArrays, index: int) -> ModelFacts:
         """The facts that a configuration of `cols` uses."""
         return self.facts(
             cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index]
         )
 
     def _raw(
-        self, cols: Columns
+        self, cols: KnobArrays
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
         """Uncorrected terms of time, of the reported rank's and the fullest rank's memory; FLOPs of a
         unit."""
@@ -291,7 +291,7 @@ class Estimator:
         c = self.constants
         return np.array([c.compute_std, c.launch_std, c.link_std, c.stall_std, c.network_std])
 
-    def _time_noise(self, cols: Columns) -> np.ndarray:
+    def _time_noise(self, cols: KnobArrays) -> np.ndarray:
         """Standard deviation of the logarithm of a single step time; runs over several nodes scatter more."""
         several = cols.tp * cols.pp * cols.dp > self.hardware.devices_per_node
         return np.where(several, self.constants.network_noise, self.constants.time_noise)
@@ -308,7 +308,7 @@ class Estimator:
         rate = rate or measured.throughput
         if not rate:
             return None
-        cols = columns([trial.config], self.training)
+        cols = knob_arrays([trial.config], self.training)
         samples = float(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
         return samples * ((self.training.seq_len or 1) if self.unit == "tokens/s" else 1) / rate * 1e3
 
@@ -363,7 +363,7 @@ def _source(
 
         model = workload(model, seq_len=setup.seq_len, global_batch=setup.global_batch)
     if isinstance(model, Workload):
-        from .facts import TracedFacts
+        from .traced_facts import TracedFacts
 
         setup = replace(
             setup,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .calibration import Correction
-from .columns import Columns
+from .knob_arrays import KnobArrays
 from .memory import MEMORY_TERMS
 from .time import TIME_TERMS
 
@@ -35,7 +35,7 @@ def time_names() -> tuple[str, ...]:
     return (*TIME_GROUPS, NETWORK)
 
 
-def leaves_node(cols: Columns, per_node: int) -> dict[str, np.ndarray]:
+def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     """For each term of `links`, where its traffic goes between nodes: booleans, shape (n,)."""
     stage = cols.tp * cols.dp > per_node
     return {

@@ -19,9 +19,9 @@ from ..models import Workload
 from ..models.families.standard import BLOCK_KNOBS, StandardSchedule
 from ..models.parallel import SPLITTING
 from ..space import Config, Space, Value
-from .columns import Columns, columns
 from .estimator import Estimator
 from .groups import MEMORY_GROUPS, TIME_GROUPS
+from .knob_arrays import KnobArrays, knob_arrays
 from .memory import stage_peak
 from .model_facts import ModelFacts
 from .planning import Ranked
@@ -228,7 +228,7 @@ def _assigned(
     """Which blocks are recomputed and which stay gathered, where every stage is to stay below `limit` MiB;
     None where one cannot."""
     setup = estimator.training
-    cols = columns([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
+    cols = knob_arrays([{**config, "checkpoint_ratio": 0.0}, {**config, "checkpoint_ratio": 1.0}], setup)
     pp = int(cols.pp[0])
     split, _ = next(cols.splits())
     cut = stages(facts, pp, setup.balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=False)
@@ -254,7 +254,7 @@ def _assigned(
 
 
 def _ends(
-    estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, cols: Columns
+    estimator: Estimator, stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays
 ) -> tuple[np.ndarray, np.ndarray]:
     """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects
     them."""

@@ -8,7 +8,7 @@ from ..errors import ScheduleError
 from ..models import Workload
 from ..models.families import StandardSchedule, generic_schedule
 from ..models.skeleton import skeleton
-from .trace_record import Product
+from .step_trace import Product
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -58,7 +58,7 @@ class Layout:
                 return "none"
             dim -= product.stacked  # counts the experts
             return "column" if dim == (0 if product.transposed else 1) else "row"
-        # Megatron's way (arXiv:1909.08053): into a region by columns, out of it by rows.
+        # Megatron's way (arXiv:1909.08053): into a segment by columns, out of it by rows.
         if not width or width not in (product.k, product.n):
             return "none"
         return "row" if attended or product.k != width else "column"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .columns import Columns
 from .constants import Constants
+from .knob_arrays import KnobArrays
 from .model_facts import ModelFacts
 from .rank import MIB, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
@@ -25,7 +25,7 @@ MEMORY_TERMS = (
 
 
 def peak_memory(
-    facts: ModelFacts, cols: Columns, setup: TrainingSetup, constants: Constants, rank: str = "fullest"
+    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants, rank: str = "fullest"
 ) -> Mapping[str, np.ndarray]:
     """Terms of the peak of a rank, MiB, by their names in `MEMORY_TERMS`; arrays of len(cols).
 
@@ -55,7 +55,7 @@ def peak_memory(
 
 
 def stage_peak(
-    stage: Stage, pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, constants: Constants
+    stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, constants: Constants
 ) -> dict[str, np.ndarray]:
     """Terms of the peak of a rank of one stage, MiB, by their names in `MEMORY_TERMS`."""
     rank = Rank(stage, pp, facts, cols, setup)

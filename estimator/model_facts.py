@@ -63,7 +63,7 @@ class PerToken:
     whole: float = 0.0
     """Kept by every tensor-parallel rank in full, with or without sequence parallelism."""
     sequence: float = 0.0
-    """Between the tensor-parallel regions (norms, dropout, residual): divided by sequence parallelism
+    """Between the tensor-parallel segments (norms, dropout, residual): divided by sequence parallelism
     only."""
     sharded: float = 0.0
     """Inside them: divided by tp."""
@@ -156,7 +156,7 @@ class ModelFacts:
     tied: bool = False
     """Whether the head is the embedding's matrix: with pp > 1 first and last stage both hold it."""
     vocabulary: int = 0
-    """Columns of the logits; 0 where there are none."""
+    """KnobArrays of the logits; 0 where there are none."""
     shape: "Shape | None" = None
     """The shape numbers these come from, where they do: other variants follow from them."""
     notes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from ..results.meaning import EXCHANGES, FORMATS
-from .columns import Columns
+from .knob_arrays import KnobArrays
 from .model_facts import ModelFacts, Part, PerToken
 from .setup import OPTIMIZERS, TrainingSetup
 from .stages import Stage, in_flight
@@ -97,7 +97,7 @@ class Rank:
     stage: Stage
     pp: int
     facts: ModelFacts
-    cols: Columns
+    cols: KnobArrays
     setup: TrainingSetup
 
     @cached_property

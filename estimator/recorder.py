@@ -1,4 +1,4 @@
-"""Follows one training step on fake tensors and sorts what happens into regions of the model."""
+"""Follows one training step on fake tensors and sorts what happens into segments of the model."""
 
 import weakref
 from collections.abc import Callable
@@ -6,29 +6,29 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 from .._torch import schema_of
-from .trace_record import AttentionCall, Product, Region, Spec, Trace
+from .step_trace import AttentionCall, Product, Segment, Spec, StepTrace
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 Split = Callable[[Product, "list[Product]", bool, int], str]
-"""`split(product, earlier products of the region, whether attention came since, width of the residual
+"""`split(product, earlier products of the segment, whether attention came since, width of the residual
 stream)`."""
 
 
 class Recorder:
-    """Follows a step and sorts what happens into regions."""
+    """Follows a step and sorts what happens into segments."""
 
     def __init__(
         self, model: "nn.Module", blocks: set[str], split: Split, samples: int, seq_len: int | None
     ) -> None:
         self._model, self._blocks, self._split = model, blocks, split
         self._samples, self._seq_len = samples, seq_len
-        self.regions: list[Region] = []
-        self._open: dict[str, Region] = {}
+        self.segments: list[Segment] = []
+        self._open: dict[str, Segment] = {}
         self._paths: list[str] = [""]
-        self._in_block: list[Region] = []
+        self._in_block: list[Segment] = []
         self._begun = 0
         self._inside = False
         self._attended = self._in_attention = False
@@ -36,7 +36,7 @@ class Recorder:
         self._operator = ""
         self._error = ""
         self._backward = False
-        self._backward_region: Region | None = None
+        self._backward_region: Segment | None = None
         self._start_live = 0.0
         self._live = self._tail_peak = self._forward_end = 0.0
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -77,11 +77,11 @@ class Recorder:
             self._paths.append(path)
             if path in self._blocks and not self._in_block:
                 self._begun += 1
-                region = self._region(path, block=True)
-                self._in_block.append(region)
+                segment = self._region(path, block=True)
+                self._in_block.append(segment)
                 self._inside = self._attended = False
-                self._measure_boundary(region, (*args, *kwargs.values()))
-                region.inputs = tree_map(Spec.of, (args, kwargs))
+                self._measure_boundary(segment, (*args, *kwargs.values()))
+                segment.inputs = tree_map(Spec.of, (args, kwargs))
 
         return enter
 
@@ -89,38 +89,38 @@ class Recorder:
         def leave(module: Any, args: Any, output: Any) -> None:
             self._paths.pop()
             if self._in_block and self._in_block[-1].path == path:
-                region = self._in_block.pop()
+                segment = self._in_block.pop()
                 self._inside = False
                 for each in _tensors(output):
                     if each.requires_grad and each.is_floating_point():
-                        each.register_hook(lambda grad, region=region: self._enter_backward(region))
+                        each.register_hook(lambda grad, segment=segment: self._enter_backward(segment))
 
         return leave
 
-    def _measure_boundary(self, region: Region, values: Any) -> None:
+    def _measure_boundary(self, segment: Segment, values: Any) -> None:
         for each in _tensors(values):
             if each.requires_grad:
-                region.boundary += each.numel() * each.element_size()
-                region.boundary_width = max(region.boundary_width, each.shape[-1] if each.dim() else 0)
-        self._width = region.boundary_width
+                segment.boundary += each.numel() * each.element_size()
+                segment.boundary_width = max(segment.boundary_width, each.shape[-1] if each.dim() else 0)
+        self._width = segment.boundary_width
 
-    def _region(self, path: str, block: bool) -> Region:
+    def _region(self, path: str, block: bool) -> Segment:
         # What runs in a container between two blocks is apart from what runs in it behind the last.
         key = path if block else f"{path}@{self._begun}"
         if key not in self._open:
-            self._open[key] = Region(path=path, block=block, after=self._begun)
-            self.regions.append(self._open[key])
+            self._open[key] = Segment(path=path, block=block, after=self._begun)
+            self.segments.append(self._open[key])
         return self._open[key]
 
-    def _here(self) -> Region:
+    def _here(self) -> Segment:
         if self._backward:
-            return self._backward_region or self.regions[-1]
+            return self._backward_region or self.segments[-1]
         if self._in_block:
             return self._in_block[-1]
         return self._region(self._paths[-1], block=False)
 
-    def _enter_backward(self, region: Region) -> None:
-        self._backward_region = region
+    def _enter_backward(self, segment: Segment) -> None:
+        self._backward_region = segment
         self._start_live = self._live
 
     def turn(self) -> None:
@@ -149,13 +149,13 @@ class Recorder:
             return
         self._track(storage)
         self._saved.add(key)
-        region, size = self._here(), storage.nbytes()
+        segment, size = self._here(), storage.nbytes()
         if key in self._copies:
-            region.saved_fixed += size
+            segment.saved_fixed += size
         elif not (tensor.is_floating_point() or tensor.is_complex()) and not _is_mask(tensor):
-            region.saved_rows += size
+            segment.saved_rows += size
         else:
-            region.saved.add(self._kind(tensor), size)
+            segment.saved.add(self._kind(tensor), size)
 
     def _kind(self, tensor: "torch.Tensor") -> str:
         if self._is_scores(tensor):
@@ -195,8 +195,8 @@ class Recorder:
         self._live += size
         if self._backward:
             if self._backward_region is not None:
-                region = self._backward_region
-                region.transient = max(region.transient, self._live - self._start_live)
+                segment = self._backward_region
+                segment.transient = max(segment.transient, self._live - self._start_live)
             else:
                 self._tail_peak = max(self._tail_peak, self._live)
         elif not self._in_block:
@@ -231,7 +231,7 @@ class Recorder:
         if is_view and not schema_of(func).is_mutable:
             return
         aten = torch.ops.aten
-        region = self._here()
+        segment = self._here()
         for each in outputs:
             self._track(each.untyped_storage())
         if not inputs or schema_of(func).name in _ALLOCATIONS:
@@ -239,18 +239,18 @@ class Recorder:
         for each in inputs:
             name = self._weights.get(id(each.untyped_storage()))
             if name is not None and not self._backward:
-                region.parameters.add(name)
+                segment.parameters.add(name)
                 if func is aten._to_copy.default:
                     key = id(outputs[0].untyped_storage())
                     self._copies.add(key)
                     self._weights[key] = name
         if self._backward:
-            region.kernels_backward += 1
+            segment.kernels_backward += 1
         else:
-            region.kernels += 1
+            segment.kernels += 1
         if func in _PRODUCTS(aten):
             if not self._backward:
-                self._product(func, args, outputs, region)
+                self._product(func, args, outputs, segment)
             return
         moved = {
             id(each): (each, float(each.numel() * each.element_size()))
@@ -261,11 +261,11 @@ class Recorder:
         }
         if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
             if not self._backward:
-                region.traffic_fixed += sum(
+                segment.traffic_fixed += sum(
                     each.numel() * each.element_size() for each in (*inputs, *outputs)
                 )
             return
-        tally = region.backward if self._backward else region.traffic
+        tally = segment.backward if self._backward else segment.traffic
         for each, size in moved.values():
             tally.add(self._kind(each), size)
 
@@ -275,53 +275,53 @@ class Recorder:
             return id(tensor.untyped_storage()) in self._weights
         return tensor.dim() == 2 and tuple(tensor.shape) in self._shapes
 
-    def _product(self, func: Any, args: Any, outputs: "list[torch.Tensor]", region: Region) -> None:
+    def _product(self, func: Any, args: Any, outputs: "list[torch.Tensor]", segment: Segment) -> None:
         import torch
 
         if func is torch.ops.aten.convolution.default:
             weight = args[1]
             inner = weight[0].numel()
             rows = outputs[0].numel() // max(outputs[0].shape[1], 1)
-            self._weighted(weight, rows, inner, weight.shape[0], True, region)
+            self._weighted(weight, rows, inner, weight.shape[0], True, segment)
             return
         first, second = [each for each in args if isinstance(each, torch.Tensor)][-2:]
         k, n = second.shape[-2], second.shape[-1]
         rows = first.numel() // max(k, 1)
         for weight, transposed in ((second, second.dim() == 2 and second.stride(0) == 1), (first, False)):
             if id(weight.untyped_storage()) in self._weights:
-                self._weighted(weight, rows, k, n, transposed, region)
+                self._weighted(weight, rows, k, n, transposed, segment)
                 return
         if k == 1:  # an outer product: rotary angles
             return
         if first.dim() == 3 and self._seq_len and first.shape[-2] == n == self._seq_len:
             heads = max(1, first.shape[0] // self._samples)
-            self.attend(AttentionCall(heads, heads, k, first.shape[-2], n, causal=False), region)
+            self.attend(AttentionCall(heads, heads, k, first.shape[-2], n, causal=False), segment)
         elif first.dim() == 3 and self._seq_len and first.shape[-2] == k == self._seq_len:
             pass  # scores times values, the other half of the same attention
         else:
-            region.products.append(Product("", rows, k, n, False, False))
+            segment.products.append(Product("", rows, k, n, False, False))
 
     def _weighted(
-        self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, region: Region
+        self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, segment: Segment
     ) -> None:
-        self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, region)
+        self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, segment)
 
     def _count_product(
-        self, name: str, rows: float, k: int, n: int, transposed: bool, region: Region, count: int = 1,
+        self, name: str, rows: float, k: int, n: int, transposed: bool, segment: Segment, count: int = 1,
         stacked: bool = False,
     ) -> None:  # fmt: skip
-        region.parameters.add(name)
+        segment.parameters.add(name)
         product = Product(name, rows, k, n, name in self._trainable, transposed, count=count, stacked=stacked)
-        product.split = self._split(product, region.products, self._attended, self._width)
-        region.products.append(product)
+        product.split = self._split(product, segment.products, self._attended, self._width)
+        segment.products.append(product)
         self._inside = product.split == "column"
         if product.split == "row":
             self._attended = False
 
-    def attend(self, call: AttentionCall, region: Region) -> None:
+    def attend(self, call: AttentionCall, segment: Segment) -> None:
         """An attention ran."""
         if not self._in_attention:
-            region.attention.append(call)
+            segment.attention.append(call)
         self._attended = True
 
     def attending(
@@ -343,11 +343,11 @@ class Recorder:
         average."""
         experts, k, n = weights.shape
         name = self._weights[id(weights.untyped_storage())]
-        region = self._here()
-        region.kernels += 1
+        segment = self._here()
+        segment.kernels += 1
         transposed = weights.stride(1) == 1
         self._count_product(
-            name, rows.shape[0] / experts, k, n, transposed, region, count=experts, stacked=True
+            name, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True
         )
 
     # The end.
@@ -372,11 +372,11 @@ class Recorder:
         name = _operator_in(text) or self._operator or "before the first operator"
         self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
 
-    def trace(self, regions: list[Region] | None = None) -> Trace:
-        """What was seen, `regions` in place of its own."""
+    def trace(self, segments: list[Segment] | None = None) -> StepTrace:
+        """What was seen, `segments` in place of its own."""
         named = dict(self._model.named_parameters())
-        return Trace(
-            regions=self.regions if regions is None else regions,
+        return StepTrace(
+            segments=self.segments if segments is None else segments,
             parameters={name: tuple(each.shape) for name, each in named.items()},
             frozen={name for name, each in named.items() if not each.requires_grad},
             samples=self._samples,

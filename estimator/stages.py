@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ScheduleError, UsageError
 from ..orders import Placement
 from ..results.meaning import recomputed, stage_sizes
-from .columns import Columns, Split
+from .knob_arrays import KnobArrays, Split
 from .model_facts import ModelFacts, Part
 
 
@@ -128,7 +128,7 @@ def indices(text: str | None, facts: ModelFacts) -> "list[int] | None":
         raise UsageError(str(error)) from None
 
 
-def staged(facts: ModelFacts, split: Split, balance: str, cols: Columns) -> list[tuple[Stage, Columns]]:
+def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> list[tuple[Stage, KnobArrays]]:
     """What the ranks of a pipeline hold, each with the configurations as they are there.
 
     Where blocks are named all ranks are there, since each may hold others; else the distinct ones.
@@ -155,7 +155,7 @@ def _cost(part: Part) -> float:
     return sum(item.k * item.n * item.count * item.rows for item in part.matmuls)
 
 
-def in_flight(rank: int, pp: int, cols: Columns) -> np.ndarray:
+def in_flight(rank: int, pp: int, cols: KnobArrays) -> np.ndarray:
     """Micro-batches, of m in all, whose activations rank r of a pipeline of p holds at once, with v chunks a rank.
 
     - `gpipe`: m
@@ -175,7 +175,7 @@ def in_flight(rank: int, pp: int, cols: Columns) -> np.ndarray:
     return np.where((pp > 1) & cols.order_that("waits"), accum, np.minimum(accum, depth if pp > 1 else 1.0))
 
 
-def waiting(rank: int, cols: Columns) -> np.ndarray:
+def waiting(rank: int, cols: KnobArrays) -> np.ndarray:
     """Micro-batches of a rank whose backward pass has gone by but for the gradients of weights.
 
     `zero_bubble`: r, or with several chunks r of these (torch's ScheduleInterleavedZeroBubble; Qi et al.,
@@ -186,7 +186,7 @@ def waiting(rank: int, cols: Columns) -> np.ndarray:
     return np.minimum(cols.grad_accum, delayed)
 
 
-def crossings(pp: int, cols: Columns) -> np.ndarray:
+def crossings(pp: int, cols: KnobArrays) -> np.ndarray:
     """Boundaries between ranks that a micro-batch crosses on its way forward, at the rank that has most.
 
     Two a chunk, but for the ends of the model and where a V turns within a rank: interleaving multiplies them
@@ -199,7 +199,7 @@ def crossings(pp: int, cols: Columns) -> np.ndarray:
 
 def idle_slot(
     slot: np.ndarray, forward: np.ndarray, backward: np.ndarray, of_weights: np.ndarray, hop: np.ndarray,
-    cols: Columns,
+    cols: KnobArrays,
 ) -> np.ndarray:  # fmt: skip
     """Seconds for which each other stage waits for this one while the pipeline fills and drains.
 

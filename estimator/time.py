@@ -13,9 +13,9 @@ import numpy as np
 
 from ..results.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
-from .columns import Columns
 from .constants import Constants
 from .hardware import Hardware
+from .knob_arrays import KnobArrays
 from .model_facts import Matmul, ModelFacts, Part
 from .rank import BYTES, Formats, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
@@ -81,7 +81,7 @@ class _Work:
 def _part_work(
     part: Part,
     facts: ModelFacts,
-    cols: Columns,
+    cols: KnobArrays,
     setup: TrainingSetup,
     hardware: Hardware,
     constants: Constants,
@@ -127,7 +127,7 @@ def _part_work(
 
 
 def step_time(
-    facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware, constants: Constants
+    facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware, constants: Constants
 ) -> Mapping[str, np.ndarray]:
     """Terms of one optimizer step, ms, by their names in `TIME_TERMS`; arrays of len(cols).
 
@@ -180,7 +180,7 @@ def _mean(found: list[dict[str, np.ndarray]], counts: list[int]) -> dict[str, np
 
 
 def stage_times(
-    cut: list[Stage], pp: int, facts: ModelFacts, cols: Columns, setup: TrainingSetup, hardware: Hardware,
+    cut: list[Stage], pp: int, facts: ModelFacts, cols: KnobArrays, setup: TrainingSetup, hardware: Hardware,
     constants: Constants,
 ) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """Terms of one optimizer step, s, as each stage by itself would set them; all of `cols` have `pp`
@@ -189,7 +189,7 @@ def stage_times(
     return [_stage_time(stage, pp, facts, cols, work, setup, hardware, constants) for stage in cut]
 
 
-def _travels(cols: Columns, form: Formats, setup: TrainingSetup, precision: str) -> np.ndarray:
+def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: str) -> np.ndarray:
     """Bytes of an element of a gradient on its way between replicas, shape (n,)."""
     if not setup.own:
         return np.full(len(cols), float(BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient))
@@ -200,7 +200,7 @@ def _travels(cols: Columns, form: Formats, setup: TrainingSetup, precision: str)
 
 
 def _stage_time(
-    stage: Stage, pp: int, facts: ModelFacts, cols: Columns, work: Mapping[int, _Work], setup: TrainingSetup,
+    stage: Stage, pp: int, facts: ModelFacts, cols: KnobArrays, work: Mapping[int, _Work], setup: TrainingSetup,
     hardware: Hardware, constants: Constants,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Terms of one optimizer step, s, as a stage by itself would set them."""
@@ -441,7 +441,7 @@ def _offload(rank: _Rank) -> np.ndarray:
 
 
 def _stalls(
-    terms: Mapping[str, np.ndarray], pp: int, cols: Columns, hardware: Hardware, constants: Constants
+    terms: Mapping[str, np.ndarray], pp: int, cols: KnobArrays, hardware: Hardware, constants: Constants
 ) -> np.ndarray:
     """A run stalls or does not: what brings the step to the expected logarithm of its time, seconds."""
     total = sum(value for name, value in terms.items() if name != "stalls")
@@ -461,7 +461,7 @@ def _residual(facts: ModelFacts) -> int:
     return 2 if facts.precision == "bf16_pure" else 4
 
 
-def stall_chance(cols: Columns, hardware: Hardware, constants: Constants) -> np.ndarray:
+def stall_chance(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
     """Chance that a run's pipeline stalls on the network, from 0 to 1; see `Constants.stall_ms`."""
     nodes = cols.tp * cols.pp * cols.dp / hardware.devices_per_node
     least = constants.stall_least

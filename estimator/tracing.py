@@ -1,4 +1,4 @@
-"""One training step of a workload on fake tensors: what each region of the model computes, keeps and moves.
+"""One training step of a workload on fake tensors: what each segment of the model computes, keeps and moves.
 
 This is the adapter to PyTorch's tracing machinery. It stands on `FakeTensorMode` (no memory, no arithmetic),
 `saved_tensors_hooks` (what autograd keeps) and `TorchDispatchMode` (every operator, forward and backward),
@@ -15,13 +15,13 @@ from .._torch import buffers_of, parameters_of
 from .._transformers import quiet
 from ..models import Workload
 from ..models.architecture import Architecture
-from ..models.batches import Step, each_tensor, make_batch
+from ..models.batches import ForwardPass, each_tensor, make_batch
 from ..models.skeleton import skeleton
 from ..results.meaning import FORMATS
 from .device_operators import function_mode, unpacked_sequences
 from .recorder import Recorder, Split
-from .trace_record import Trace
-from .twins import Twins
+from .stand_ins import StandIns
+from .step_trace import StepTrace
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def trace(
     device_type: str = "cuda",
     samples: int = SAMPLES,
     every_block: bool = False,
-) -> Trace:
+) -> StepTrace:
     """Traces one step of `samples` samples, forward and backward.
 
     Args:
@@ -79,8 +79,8 @@ def trace(
         if precision == "bf16_pure":
             cast(model, torch.bfloat16)
         recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
-        twins = Twins(model, () if every_block else tuple(blocks), recorder)
-        step = Step(workload, model)
+        stand_ins = StandIns(model, () if every_block else tuple(blocks), recorder)
+        step = ForwardPass(workload, model)
         inputs = each_tensor(batch, fake.from_tensor)
         if precision == "bf16_pure":
             inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
@@ -91,7 +91,7 @@ def trace(
             stack.enter_context(recorder.hooks())
             stack.enter_context(function_mode(device_type, recorder.attending, recorder.grouped))
             stack.enter_context(recorder.operators)
-            stack.enter_context(twins.standing_in())
+            stack.enter_context(stand_ins.standing_in())
             try:
                 with autocast, recorder.saving():
                     loss = step(inputs)
@@ -99,7 +99,7 @@ def trace(
                 loss.backward()
             except _FAILURES as error:
                 recorder.failed(error)
-    return recorder.trace(twins.regions(recorder.regions))
+    return recorder.trace(stand_ins.segments(recorder.segments))
 
 
 def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.Module":

@@ -16,7 +16,7 @@ attributes."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def twins_of(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
+def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
     """Of blocks between the second and the last of their kind, the second: path -> path.
 
     Args:
@@ -43,7 +43,7 @@ def shorten(model: "nn.Module", blocks: Sequence[str]) -> list[str]:
             if param is not None:
                 holders.setdefault(param, set()).add(id(module))
     gone = set()
-    for path in twins_of(model, blocks):
+    for path in stand_ins_for(model, blocks):
         parent, _, name = path.rpartition(".")
         block = model.get_submodule(path)
         inside = {id(each) for each in block.modules()}

@@ -49,7 +49,7 @@ def entries(batch: Batch) -> dict[str | int, Any]:
     return dict(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
 
 
-def part(batch: Batch, start: int, stop: int) -> Batch:
+def batch_slice(batch: Batch, start: int, stop: int) -> Batch:
     """Samples `start` to `stop` - 1 of a batch, as views."""
     return each_tensor(batch, lambda tensor: tensor[start:stop])
 
@@ -78,7 +78,7 @@ def each_tensor(batch: Batch, function: "Callable[[torch.Tensor], Any]") -> Batc
     return tuple(once(value) for value in batch)
 
 
-class Step:
+class ForwardPass:
     """How a workload's model is called and its loss computed."""
 
     def __init__(self, workload: Workload, model: "nn.Module") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from .._transformers import quiet
 from ..errors import WorkloadError
 from .architecture import Architecture
-from .batches import Step, each_tensor, make_batch
+from .batches import ForwardPass, each_tensor, make_batch
 from .reduction import UNABLE, check_mean
 from .workload import Workload
 
@@ -54,7 +54,7 @@ def count_flops(workload: Workload) -> Flops:
         with torch.random.fork_rng(devices=[]), quiet(), fake:
             with no_init_weights():  # some look at the values that they draw
                 model = by_shapes_alone(workload.build_model(config).train())
-            step, fakes = Step(workload, model), each_tensor(batch, fake.from_tensor)
+            step, fakes = ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
             with FlopCounterMode(display=False) as counter:
                 args, kwargs = step.inputs(fakes)
                 output = model(*args, **kwargs)

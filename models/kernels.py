@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._transformers import quiet
 from ..errors import ScheduleError, WorkloadError
-from .batches import Step, each_tensor, make_batch
+from .batches import ForwardPass, each_tensor, make_batch
 from .families import generic_schedule
 from .families.standard import StandardSchedule, head_of
 from .reduction import UNABLE
@@ -69,7 +69,7 @@ def formed_logits(workload: Workload) -> str:
             blocks = schedule.blocks(sch)
             head = head_of(sch, blocks).fused_loss().module
             _shorten(model, [each.path for each in blocks])
-            step, fakes = Step(workload, model), each_tensor(batch, fake.from_tensor)
+            step, fakes = ForwardPass(workload, model), each_tensor(batch, fake.from_tensor)
             args, kwargs = step.inputs(fakes)
             step.loss(model(*args, **kwargs), fakes)
     except (WorkloadError, ScheduleError):

@@ -3,8 +3,7 @@
 from .ledger import Ledger
 from .measurement import Measurement, RankReport, Status, Trial
 from .run import RunFolder
-from .table import frame as table_frame
-from .table import read as read_table
+from .table import frame as table_frame, read as read_table
 from .view import View
 
 __all__ = [

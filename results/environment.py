@@ -57,7 +57,7 @@ def nvidia_driver(path: str = "/proc/driver/nvidia/version") -> str | None:
     return found.group(1) if found else None
 
 
-def facts(devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe(devices: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The environment as best.yaml and run.yaml keep it.
 
     Args:

@@ -82,7 +82,7 @@ def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str
         "storage": storage and without_password(storage),
         "created": _now(),
         "asked": plain(asked),
-        "environment": environment.facts(),
+        "environment": environment.describe(),
     }
 
 

@@ -265,7 +265,7 @@ class RunFolder:
             StudyError: it cannot be written; the old one is untouched.
         """
         path = self.path / BEST
-        facts = environment.facts(devices)
+        facts = environment.describe(devices)
         try:
             mark = {"simulated": True} if self.document.get("asked", {}).get("simulated") else {}
             write_yaml(path, mark | best.document(self.trials(), command=command, environment=facts))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..estimator.columns import columns
 from ..estimator.estimator import Estimator
+from ..estimator.knob_arrays import knob_arrays
 from ..results import Measurement, Status
 from ..space import Config
 from .runner import Runner, TrialRequest
@@ -138,7 +138,7 @@ class SimulateRunner(Runner):
         if self.terms.timeout_s is not None and total - compiling > self.terms.timeout_s:
             reason = f"longer than the deadline of {self.terms.timeout_s:g} s: {total - compiling:,.0f} s"
             return self._failed(request, Status.TIMEOUT, reason, self.terms.timeout_s + compiling)
-        cols = columns([config], self.estimator.training)
+        cols = knob_arrays([config], self.estimator.training)
         samples = int(cols.micro_batch[0] * cols.grad_accum[0] * cols.dp[0])
         rate, unit = truth.throughput * truth.step_ms / seen, truth.unit
         mfu = truth.mfu * truth.step_ms / seen

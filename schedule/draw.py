@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .steps import Step
+from .calls import PrimitiveCall
 
 
-def draw(module: nn.Module, path: str, steps: Iterable[Step]) -> str:
+def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
     """The tree below a module, a line a module, each with what was applied to it.
 
     Neighbours that are the same and carry the same primitives share a line: `1-11: GPT2Block  x11`.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import ScheduleError
-from .steps import Step
+from .calls import PrimitiveCall
 from .tree import ScheduledModule
 
 Given = ParamSpec("Given")
@@ -35,7 +35,7 @@ def primitive(
                 "create a schedule of a fresh model"
             )
         result = function(sch, *args, **kwargs)
-        sch.tree.steps.append(Step(sch.path, label, args, kwargs))
+        sch.tree.steps.append(PrimitiveCall(sch.path, label, args, kwargs))
         return sch if result is None else result
 
     method.__name__, method.__qualname__ = label, f"Schedule.{label}"

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..errors import ScheduleError, unknown
+from .calls import imported
 from .graph.subgraph import from_recipe
 from .schedule import Schedule, list_primitives
-from .steps import imported
 
 
 def apply_recipe(sch: Schedule, recipe: Sequence[Mapping[str, Any]]) -> Schedule:

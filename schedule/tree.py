@@ -12,9 +12,9 @@ from torch import nn
 
 from .._torch import children_of
 from ..errors import ScheduleError, unknown
+from .calls import PrimitiveCall, to_recipe
 from .deferred import noted
 from .draw import draw
-from .steps import Step, to_recipe
 
 PHASES = ("cast", "random", "offload", "checkpoint", "compile", "data")
 """Order in which `build` applies what primitives have deferred to it."""
@@ -40,7 +40,7 @@ class Tree:
     def __init__(self, module: nn.Module, mesh: Any = None) -> None:
         self.module = module
         self.mesh = mesh
-        self.steps: list[Step] = []
+        self.steps: list[PrimitiveCall] = []
         self.deferred: list[Deferred] = []
         self.annotations: dict[tuple[str, str], dict[str, Any]] = {}
         self.cuts: list[str] = []

@@ -101,7 +101,7 @@ def test_what_runs_up_or_in_a_circle_is_found(tmp_path):
         "space/__init__.py": "from .knob import Knob",
         "space/knob.py": "def f():\n    from ..models import workload",
         "models/__init__.py": "",
-        "models/workload.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .batches import Step",
+        "models/workload.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .batches import ForwardPass",
         "models/batches.py": "from ..models import workload",
     }
     for name, text in files.items():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
-from ..models.batches import Step, part, to_device
+from ..models.batches import ForwardPass, batch_slice, to_device
 from ..models.workload import Batch, Workload
 from ..results.meaning import Exchange
 from .precision import Precision
@@ -27,7 +27,7 @@ class Accumulation:
     def __init__(
         self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange
     ) -> None:
-        self.loss_of = Step(workload, model)
+        self.loss_of = ForwardPass(workload, model)
         """The loss of one micro-batch."""
         self._model, self._precision, self._exchange = model, precision, exchange
 
@@ -71,7 +71,7 @@ class Pipelined:
 
     def __init__(self, workload: Workload, model: "nn.Module", precision: Precision) -> None:
         self._workload, self._model, self._precision = workload, model, precision
-        self.loss_of = Step(workload, model)
+        self.loss_of = ForwardPass(workload, model)
         """Knows what the model's forward takes."""
         self._batch: Batch = ()
 
@@ -86,7 +86,7 @@ class Pipelined:
     def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
         """The workload's own loss of a micro-batch: that of the samples with these numbers."""
         with self._precision.autocast():
-            mine = part(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
+            mine = batch_slice(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
             return self.loss_of.loss(output, mine)
 
     def __call__(

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from ..models.batches import each_tensor, make_batch, part, to_device
+from ..models.batches import batch_slice, each_tensor, make_batch, to_device
 from ..models.workload import Batch
 from ..results.probe import Computed
 from .gradients import computed
@@ -166,7 +166,7 @@ class _Probed:
         self.mine = self.total // world.dp
         self.first = world.dp_rank * self.mine
         batch = make_batch(training.workload, self.total, training.seed_of(-1))
-        self.share = part(batch, self.first, self.first + self.mine)
+        self.share = batch_slice(batch, self.first, self.first + self.mine)
         self.width = 0
         """V."""
         self.loss_roundoff = 0.0

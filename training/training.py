@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..device import liger_obstacle
 from ..errors import ScheduleError, WorkloadError, unknown
-from ..models.batches import each_tensor, make_batch, num_bytes, part, to_device
+from ..models.batches import batch_slice, each_tensor, make_batch, num_bytes, to_device
 from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
@@ -314,14 +314,14 @@ class Training:
         share, replica = self.micro_batch * self.grad_accum, self.world.dp_rank
         # Made for all replicas and then cut, so that the samples do not depend on their number.
         whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
-        mine = part(whole, replica * share, (replica + 1) * share)
+        mine = batch_slice(whole, replica * share, (replica + 1) * share)
         return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
 
     def _micro_batches(self, share: Batch) -> list[Batch]:
         if self.world.pp > 1:
             return [share]
         return [
-            part(share, number * self.micro_batch, (number + 1) * self.micro_batch)
+            batch_slice(share, number * self.micro_batch, (number + 1) * self.micro_batch)
             for number in range(self.grad_accum)
         ]
 

@@ -61,7 +61,7 @@ def estimator_of(
         UsageError: the hardware is unknown.
     """
     from ..estimator import Estimator, TrainingSetup
-    from ..estimator.question import machine_of, without_knobs
+    from ..estimator.request import machine_of, without_knobs
 
     machine, _ = machine_of(hardware, devices, settle)
     setup = TrainingSetup(
@@ -136,7 +136,7 @@ def refiner(
     """
 
     def refined(trials: Sequence[Trial]) -> Refinement | None:
-        from ..estimator.columns import columns
+        from ..estimator.knob_arrays import knob_arrays
         from ..estimator.layerwise import MARGIN, refine, relatives
         from ..estimator.planning import Ranked
 
@@ -148,7 +148,7 @@ def refiner(
             return None
         try:
             learned = estimator.calibrate([trial for trial in trials if not trial.pending])
-            facts = learned.facts_of(columns([winner.config], learned.training), 0)
+            facts = learned.facts_of(knob_arrays([winner.config], learned.training), 0)
             found = refine(
                 learned,
                 Ranked(config=winner.config, estimate=learned(winner.config)),

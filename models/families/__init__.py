@@ -4,7 +4,7 @@ from importlib import import_module
 
 from .generic import schedule as generic_schedule
 from .standard import StandardSchedule, Support, indices_of
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 # Model types, as transformers names them, to the module with their schedule. What transformers itself has plans
 # for (Llama, Qwen, Mistral, Mixtral, GPT-NeoX and about a hundred more) needs none.

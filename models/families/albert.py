@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...errors import ScheduleError
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -19,14 +19,14 @@ def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads, the feed-forward part by its inner features."""
     for name in ("attention.query", "attention.key", "attention.value"):
         # The attention module adds its input to its output, so each projection's gradient is summed by itself.
-        columns(block[name])
+        column_parallel(block[name])
         block[name].sync("bwd_post", "all_reduce")
-    rows(block["attention.dense"])
+    row_parallel(block["attention.dense"])
     block["attention.dense"].sync("fwd_post", "all_reduce")
     block["attention"].fork_rng()
     block["attention.output_dropout"].fork_rng(differ=False)
-    columns(block["ffn"])
-    rows(block["ffn_output"])
+    column_parallel(block["ffn"])
+    row_parallel(block["ffn_output"])
     regions.around(block["ffn"], block["ffn_output"])
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -17,16 +17,16 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
 def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads, the feed-forward part by its inner features."""
     for name in ("query", "key", "value"):
-        columns(block[f"attention.self.{name}"])
-    rows(block["attention.output.dense"])
+        column_parallel(block[f"attention.self.{name}"])
+    row_parallel(block["attention.output.dense"])
     block["attention.self"].fork_rng()
     regions.around(
         block["attention.self"],
         block["attention.output.dense"],
         dropout=[block["attention.output.dropout"]],
     )
-    columns(block["intermediate.dense"])
-    rows(block["output.dense"])
+    column_parallel(block["intermediate.dense"])
+    row_parallel(block["output.dense"])
     regions.around(block["intermediate"], block["output.dense"], dropout=[block["output.dropout"]])
 
 

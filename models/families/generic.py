@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from . import plans
+from . import tp_plans
 from .standard import StandardSchedule
 
 if TYPE_CHECKING:
@@ -43,4 +43,4 @@ def _lists(sch: "Schedule", module: "nn.Module") -> "Iterator[tuple[list[Schedul
         yield from _lists(below, child)
 
 
-schedule = StandardSchedule(blocks, plans.cut, stage_ends=plans.stage_ends)
+schedule = StandardSchedule(blocks, tp_plans.cut, stage_ends=tp_plans.stage_ends)

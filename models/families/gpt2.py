@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -16,12 +16,12 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
 
 def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads (q, k and v are fused in one weight), the feed-forward part by its inner features."""
-    columns(block["attn.c_attn"], parts=3)
-    rows(block["attn.c_proj"])
+    column_parallel(block["attn.c_attn"], parts=3)
+    row_parallel(block["attn.c_proj"])
     block["attn"].fork_rng()
     regions.around(block["attn"], block["attn.c_proj"], dropout=[block["attn.resid_dropout"]])
-    columns(block["mlp.c_fc"])
-    rows(block["mlp.c_proj"])
+    column_parallel(block["mlp.c_fc"])
+    row_parallel(block["mlp.c_proj"])
     regions.around(block["mlp"], block["mlp.c_proj"], dropout=[block["mlp.dropout"]])
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -18,12 +18,12 @@ def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads, the feed-forward part by its inner features."""
     attention = block["attn.attention"]
     for name in ("q_proj", "k_proj", "v_proj"):
-        columns(attention[name])
-    rows(attention["out_proj"])
+        column_parallel(attention[name])
+    row_parallel(attention["out_proj"])
     attention.fork_rng()
     regions.around(attention, attention["out_proj"], dropout=[attention["resid_dropout"]])
-    columns(block["mlp.c_fc"])
-    rows(block["mlp.c_proj"])
+    column_parallel(block["mlp.c_fc"])
+    row_parallel(block["mlp.c_proj"])
     regions.around(block["mlp"], block["mlp.c_proj"], dropout=[block["mlp.dropout"]])
 
 

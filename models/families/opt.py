@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -18,12 +18,12 @@ def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads, the feed-forward part by its inner features."""
     attention = block["self_attn"]
     for name in ("q_proj", "k_proj", "v_proj"):
-        columns(attention[name])
-    rows(attention["out_proj"])
+        column_parallel(attention[name])
+    row_parallel(attention["out_proj"])
     attention.fork_rng()
     regions.around(attention, attention["out_proj"])
-    columns(block["fc1"])
-    rows(block["fc2"])
+    column_parallel(block["fc1"])
+    row_parallel(block["fc2"])
     # Samples and positions are one dimension there.
     regions.around(block["fc1"], block["fc2"], sequence=0)
     if regions.sequence_parallel:

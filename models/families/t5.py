@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import ScheduleError
 from .standard import StandardSchedule, even_ends
-from .tensor_parallel import Regions, columns, rows, sequence, vocabulary
+from .tensor_parallel import Regions, column_parallel, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -37,16 +37,16 @@ def cut_layer(layer: "Schedule", regions: Regions) -> None:
     for name in ("SelfAttention", "EncDecAttention"):
         if name in layer:
             for projection in ("q", "k", "v"):
-                columns(layer[name][projection])
-            rows(layer[name]["o"])
+                column_parallel(layer[name][projection])
+            row_parallel(layer[name]["o"])
             if "relative_attention_bias" in layer[name]:
                 layer[name]["relative_attention_bias"].shard("weight", axis=1)
             around(layer, layer[name], layer[name]["o"], regions)
     if "DenseReluDense" in layer:
         for name in ("wi", "wi_0", "wi_1"):
             if name in layer["DenseReluDense"]:
-                columns(layer["DenseReluDense"][name])
-        rows(layer["DenseReluDense.wo"])
+                column_parallel(layer["DenseReluDense"][name])
+        row_parallel(layer["DenseReluDense.wo"])
         around(layer, layer["DenseReluDense"], layer["DenseReluDense.wo"], regions)
 
 

@@ -42,31 +42,31 @@ class Regions:
             each.fork_rng(differ=self.sequence_parallel)
 
 
-def columns(module: "Schedule", parts: int = 1) -> None:
+def column_parallel(module: "Schedule", parts: int = 1) -> None:
     """Cuts a linear layer along its output, bias included; `parts` projections are fused in it.
 
     Of an adapted layer (LoRA) the inner half of the adapter stays whole, and has its gradient from all ranks.
     """
     if is_adapted(module):
-        columns(module["base_layer"], parts)
+        column_parallel(module["base_layer"], parts)
         for inner, outer in _adapters(module):
             inner.sync("bwd_post", "all_reduce", on="parameters")
-            columns(outer, parts)
+            column_parallel(outer, parts)
         return
     module.shard("weight", axis=_axes(module)[0], parts=parts)
     if module.module.bias is not None:
         module.shard("bias", axis=0, parts=parts)
 
 
-def rows(module: "Schedule") -> None:
+def row_parallel(module: "Schedule") -> None:
     """Cuts a linear layer along its input: its output is a partial sum.
 
     Of an adapted layer (LoRA) the outer half of the adapter stays whole: it makes partial sums of partial sums.
     """
     if is_adapted(module):
-        rows(module["base_layer"])
+        row_parallel(module["base_layer"])
         for inner, outer in _adapters(module):
-            rows(inner)
+            row_parallel(inner)
             outer.sync("bwd_post", "all_reduce", on="parameters")
         return
     module.shard("weight", axis=_axes(module)[1])

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -17,12 +17,12 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
 def cut(block: "Schedule", regions: Regions) -> None:
     """Attention by heads, the feed-forward part by its inner features."""
     for name in ("q_proj", "k_proj", "v_proj"):
-        columns(block["attention"][name])
-    rows(block["attention.o_proj"])
+        column_parallel(block["attention"][name])
+    row_parallel(block["attention.o_proj"])
     block["attention"].fork_rng()
     regions.around(block["attention"], block["attention.o_proj"])
-    columns(block["mlp.fc1"])
-    rows(block["mlp.fc2"])
+    column_parallel(block["mlp.fc1"])
+    row_parallel(block["mlp.fc2"])
     regions.around(block["mlp"], block["mlp.fc2"])
 
 

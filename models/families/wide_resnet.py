@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .standard import StandardSchedule
-from .tensor_parallel import Cuts, Regions, columns, rows
+from .tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 
 if TYPE_CHECKING:
     from ...schedule import Schedule
@@ -16,9 +16,9 @@ def blocks(sch: "Schedule") -> "list[Schedule]":
 
 def cut(block: "Schedule", regions: Regions) -> None:
     """The first convolution by its output channels, with their norm, the second by its input channels."""
-    columns(block["conv1"])
+    column_parallel(block["conv1"])
     block["norm2"].shard(["weight", "bias"], axis=0)
-    rows(block["conv2"])
+    row_parallel(block["conv2"])
     regions.around(block["conv1"], block["conv2"])
 
 

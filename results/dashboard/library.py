@@ -16,8 +16,7 @@ from .. import summary
 from ..lossy import lossy_values
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
-from ..report import Source, document, words
-from ..report import state as run_state
+from ..report import Source, document, state as run_state, words
 from ..report.document import plain, rows
 from .discover import runs_under
 

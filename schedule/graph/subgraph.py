@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..._torch import children_of, is_erased
 from ...errors import ScheduleError
+from ..calls import as_plain
 from ..forward import layers_of
-from ..steps import as_plain
 from ..tree import ScheduledModule, join
 from .compiled import compiled
 from .pattern import Attribute, match, trace_pattern
@@ -57,7 +57,7 @@ class Subgraph:
         return {"find": as_plain(self.pattern, "find"), "at": self.path, "nodes": self.names}
 
 
-class Region:
+class SubgraphCall:
     """A subgraph as one operation of the graph around it, called with the traced module and its inputs."""
 
     def __init__(self, graph: fx.Graph, name: str, compiler: Any = "none", checkpoint: Any = None) -> None:
@@ -68,9 +68,9 @@ class Region:
         self.__name__ = self.__qualname__ = name
         self.__module__ = __name__
 
-    def fresh(self) -> "Region":
+    def fresh(self) -> "SubgraphCall":
         """The same region, not compiled yet."""
-        return Region(self.graph, self.__name__, self.compiler, self.checkpoint)
+        return SubgraphCall(self.graph, self.__name__, self.compiler, self.checkpoint)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "function": None}
@@ -205,14 +205,14 @@ def fuse_subgraph(sch: ScheduledModule, given: Any, compiler: Any) -> None:
     for each in chosen(sch, "fuse", given):
         graph, outside = extract(each)
         name = "fused_" + "_".join(dict.fromkeys(re.sub(r"\W|_?\d+$", "", n) for n in each.names))
-        _insert(each, Region(graph, name, compiler), outside, with_module=True)
+        _insert(each, SubgraphCall(graph, name, compiler), outside, with_module=True)
 
 
 def checkpoint_subgraph(sch: ScheduledModule, given: Any, extra: Callable[[], dict[str, Any]]) -> None:
     """Turns subgraphs into one operation each, recomputed in the backward pass."""
     for each in chosen(sch, "checkpoint", given):
         graph, outside = extract(each)
-        _insert(each, Region(graph, "checkpointed", checkpoint=extra), outside, with_module=True)
+        _insert(each, SubgraphCall(graph, "checkpointed", checkpoint=extra), outside, with_module=True)
 
 
 def replace_subgraph(sch: ScheduledModule, new: Any, given: Any) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
 
 from ..._torch import OpOverload
 from ...errors import ScheduleError

@@ -6,8 +6,7 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import add_layer, layers_of
-from ..graph.trace import Traced
-from ..graph.trace import trace as trace_module
+from ..graph.trace import Traced, trace as trace_module
 from ..primitive import primitive
 from ..tree import ScheduledModule
 

@@ -119,10 +119,10 @@ def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
             ("network", constants.network_std), ("activations", constants.activation_std),
             ("static", constants.static_std), ("overhead", constants.overhead_std),
         )}  # fmt: skip
-        from redline.estimator.columns import columns
         from redline.estimator.groups import leaves_node, memory_groups, time_groups
+        from redline.estimator.knob_arrays import knob_arrays
 
-        cols = columns(CONFIGS, plain.training)
+        cols = knob_arrays(CONFIGS, plain.training)
         time, memory, _, _ = plain._raw(cols)
         far = leaves_node(cols, plain.hardware.devices_per_node)
         factors = np.array([draw["compute"], draw["launches"], draw["links"], 1.0, draw["network"]])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from redline.errors import SpaceError, UsageError
 from redline.estimator import Shape
-from redline.estimator.answer import answer
+from redline.estimator.document import estimate_document
 from redline.estimator.layerwise import _Choice, knapsack
-from redline.estimator.question import ask
+from redline.estimator.request import estimate_request
 from redline.results import Measurement, Status, Trial
 
 SHAPE = Shape(layers=24, hidden=2048, heads=16, vocabulary=50000, name="1.3b")
@@ -41,16 +41,16 @@ def test_nothing_within_the_budget_is_nothing():
 def refined(**options):
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, **options}
     fix = {"precision": "bf16", "fusion": False, "offload": "none", **asked.pop("fix", {})}
-    question = ask(SHAPE, asked.pop("hardware", "a100-40gb"), fix=fix, **asked)
-    return question, answer(question, layerwise=True, top=1)
+    request = estimate_request(SHAPE, asked.pop("hardware", "a100-40gb"), fix=fix, **asked)
+    return request, estimate_document(request, layerwise=True, top=1)
 
 
 def test_where_memory_is_short_something_is_gained_within_the_limit():
-    question, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
+    request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     layerwise = found.layerwise
     uniform = found.ranked[0]
     assert layerwise.gain > 0
-    assert layerwise.peak_memory_mib <= question.estimator.memory_limit_mib
+    assert layerwise.peak_memory_mib <= request.estimator.memory_limit_mib
     assert layerwise.throughput > uniform.estimate.throughput
     # Fewer blocks are recomputed than in the uniform winner, whose ratio is coarser.
     assert len(layerwise.checkpointed) < 24 * uniform.config["checkpoint_ratio"] or layerwise.config[
@@ -94,13 +94,13 @@ def test_spare_memory_lets_zero_3_keep_blocks_whole():
     ],
 )
 def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
-    question, found = refined(**asked)
+    request, found = refined(**asked)
     refinement = found.layerwise
     assert refinement.gain > 0
     # One by itself, one among uniform ones in a table, and one given in words.
-    alone = question.estimator(refinement.config)
-    table = question.estimator.table([found.ranked[0].config, refinement.config])
-    again = answer(question, config=refinement.config).ranked[0].estimate
+    alone = request.estimator(refinement.config)
+    table = request.estimator.table([found.ranked[0].config, refinement.config])
+    again = estimate_document(request, config=refinement.config).ranked[0].estimate
     for step, memory, rate in (
         (alone.step_ms, alone.peak_memory_mib, alone.throughput),
         (table.step_ms[1], table.peak_memory_mib[1], table.throughput[1]),
@@ -114,9 +114,9 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
 
 def estimator(zero=1, pp=1, **more):
     options = {"devices": 8, "seq_len": 2048, "global_batch": 256, **more}
-    question = ask(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
+    request = estimate_request(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
     base = {"tp": 1, "pp": pp, "zero": zero, "micro_batch": 4, "precision": "bf16", "attention": "sdpa", "fusion": False}
-    return lambda **knobs: question.estimator({**base, **knobs})
+    return lambda **knobs: request.estimator({**base, **knobs})
 
 
 @pytest.mark.parametrize("pp", [1, 4])
@@ -168,27 +168,27 @@ def test_blocks_that_there_are_not_are_refused(text, rule):
 
 
 def test_blocks_and_a_ratio_together_are_refused_where_both_are_asked_for():
-    question, _ = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
+    request, _ = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     with pytest.raises(SpaceError, match="in place of checkpoint_ratio"):
-        answer(question, config={"checkpoint_blocks": "0-3", "checkpoint_ratio": 0.5})
+        estimate_document(request, config={"checkpoint_blocks": "0-3", "checkpoint_ratio": 0.5})
     with pytest.raises(SpaceError, match="checkpoint_blocks"):
-        answer(question, config={"checkpoint_block": "0-3"})
+        estimate_document(request, config={"checkpoint_block": "0-3"})
 
 
 def test_what_was_learnt_from_a_refined_trial_counts_like_any_other():
     predict = estimator()
-    question = ask(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
+    request = estimate_request(SHAPE, "a100-80gb", devices=8, seq_len=2048, global_batch=256, fix={"precision": "bf16"})
     config = {"tp": 1, "zero": 1, "micro_batch": 4, "precision": "bf16", "checkpoint_blocks": "0-7"}
     expected = predict(checkpoint_blocks="0-7")
     measured = Measurement(status=Status.OK, step_ms=1.3 * expected.step_ms, peak_memory_mib=expected.peak_memory_mib)
     trials = [Trial(number=0, config=config, measurement=measured)]
-    after = question.estimator.calibrate(trials)(config)
+    after = request.estimator.calibrate(trials)(config)
     assert expected.step_ms < after.step_ms <= measured.step_ms
     assert after.step_ms_high - after.step_ms_low < expected.step_ms_high - expected.step_ms_low
 
 
 def test_the_answer_holds_both_beside_each_other():
-    question, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
+    request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     data = found.to_dict()["layerwise"]
     assert data["gain"] == pytest.approx(data["throughput"] / found.ranked[0].estimate.throughput - 1)
     assert data["config"]["checkpoint_blocks"] and "checkpoint_ratio" not in data["config"]

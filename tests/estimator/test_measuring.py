@@ -115,13 +115,13 @@ def test_a_moment_of_rest_is_enough(shares):
 
 
 def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, tmp_path, monkeypatch):
-    from redline.estimator.question import ask
+    from redline.estimator.request import estimate_request
     from redline.tuner.predicting import estimate_to_begin_with
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shares += [0.8, 0.8, 0.8]
     workload, said = rl.workload("gpt2-tiny"), []
-    assert any("80 % of its cores" in note for note in ask(workload).notes)
+    assert any("80 % of its cores" in note for note in estimate_request(workload).notes)
     estimate_to_begin_with(workload, rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None)
     assert len(said) == 1 and "80 % of its cores" in said[0]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from redline.errors import UsageError
 from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSetup
-from redline.estimator.columns import columns
 from redline.estimator.constants import Constants
+from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.memory import MEMORY_TERMS, peak_memory
 from redline.estimator.stages import cut, stages
 
@@ -23,7 +23,7 @@ STATES = ("parameters", "gradients", "optimizer", "master")
 
 def terms(shape=LLAMA2_7B, setup=None, rank="fullest", **config):
     setup = setup or TrainingSetup(seq_len=4096, devices=64, global_batch=4096, **MIXED)
-    made = columns([config], setup)
+    made = knob_arrays([config], setup)
     variant, _ = next(made.variants())
     facts = ModelFacts.from_shape(**shape).facts(
         **dict(zip(("precision", "attention", "fusion", "kernels"), variant))
@@ -93,7 +93,7 @@ def test_1f1b_holds_as_many_micro_batches_as_stages_are_left(stage):
 
     def held(rank, pp, accum, kind):
         config = {"pp": pp, "dp": 1, "grad_accum": accum, "pipeline_schedule": kind}
-        return in_flight(rank, pp, columns([config], TrainingSetup()))[0]
+        return in_flight(rank, pp, knob_arrays([config], TrainingSetup()))[0]
 
     assert held(stage, 4, 64, "1f1b") == 4 - stage
     assert held(stage, 4, 1, "1f1b") == 1

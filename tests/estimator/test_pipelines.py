@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from redline.estimator import Estimator, ModelFacts, TrainingSetup
-from redline.estimator.columns import columns
 from redline.estimator.hardware import find_hardware
+from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.stages import crossings, idle_slot, in_flight, stages
 from redline.orders import ORDERS, Placement
 from torch.distributed import pipelining
@@ -88,7 +88,7 @@ def played(kind, pp, chunks, micro_batches, seconds):
 
 def cols(kind, pp, chunks, micro_batches=32):
     config = {"pp": pp, "dp": 1, "grad_accum": micro_batches, "pipeline_schedule": kind}
-    return columns([{**config, "virtual_stages": chunks}], TrainingSetup(devices=pp))
+    return knob_arrays([{**config, "virtual_stages": chunks}], TrainingSetup(devices=pp))
 
 
 WAYS = [

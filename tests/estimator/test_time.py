@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSetup
 from redline.estimator.collectives import group
-from redline.estimator.columns import columns
 from redline.estimator.constants import CPU, PROFILES, Constants
 from redline.estimator.hardware import find_hardware
+from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.model_facts import Matmul
 from redline.estimator.stages import stages
 from redline.estimator.time import TIME_TERMS, matmul_seconds, stall_chance, step_time
@@ -18,7 +18,7 @@ SETUP = TrainingSetup(devices=8, seq_len=2048, global_batch=256, precision="bf16
 
 def terms(setup=SETUP, shape=LLAMA2_7B, hardware=A100, constants=None, **config):
     """Terms of the step, s."""
-    made = columns([config], setup)
+    made = knob_arrays([config], setup)
     variant, _ = next(made.variants())
     facts = ModelFacts.from_shape(**shape).facts(
         **dict(zip(("precision", "attention", "fusion", "kernels"), variant))
@@ -326,7 +326,7 @@ def test_faster_hardware_is_faster():
 
 def test_stalls_are_of_pipelines_between_nodes_and_likelier_with_more_of_them():
     nanotron = PROFILES["nanotron"]
-    made = columns(
+    made = knob_arrays(
         [{"pp": 2, "zero": 1, "micro_batch": 1, "dp": nodes * 4, "grad_accum": 1} for nodes in (1, 4, 32, 64)]
         + [{"pp": 1, "micro_batch": 1, "dp": 512, "grad_accum": 1}],
         SETUP,

@@ -5,9 +5,9 @@ from importlib import import_module
 import pytest
 import torch
 from redline.models import workload
-from redline.models.alike import FOLLOWED, shorten, twins_of
+from redline.models.alike import FOLLOWED, shorten, stand_ins_for
 from redline.models.families import StandardSchedule, standard
-from redline.models.families.tensor_parallel import Cuts, Regions, columns, rows
+from redline.models.families.tensor_parallel import Cuts, Regions, column_parallel, row_parallel
 from redline.models.skeleton import skeleton
 from redline.schedule import create_schedule
 from torch import nn
@@ -71,8 +71,8 @@ class Stack(nn.Module):
 
 
 def cut_block(block, regions):
-    columns(block["up"])
-    rows(block["down"])
+    column_parallel(block["up"])
+    row_parallel(block["down"])
     regions.around(block, block["down"])
 
 
@@ -98,7 +98,7 @@ def test_a_schedule_that_looks_for_each_block_by_its_number_is_asked_with_all_of
 def test_what_is_left_of_a_model_keeps_its_paths_and_what_shares_a_weight_stays():
     stack = Stack([8] * 8)
     paths = [f"blocks.{number}" for number in range(8)]
-    assert twins_of(stack, paths) == dict.fromkeys(paths[2:-1], "blocks.1")
+    assert stand_ins_for(stack, paths) == dict.fromkeys(paths[2:-1], "blocks.1")
     stack.blocks[3].up.weight = stack.blocks[0].up.weight
     left = shorten(stack, paths)
     assert left == ["blocks.0", "blocks.1", "blocks.3", "blocks.7"]

@@ -1,8 +1,7 @@
 """A global batch that nobody chose is one that the devices can share; one that somebody chose is kept."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from redline.device import Device
 from redline.models import Workload, list_presets, workload
 from redline.models.global_batch import shareable, shared

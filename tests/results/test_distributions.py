@@ -4,8 +4,7 @@ import warnings
 
 import optuna
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from redline.results.distributions import distribution
 

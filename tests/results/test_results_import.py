@@ -20,7 +20,7 @@ def test_importing_results_loads_nothing_heavy():
 
 
 def test_the_environment_names_versions_and_the_host():
-    facts = environment.facts({"type": "cpu"})
+    facts = environment.describe({"type": "cpu"})
     assert facts["versions"]["redline"] == redline.__version__
     assert facts["versions"]["python"] == "{}.{}.{}".format(*sys.version_info)
     assert {"torch", "optuna", "numpy"} <= facts["versions"].keys()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from redline.estimator import Shape
-from redline.estimator.question import ask
+from redline.estimator.request import estimate_request
 from redline.results import Status
 from redline.runners import TrialRequest
 from redline.runners.simulate import COMPILE_S, SimulateRunner, SimulationTerms
@@ -12,7 +12,7 @@ from redline.runners.simulate import COMPILE_S, SimulateRunner, SimulationTerms
 @pytest.fixture(scope="module")
 def question():
     shape = Shape(layers=24, hidden=2048, heads=16, vocabulary=50000, name="1.3b")
-    return ask(shape, "a100-40gb", devices=64, seq_len=2048, global_batch=256)
+    return estimate_request(shape, "a100-40gb", devices=64, seq_len=2048, global_batch=256)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import torch
-from redline.schedule import list_primitives
-from redline.schedule import Schedule
+from redline.schedule import Schedule, list_primitives
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedule.md"
 

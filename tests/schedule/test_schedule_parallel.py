@@ -317,13 +317,13 @@ class Whole(nn.Module):
     def __init__(self):
         super().__init__()
         self.drop = nn.Dropout(0.5)
-        self.region = Region()
+        self.region = SubgraphCall()
 
     def forward(self, x):
         return torch.stack([self.drop(x), *self.region(x), self.drop(x)])
 
 
-class Region(nn.Module):
+class SubgraphCall(nn.Module):
     def __init__(self):
         super().__init__()
         self.cut = nn.Dropout(0.5)

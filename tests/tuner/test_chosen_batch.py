@@ -4,9 +4,9 @@ import json
 
 import pytest
 from redline.estimator import Shape
-from redline.estimator.answer import answer
+from redline.estimator.document import answer
 from redline.estimator.hardware import find_hardware
-from redline.estimator.question import ask
+from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
 from redline.tuner.cli import main
 from redline.tuner.cli.estimate_text import render
@@ -16,7 +16,7 @@ from redline.tuner.task import resolve_task
 def test_the_commands_choose_alike_and_say_so():
     h100 = find_hardware("h100-80gb")
     searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
-    asked = ask("gpt2-tiny", h100, devices=64)
+    asked = estimate_request("gpt2-tiny", h100, devices=64)
     said = (
         "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the "
         "64 devices"
@@ -29,14 +29,14 @@ def test_the_commands_choose_alike_and_say_so():
 
 
 def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named():
-    found = ask("gpt2-tiny", "h100-80gb", devices=64, global_batch=16)
+    found = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=16)
     assert found.workload.global_batch == 16
     said = "the global batch of 16 is less than the 64 devices: at most 16 of them can be replicas"
     assert any(note.startswith(said) for note in found.notes)
-    enough = ask("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
+    enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
     assert not [note for note in enough.notes if "batch" in note]
     shape = Shape(layers=4, hidden=64, heads=4, vocabulary=1000, name="small")
-    assert any(note.startswith(said) for note in ask(shape, "h100-80gb", devices=64, global_batch=16).notes)
+    assert any(note.startswith(said) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes)
 
 
 def test_free_accumulation_has_no_batch_to_choose():
@@ -61,8 +61,8 @@ def test_space_and_estimate_print_what_was_chosen(capsys):
 
 
 def test_an_estimate_with_free_accumulation_names_no_batch():
-    asked = ask("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
+    asked = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
     assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
     found = answer(asked)
     assert found.to_dict()["global_batch"] is None and "global batch" not in render(found).splitlines()[0]
-    assert "global batch 32" in render(answer(ask("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]
+    assert "global batch 32" in render(answer(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]

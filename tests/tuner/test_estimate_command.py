@@ -5,8 +5,8 @@ import json
 import pytest
 from redline.errors import UsageError
 from redline.estimator import Shape
-from redline.estimator.answer import answer
-from redline.estimator.question import ask
+from redline.estimator.document import answer
+from redline.estimator.request import estimate_request
 from redline.tuner.cli import main
 
 SMALL = ["--layers", 8, "--hidden", 1024, "--heads", 16, "--vocabulary", 32000, "--seq-len", 1024]
@@ -22,7 +22,7 @@ def run(capsys, *arguments):
 @pytest.fixture(scope="module")
 def question():
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
-    return ask(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
+    return estimate_request(shape, "a100-40gb", devices=8, seq_len=1024, global_batch=64, fix={"precision": "bf16"})
 
 
 def test_the_best_are_ranked_by_predicted_throughput_and_fit(question):

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from redline.results import Measurement, Status, Trial
 from redline.space import Config, Space
 from redline.tuner.samplers.candidates import remaining

@@ -3,13 +3,16 @@
 import atexit
 import gc
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import UsageError
 from ...models.request import ModelRequest, SpaceRequest
 from .options import options_of, request_of, values_of
+
+if TYPE_CHECKING:
+    from ...results import Trial
 
 EXAMPLES = """\b
 Examples:
@@ -83,7 +86,8 @@ def estimate(
     Nothing is run: the model is traced without memory or arithmetic, and memory and time follow from what it does and
     from the numbers of the hardware. Exit codes: 0 found, 2 bad usage or input, 3 nothing is predicted to fit.
     """
-    from ...estimator.question import ask
+    from ...estimator.document import estimate_document
+    from ...estimator.request import estimate_request
     from ..budget import parse_memory
     from . import estimate_text
 
@@ -93,19 +97,19 @@ def estimate(
     sizes = {name: options.pop(name) for name in SHAPE}
     shape = _shape(options, sizes, gated, tied)
     given = request_of(options, shape)
-    question = ask(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
-    answer = answer_of(
-        question,
+    request = estimate_request(hardware=hardware, memory_limit_mib=parse_memory(memory_limit), **given)
+    document = estimate_document(
+        request,
         config=config_of(config) if config else None,
         top=top,
-        trials_from=trials_from,
+        trials=None if trials_from is None else _trials_of(trials_from),
         layerwise=layerwise,
     )
     if as_json:
-        click.echo(json.dumps(answer.to_dict(), allow_nan=False))
+        click.echo(json.dumps(document.to_dict(), allow_nan=False))
     else:
-        click.echo(estimate_text.render(answer, explain=explain))
-    return 0 if answer.ranked else NOTHING_FITS
+        click.echo(estimate_text.render(document, explain=explain))
+    return 0 if document.ranked else NOTHING_FITS
 
 
 def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, tied: bool) -> Any:
@@ -144,19 +148,16 @@ def config_of(text: str) -> dict[str, Any]:
     return {name: many[0] for name, many in values_of(tuple(pairs), "--config").items()}
 
 
-def answer_of(question: Any, **how: Any) -> Any:
-    """The answer to a question; see `redline.estimator.answer.answer`."""
-    from ...estimator.answer import answer
+def _trials_of(run: str) -> "list[Trial]":
+    """The trials of a run to learn from.
 
-    trials_from = how.pop("trials_from")
-    trials = None
-    if trials_from is not None:
-        from ...results import View
-        from ...space import Config
+    Raises:
+        UsageError: none of them is finished.
+    """
+    from ...results import View
+    from ...space import Config
 
-        trials = View(trials_from, make_config=Config).trials()
-        if not any(trial.measurement is not None for trial in trials):
-            raise UsageError(
-                f"--trials-from {trials_from}: no trial there is finished, so there is nothing to learn from"
-            )
-    return answer(question, trials=trials, **how)
+    trials = View(run, make_config=Config).trials()
+    if all(trial.pending for trial in trials):
+        raise UsageError(f"--trials-from {run}: no trial there is finished, so there is nothing to learn from")
+    return trials

@@ -1,4 +1,4 @@
-"""How `redline estimate` shows its answer."""
+"""What `redline estimate` says, as text."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -6,64 +6,64 @@ from typing import TYPE_CHECKING
 from ...results.lossy import exactness
 
 if TYPE_CHECKING:
-    from ...estimator.answer import Answer
+    from ...estimator.document import EstimateDocument
     from ...estimator.planning import Ranked
 
 
-def render(answer: "Answer", *, explain: bool = False) -> str:
-    """The answer as text; with `explain` every configuration's memory and time by the term."""
-    lines = _head(answer)
-    ranked = answer.ranked
+def render(document: "EstimateDocument", *, explain: bool = False) -> str:
+    """An estimate as text; with `explain` every configuration's memory and time by the term."""
+    lines = _head(document)
+    ranked = document.ranked
     if not ranked:
         lines += ["", "no configuration is predicted to fit"]
-        if answer.reference is not None:
-            need = answer.reference.estimate.peak_memory_mib / 1024
-            limit = answer.question.estimator.memory_limit_mib / 1024
+        if document.reference is not None:
+            need = document.reference.estimate.peak_memory_mib / 1024
+            limit = document.request.estimator.memory_limit_mib / 1024
             lines.append(f"the least memory, {need:.1f} GiB of the {limit:.1f} GiB there are, takes")
-            lines.append(f"  {_config(answer.reference)}")
-            ranked = (answer.reference,)
+            lines.append(f"  {_config(document.reference)}")
+            ranked = (document.reference,)
     else:
-        lines += ["", *_table(answer)]
-        if ranked[0].lossy and answer.plan is not None:
-            lines += ["", _exact(answer.plan.best_exact, ranked[0])]
+        lines += ["", *_table(document)]
+        if ranked[0].lossy and document.plan is not None:
+            lines += ["", _exact(document.plan.best_exact, ranked[0])]
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
-    if answer.plan is not None and answer.plan.out:
-        lines += ["", f"ruled out, of {answer.plan.predicted:,} predicted configurations"]
-        lines += [f"  {count:>9,}  {reason}" for reason, count in answer.plan.out.items()]
-    if answer.layerwise is not None:
-        lines += ["", *answer.layerwise.lines()]
-    for note in (*answer.question.notes, *answer.facts.notes):
+    if document.plan is not None and document.plan.out:
+        lines += ["", f"ruled out, of {document.plan.predicted:,} predicted configurations"]
+        lines += [f"  {count:>9,}  {reason}" for reason, count in document.plan.out.items()]
+    if document.layerwise is not None:
+        lines += ["", *document.layerwise.lines()]
+    for note in (*document.request.notes, *document.facts.notes):
         lines += ["", f"note: {note}"]
     return "\n".join(lines)
 
 
-def _head(answer: "Answer") -> list[str]:
-    question, setup = answer.question, answer.question.estimator.training
-    sizes = [f"{answer.facts.parameters:,} parameters"]
+def _head(document: "EstimateDocument") -> list[str]:
+    request, setup = document.request, document.request.estimator.training
+    sizes = [f"{document.facts.parameters:,} parameters"]
     if setup.seq_len:
         sizes.append(f"sequences of {setup.seq_len} tokens")
-    if question.global_batch:
-        sizes.append(f"global batch {question.global_batch}")
-    machine = question.hardware
+    if request.global_batch:
+        sizes.append(f"global batch {request.global_batch}")
+    machine = request.hardware
     lines = [
-        f"{question.name} on {question.devices} x {machine.name}: {', '.join(sizes)}",
+        f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
     ]
-    if answer.plan is not None:
+    if document.plan is not None:
         lines.append(
-            f"{answer.plan.fitting:,} of {answer.plan.valid:,} valid configurations are predicted to fit"
+            f"{document.plan.fitting:,} of {document.plan.valid:,} valid configurations are predicted to fit"
         )
-    if answer.learned_from:
-        lines.append(f"corrected by {answer.learned_from} measured trials")
+    if document.learned_from:
+        lines.append(f"corrected by {document.learned_from} measured trials")
     return lines
 
 
-def _table(answer: "Answer") -> list[str]:
+def _table(document: "EstimateDocument") -> list[str]:
     rows = [
         (
             "",
-            answer.ranked[0].estimate.unit,
+            document.ranked[0].estimate.unit,
             "+-",
             "step",
             "MFU",
@@ -73,7 +73,7 @@ def _table(answer: "Answer") -> list[str]:
             "configuration",
         )
     ]
-    for number, each in enumerate(answer.ranked, 1):
+    for number, each in enumerate(document.ranked, 1):
         estimate = each.estimate
         spread = 100 * (estimate.step_ms_high / estimate.step_ms - 1)
         rows.append(

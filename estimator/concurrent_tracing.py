@@ -11,9 +11,9 @@ from typing import Any
 from ..device import usable_cores
 from ..errors import WorkloadError
 from ..space import Space
-from .facts import TracedFacts
 from .model_facts import ModelFacts, Variant
 from .setup import TrainingSetup
+from .traced_facts import TracedFacts
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
 
@@ -26,7 +26,7 @@ def variants_of(space: Space, setup: TrainingSetup) -> list[Variant]:
     return list(product(precisions, attentions, fusions, kernels))
 
 
-def trace_ahead(source: TracedFacts, variants: Iterable[Variant]) -> None:
+def trace_concurrently(source: TracedFacts, variants: Iterable[Variant]) -> None:
     """Traces those that are not known yet, as many at once as there are cores; what fails is left for later.
 
     Processes are forked, so that they have torch and transformers: only where no other thread runs that may

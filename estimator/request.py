@@ -11,11 +11,11 @@ from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
 from ..space import Space
 from .estimator import Estimator
+from .garbage import without_garbage_collection
 from .hardware import Hardware, find_hardware
 from .model_facts import Shape
 from .planning import device_of, shape_space
 from .setup import TrainingSetup
-from .uncollected import uncollected
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence of a model of which only shape numbers are given."""
@@ -24,7 +24,7 @@ SAMPLES_A_DEVICE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class EstimateRequest:
     """What is estimated, resolved."""
 
     name: str
@@ -45,14 +45,14 @@ class Question:
     """What was assumed."""
 
 
-@uncollected()
-def ask(
+@without_garbage_collection()
+def estimate_request(
     target: str | Path | Workload | Shape,
     hardware: str | Path | Hardware | None = None,
     *,
     memory_limit_mib: float | None = None,
     **asked: Any,
-) -> Question:
+) -> EstimateRequest:
     """What the arguments come to. Nothing is run; a model is traced when it is first estimated.
 
     Args:
@@ -86,7 +86,7 @@ def ask(
         memory_limit_mib=memory_limit_mib,
         **without_knobs(space),
     )
-    return Question(
+    return EstimateRequest(
         name=name,
         estimator=Estimator(workload if workload is not None else target, machine, setup),
         space=space,

@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
+class KnobArrays:
     """The knobs of n configurations: arrays of length n."""
 
     tp: np.ndarray
@@ -85,9 +85,9 @@ class Columns:
                 found |= self.pipeline_schedule == name
         return found
 
-    def take(self, index: np.ndarray) -> "Columns":
+    def take(self, index: np.ndarray) -> "KnobArrays":
         """Those at `index`."""
-        return Columns(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+        return KnobArrays(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
     def splits(self) -> Iterator[tuple[Split, np.ndarray]]:
         """Each way of sharing out the model that occurs, and where."""
@@ -106,7 +106,7 @@ class Columns:
         for key, found in named.items():
             yield key, np.array(found)
 
-    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "Columns":
+    def of_stage(self, checkpointed: "np.ndarray | float | None", gathered: float) -> "KnobArrays":
         """As they are on one stage, of whose blocks such shares are recomputed and stay gathered; None leaves
         `checkpoint_ratio`."""
         changed = replace(self, gathered_ratio=np.full(len(self), gathered))
@@ -128,9 +128,9 @@ class Columns:
             yield key, np.flatnonzero(codes == code)
 
 
-def columns(
+def knob_arrays(
     configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray], setup: TrainingSetup
-) -> Columns:
+) -> KnobArrays:
     """Arrays of the standard knobs; a knob that a configuration lacks has the setup's value.
 
     `dp` follows from the setup's devices and `grad_accum` from its global batch where they are not knobs.
@@ -155,7 +155,7 @@ def columns(
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}
-    return Columns(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
+    return KnobArrays(dp=dp, grad_accum=accum, gathered_ratio=np.zeros(table.size), **named, **values)
 
 
 def _knobs(table: "_Table", setup: TrainingSetup) -> dict[str, np.ndarray]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..models.alike import twins_of
-from .trace_record import Region, Spec
+from ..models.alike import stand_ins_for
+from .step_trace import Segment, Spec
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class _Passed:
     """Which of the tensors among its inputs."""
 
 
-class Twins:
+class StandIns:
     """Stands in for blocks of a model that are like one that runs.
 
     Args:
@@ -65,7 +65,7 @@ class Twins:
         self._model, self._recorder = model, recorder
         self._runs: dict[str, _Run] = {}
         self._stood_in: dict[str, str] = {}
-        self._twin_of = twins_of(model, blocks)
+        self._twin_of = stand_ins_for(model, blocks)
 
     def standing_in(self) -> ExitStack:
         """Stands in for blocks while it is open."""
@@ -79,14 +79,14 @@ class Twins:
             stack.callback(delattr, module, "forward")
         return stack
 
-    def regions(self, seen: list[Region]) -> list[Region]:
-        """The regions of a step, those of the stood-in blocks as their twins'."""
-        by_path = {region.path: region for region in seen if region.block}
+    def segments(self, seen: list[Segment]) -> list[Segment]:
+        """The segments of a step, those of the stood-in blocks as their stand_ins'."""
+        by_path = {segment.path: segment for segment in seen if segment.block}
         return [
-            _as(region, by_path[self._stood_in[region.path]])
-            if region.block and region.path in self._stood_in
-            else region
-            for region in seen
+            _as(segment, by_path[self._stood_in[segment.path]])
+            if segment.block and segment.path in self._stood_in
+            else segment
+            for segment in seen
         ]
 
     def _watching(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,18 +125,18 @@ class Twins:
         return _map_all(give, twin.outputs)
 
 
-def _as(region: Region, twin: Region) -> Region:
-    """A stood-in block's region: what its twin did, with its own weights."""
+def _as(segment: Segment, twin: Segment) -> Segment:
+    """A stood-in block's segment: what its twin did, with its own weights."""
 
     def own(name: str) -> str:
         inside = name.startswith(twin.path + ".")
-        return region.path + name.removeprefix(twin.path) if inside else name
+        return segment.path + name.removeprefix(twin.path) if inside else name
 
     return replace(
         twin,
-        path=region.path,
-        after=region.after,
-        inputs=region.inputs,
+        path=segment.path,
+        after=segment.after,
+        inputs=segment.inputs,
         products=[replace(each, weight=own(each.weight)) for each in twin.products],
         parameters={own(name) for name in twin.parameters},
     )

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Python's cyclic collector is off while it is open; counted references are freed as always.
 
     Importing frameworks and tracing make some hundred thousand objects that live on, among which each full

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..._torch import children_of, parameters_of
 from ...errors import ScheduleError
 from .standard import NO_PIPELINE, NO_TENSOR_PARALLEL, even_ends
-from .tensor_parallel import Regions, columns, is_adapted, rows, sequence, vocabulary
+from .tensor_parallel import Regions, column_parallel, is_adapted, row_parallel, sequence, vocabulary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,9 +138,9 @@ def _cut_region(region: "Schedule", inside: dict[str, str], regions: Regions, dr
     for path, style in inside.items():
         module = region[path[below:]]
         if style in COLUMNS:
-            columns(module, parts=2 if style == "packed_colwise" else 1)
+            column_parallel(module, parts=2 if style == "packed_colwise" else 1)
         elif style == "rowwise":
-            rows(module)
+            row_parallel(module)
         else:
             module.sync("bwd_post", "all_reduce", on="parameters")
     behind = []
@@ -174,12 +174,12 @@ def _cut_alone(sch: "Schedule", place: str, style: str, sequence_parallel: bool,
             # Of the tokens and of the weights by which experts' outputs are added up.
             module.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
     elif style in COLUMNS or style == "colwise_gather_output":
-        columns(module, parts=2 if style == "packed_colwise" else 1)
+        column_parallel(module, parts=2 if style == "packed_colwise" else 1)
         module.sync("bwd_post", "all_reduce")
         if style == "colwise_gather_output":
             module.sync("fwd_post", "all_gather", axis=-1)
     elif style == "rowwise":
-        rows(module)
+        row_parallel(module)
         module.sync("fwd_post", "all_reduce")
     elif style == "embedding_rowwise":
         module.shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 import redline as rl
 import torch
-from redline.estimator.facts import Layout, TracingError, trace_facts
+from redline.estimator.traced_facts import Layout, TracingError, trace_facts
 from redline.estimator.tracing import trace
 from redline.models.presets import PRESETS
 from torch import nn
@@ -81,7 +81,7 @@ def test_blocks_that_differ_in_what_they_do_are_kinds_of_their_own():
     Block.ran = []
     few = trace(workload, paths, lambda *_: "none")
     assert Block.ran == [0, 1, 2, 3, 6, 7]
-    kept = [region.saved.total for region in few.regions if region.block]
+    kept = [segment.saved.total for segment in few.segments if segment.block]
     assert kept[0::2] == 4 * [kept[0]] and kept[1::2] == 4 * [kept[1]] and kept[1] > kept[0]
     assert few == trace(workload, paths, lambda *_: "none", every_block=True)
 

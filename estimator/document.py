@@ -1,4 +1,4 @@
-"""The answer of `redline estimate`: configurations with their predictions, as data."""
+"""What `redline estimate` says: configurations with their predictions, as data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError
 from ..models.spaces import lossy_of_space
 from ..results.lossy import lossy_in, lossy_values
-from .columns import columns
-from .facts import TracedFacts
-from .facts_ahead import trace_ahead, variants_of
+from .concurrent_tracing import trace_concurrently, variants_of
+from .garbage import without_garbage_collection
+from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, refine, relatives
 from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
-from .question import Question
-from .uncollected import uncollected
+from .request import EstimateRequest
+from .traced_facts import TracedFacts
 
 if TYPE_CHECKING:
     from ..results import Trial
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class EstimateDocument:
     """What was asked, and what is predicted."""
 
-    question: Question
+    request: EstimateRequest
     """What was asked."""
     ranked: tuple[Ranked, ...]
     """The configurations to show, the fastest first; empty where none fits."""
@@ -43,16 +43,16 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; NaN and infinity as None."""
         out: dict[str, Any] = {
-            "model": self.question.name,
+            "model": self.request.name,
             "parameters": self.facts.parameters,
-            "hardware": self.question.hardware.name,
-            "devices": self.question.devices,
-            "seq_len": self.question.estimator.training.seq_len,
-            "global_batch": self.question.global_batch,
-            "memory_limit_mib": _plain(self.question.estimator.memory_limit_mib),
+            "hardware": self.request.hardware.name,
+            "devices": self.request.devices,
+            "seq_len": self.request.estimator.training.seq_len,
+            "global_batch": self.request.global_batch,
+            "memory_limit_mib": _plain(self.request.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
             "best": [entry(each) for each in self.ranked],
-            "notes": [*self.question.notes, *self.facts.notes],
+            "notes": [*self.request.notes, *self.facts.notes],
         }
         if self.plan is not None:
             out |= {
@@ -96,19 +96,19 @@ def _plain(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-@uncollected()
-def answer(
-    question: Question,
+@without_garbage_collection()
+def estimate_document(
+    request: EstimateRequest,
     *,
     config: Mapping[str, Any] | None = None,
     top: int = 5,
     trials: "Sequence[Trial] | None" = None,
     layerwise: bool = False,
-) -> Answer:
-    """Answers a question.
+) -> EstimateDocument:
+    """The answer to a request.
 
     Args:
-        question: what is asked.
+        request: what is asked.
         config: one configuration, of which knobs may be left out; None for the best of the space.
         top: how many of the best.
         trials: of a run, which correct the predictions.
@@ -119,32 +119,32 @@ def answer(
         WorkloadError: the model cannot be traced.
         UsageError: the trials have configurations that are impossible here.
     """
-    estimator, learned = question.estimator, 0
+    estimator, learned = request.estimator, 0
     if trials is not None:
         estimator = estimator.calibrate(trials)
         learned = estimator.calibrated
     whole, reference = None, None
     if config is not None:
-        chosen = checked_config(question.space, config)
-        lossy = lossy_in(chosen, lossy_of_space(question.space))
+        chosen = checked_config(request.space, config)
+        lossy = lossy_in(chosen, lossy_of_space(request.space))
         ranked: tuple[Ranked, ...] = (Ranked(config=chosen, estimate=estimator(chosen), lossy=lossy),)
     else:
         if isinstance(estimator.source, TracedFacts):
-            trace_ahead(estimator.source, variants_of(question.space, estimator.training))
-        whole = plan(estimator, question.space, top=top)
+            trace_concurrently(estimator.source, variants_of(request.space, estimator.training))
+        whole = plan(estimator, request.space, top=top)
         ranked = whole.best
         reference = whole.smallest if not ranked else None
     first = ranked[0] if ranked else reference
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
-    facts = estimator.facts_of(columns([first.config], estimator.training), 0)
+    facts = estimator.facts_of(knob_arrays([first.config], estimator.training), 0)
     refined = (
-        refine(estimator, first, facts, relatives(question.space, first.config))
+        refine(estimator, first, facts, relatives(request.space, first.config))
         if layerwise and ranked
         else None
     )
-    return Answer(
-        question=question,
+    return EstimateDocument(
+        request=request,
         ranked=ranked,
         plan=whole,
         facts=facts,

@@ -1,4 +1,4 @@
-"""What a traced step leaves: regions of the model, with what each computed, kept and moved."""
+"""What a traced step leaves: segments of the model, with what each computed, kept and moved."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +58,7 @@ class Tally:
     """Bytes, apart by what tensor parallelism does to them."""
 
     outside: float = 0.0
-    """Between the tensor-parallel regions."""
+    """Between the tensor-parallel segments."""
     inside: float = 0.0
     """Between a column-split product and the row-split one behind it."""
     scores: float = 0.0
@@ -75,7 +75,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Region:
+class Segment:
     """A repeated block, or what runs in one module between the blocks. Bytes are of the traced batch."""
 
     path: str
@@ -113,10 +113,10 @@ class Region:
 
 
 @dataclass(slots=True)
-class Trace:
+class StepTrace:
     """What one step did, in the order of the forward pass."""
 
-    regions: list[Region]
+    segments: list[Segment]
     parameters: dict[str, tuple[int, ...]]
     """Shape of every parameter."""
     frozen: set[str]

@@ -16,7 +16,7 @@ from .._transformers import quiet
 from ..models import Workload
 from ..models.architecture import Architecture
 from .model_facts import ModelFacts, Part, PerToken
-from .trace_record import Product, Region, Spec, Trace
+from .step_trace import Product, Segment, Spec, StepTrace
 from .tracing import HALVES, cast, fake_model
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 
-def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", precision: str) -> ModelFacts:
+def fused(facts: ModelFacts, workload: Workload, seen: StepTrace, layout: "Layout", precision: str) -> ModelFacts:
     """The facts with the repeated blocks compiled, from those without.
 
     Where a block cannot be compiled, or there is none, the facts stay and a note says so.
@@ -40,23 +40,23 @@ def fused(facts: ModelFacts, workload: Workload, seen: Trace, layout: "Layout", 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
         model = fake_model(workload, config, fake).train()
-    regions = {region.path: region for region in seen.regions if region.block}
+    segments = {segment.path: segment for segment in seen.segments if segment.block}
     parts, notes = [], list(facts.notes)
     left = list(layout.blocks)
     for part in facts.parts:
         if part.role != "block":
             parts.append(part)
             continue
-        path = _one_of(part, left, regions)
+        path = _one_of(part, left, segments)
         left = [each for each in left if each != path]
         block = model.get_submodule(path)
         with fake:
-            graphs = _compile(block, regions[path].inputs, precision)
+            graphs = _compile(block, segments[path].inputs, precision)
         if isinstance(graphs, str):
             parts.append(part)
             notes.append(f"fusion: {path} cannot be compiled without values ({graphs}); as without it")
             continue
-        parts.append(_counted(part, graphs, regions[path].products, seen.samples, workload.seq_len or 1))
+        parts.append(_counted(part, graphs, segments[path].products, seen.samples, workload.seq_len or 1))
     return replace(facts, parts=tuple(parts), notes=tuple(notes))
 
 
@@ -66,14 +66,14 @@ def _attention(workload: Workload, facts: ModelFacts) -> dict[str, str]:
     return {"attention": facts.attention if facts.attention in ("eager", "sdpa") else "sdpa"}
 
 
-def _one_of(part: Part, paths: list[str], regions: Mapping[str, Region]) -> str:
+def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> str:
     """The middle one of the blocks that have the part's products, since the first may differ from the
     rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
     alike = [
         path
         for path in paths
-        if path in regions and {(each.k, each.n) for each in regions[path].products} == wanted
+        if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
     ]
     return (alike or paths)[len(alike or paths) // 2]
 

@@ -10,12 +10,12 @@ from ..errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from . import facts_cache
+from .fused_loss_facts import unformed
+from .garbage import without_garbage_collection
 from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
-from .trace_record import AttentionCall, Region, Tally, Trace
+from .step_trace import AttentionCall, Segment, StepTrace, Tally
 from .tracing import trace
-from .uncollected import uncollected
-from .unformed_facts import unformed
 
 
 class TracingError(WorkloadError):
@@ -40,7 +40,7 @@ class TracedFacts:
     """Where facts are cached; None for the user's cache folder."""
     _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
-    _steps: dict[tuple[str, str], "tuple[Layout, Trace]"] = field(
+    _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -97,7 +97,7 @@ def trace_facts(
     device_type: str = "cuda",
     folder: Path | None = None,
     cached: bool = True,
-    steps: "dict[tuple[str, str], tuple[Layout, Trace]] | None" = None,
+    steps: "dict[tuple[str, str], tuple[Layout, StepTrace]] | None" = None,
 ) -> ModelFacts:
     """The facts of a workload: parameters, products, FLOPs, kept bytes and memory traffic, part by part.
 
@@ -145,14 +145,14 @@ def trace_facts(
     return made
 
 
-@uncollected()
+@without_garbage_collection()
 def _trace(
     workload: Workload,
     precision: str,
     attention: str,
     fusion: bool,
     device_type: str,
-    steps: "dict[tuple[str, str], tuple[Layout, Trace]]",
+    steps: "dict[tuple[str, str], tuple[Layout, StepTrace]]",
 ) -> ModelFacts:
     if (precision, attention) not in steps:
         layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
@@ -188,13 +188,13 @@ def _trace(
             facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})")
         )
     if fusion:
-        from .fused_facts import fused
+        from .compiled_facts import fused
 
         facts = fused(facts, workload, seen, layout, precision)
     return facts
 
 
-def _sorry(workload: Workload, seen: Trace, known: ModelFacts, layout: "Layout") -> str:
+def _sorry(workload: Workload, seen: StepTrace, known: ModelFacts, layout: "Layout") -> str:
     count = f" in {len(layout.blocks)} repeated blocks and what is around them" if layout.blocks else ""
     return (
         f"{workload.name} cannot be traced: operator {seen.operator} does not work without values "
@@ -205,28 +205,28 @@ def _sorry(workload: Workload, seen: Trace, known: ModelFacts, layout: "Layout")
     )
 
 
-def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
-    """The regions of a trace, gathered into parts in the order of the forward pass."""
+def _parts(workload: Workload, seen: StepTrace, layout: Layout) -> list[Part]:
+    """The segments of a trace, gathered into parts in the order of the forward pass."""
     owned = _owned(seen, layout)
     maker = _Maker(workload, seen, layout, owned)
-    before: list[Region] = []
-    between: list[Region] = []
-    tail: list[Region] = []
-    kinds: dict[Hashable, list[Region]] = {}
-    reached = {region.path for region in seen.regions if region.block}
+    before: list[Segment] = []
+    between: list[Segment] = []
+    tail: list[Segment] = []
+    kinds: dict[Hashable, list[Segment]] = {}
+    reached = {segment.path for segment in seen.segments if segment.block}
     # Blocks that were not come to still have their parameters.
-    missed = [Region(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
-    for region in (*seen.regions, *missed):
-        if region.block:
-            kinds.setdefault(maker.signature(region), []).append(region)
+    missed = [Segment(path=path, block=True, after=0) for path in layout.blocks if path not in reached]
+    for segment in (*seen.segments, *missed):
+        if segment.block:
+            kinds.setdefault(maker.signature(segment), []).append(segment)
         elif not layout.blocks:
-            (tail if region.path == "" else between).append(region)
-        elif region.after == 0:
-            before.append(region)
-        elif region.after < len(layout.blocks):
-            between.append(region)
+            (tail if segment.path == "" else between).append(segment)
+        elif segment.after == 0:
+            before.append(segment)
+        elif segment.after < len(layout.blocks):
+            between.append(segment)
         else:
-            tail.append(region)
+            tail.append(segment)
     parts = []
     if before:
         parts.append(maker.part("embedding", "embedding", before))
@@ -247,37 +247,37 @@ def _parts(workload: Workload, seen: Trace, layout: Layout) -> list[Part]:
     return parts
 
 
-def _tail(tail: list[Region], *, has_blocks: bool) -> tuple[list[Region], list[Region], list[Region]]:
+def _tail(tail: list[Segment], *, has_blocks: bool) -> tuple[list[Segment], list[Segment], list[Segment]]:
     """What comes behind the last block, sorted into norm, head and loss."""
     if not has_blocks:
         return [], [], tail
     products = [index for index, each in enumerate(tail) if each.products]
     first = products[0] if products else len(tail)
     norm, head, loss = [], [], []
-    for index, region in enumerate(tail):
-        if region.path == "" and not region.products:
-            loss.append(region)
-        elif region.products or (products and first < index and region.parameters):
-            head.append(region)
+    for index, segment in enumerate(tail):
+        if segment.path == "" and not segment.products:
+            loss.append(segment)
+        elif segment.products or (products and first < index and segment.parameters):
+            head.append(segment)
         elif index < first:
-            norm.append(region)
+            norm.append(segment)
         else:
-            (head if index < (products[-1] if products else 0) else loss).append(region)
+            (head if index < (products[-1] if products else 0) else loss).append(segment)
     return norm, head, loss
 
 
-def _owned(seen: Trace, layout: Layout) -> dict[str, set[str]]:
-    """The parameters of each region, by its key; those that nothing reads under the empty key."""
+def _owned(seen: StepTrace, layout: Layout) -> dict[str, set[str]]:
+    """The parameters of each segment, by its key; those that nothing reads under the empty key."""
     owned: dict[str, set[str]] = {}
     left = set(seen.parameters)
     for path in layout.blocks:
         mine = {name for name in left if name.startswith(path + ".")}
         owned[_key(path, True, 0)] = mine
         left -= mine
-    for region in seen.regions:
-        if not region.block:
-            mine = region.parameters & left
-            owned[_key(region.path, False, region.after)] = mine
+    for segment in seen.segments:
+        if not segment.block:
+            mine = segment.parameters & left
+            owned[_key(segment.path, False, segment.after)] = mine
             left -= mine
     owned[""] = left
     return owned
@@ -287,36 +287,36 @@ def _key(path: str, block: bool, after: int) -> str:
     return f"block {path}" if block else f"{path}@{after}"
 
 
-def _head(seen: Trace, layout: Layout) -> tuple[int, bool]:
+def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
     """`vocabulary` and `tied` of the model's last product, where it makes logits of an embedded
     vocabulary."""
-    last = [each for region in seen.regions if region.after == len(layout.blocks) for each in region.products]
+    last = [each for segment in seen.segments if segment.after == len(layout.blocks) for each in segment.products]
     tokens = [each for each in last if each.weight]
     if not tokens or not layout.blocks:
         return 0, False
     widest = max(tokens, key=lambda each: each.n)
-    before = {name for region in seen.regions if region.after == 0 for name in region.parameters}
+    before = {name for segment in seen.segments if segment.after == 0 for name in segment.parameters}
     return widest.n, widest.weight in before
 
 
 class _Maker:
-    """Makes parts of regions: bytes of a batch become bytes a token."""
+    """Makes parts of segments: bytes of a batch become bytes a token."""
 
     def __init__(
-        self, workload: Workload, seen: Trace, layout: Layout, owned: Mapping[str, set[str]]
+        self, workload: Workload, seen: StepTrace, layout: Layout, owned: Mapping[str, set[str]]
     ) -> None:
         self._seen, self._layout, self._owned = seen, layout, owned
         self._length = workload.seq_len or 1
         self._tokens = seen.samples * self._length
         self._is_causal = getattr(workload.model, "task", "") == "causal"
 
-    def signature(self, region: Region) -> Hashable:
+    def signature(self, segment: Segment) -> Hashable:
         """Equal for blocks that are alike."""
-        products = tuple((each.k, each.n, each.rows, each.count) for each in region.products)
-        calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in region.attention)
-        return products, calls, self._count(self._names(region))
+        products = tuple((each.k, each.n, each.rows, each.count) for each in segment.products)
+        calls = tuple((each.heads, each.kv_heads, each.head_dim) for each in segment.attention)
+        return products, calls, self._count(self._names(segment))
 
-    def block(self, name: str, alike: list[Region]) -> Part:
+    def block(self, name: str, alike: list[Segment]) -> Part:
         """The part of blocks that are alike. The first may hold what is made once for all, the last may see
         other temporaries, so it is their median that counts."""
         one = sorted(alike, key=lambda each: each.saved.total)[len(alike) // 2]
@@ -324,9 +324,9 @@ class _Maker:
         transient = statistics.median_low(each.transient for each in alike)
         return self._make(name, "block", [one], count=len(alike), transient=transient)
 
-    def part(self, name: str, role: str, regions: list[Region], spike: float = 0.0) -> Part:
-        """The part of several regions together."""
-        return self._make(name, role, regions, count=1, transient=spike)
+    def part(self, name: str, role: str, segments: list[Segment], spike: float = 0.0) -> Part:
+        """The part of several segments together."""
+        return self._make(name, role, segments, count=1, transient=spike)
 
     def unused(self, names: set[str]) -> Part:
         """The parameters that no operator reads."""
@@ -335,60 +335,60 @@ class _Maker:
             frozen=self._count(names),
         )  # fmt: skip
 
-    def _make(self, name: str, role: str, regions: list[Region], *, count: int, transient: float) -> Part:
-        names = {each for region in regions for each in self._names(region)}
-        attention = self._attention([call for region in regions for call in region.attention])
+    def _make(self, name: str, role: str, segments: list[Segment], *, count: int, transient: float) -> Part:
+        names = {each for segment in segments for each in self._names(segment)}
+        attention = self._attention([call for segment in segments for call in segment.attention])
         heads = attention.heads if attention else 0
-        saved = self._per_token([each.saved for each in regions], heads)
+        saved = self._per_token([each.saved for each in segments], heads)
         saved = PerToken(
-            whole=saved.whole + sum(each.saved_rows for each in regions) / self._tokens,
+            whole=saved.whole + sum(each.saved_rows for each in segments) / self._tokens,
             sequence=saved.sequence,
             sharded=saved.sharded,
             scores=saved.scores,
         )
-        traffic = self._per_token([each.traffic for each in regions], heads)
-        backward = sum(each.backward.total for each in regions)
-        forward = sum(each.traffic.total for each in regions)
-        boundary = sum(each.boundary for each in regions) / self._tokens if role == "block" else 0.0
+        traffic = self._per_token([each.traffic for each in segments], heads)
+        backward = sum(each.backward.total for each in segments)
+        forward = sum(each.traffic.total for each in segments)
+        boundary = sum(each.boundary for each in segments) / self._tokens if role == "block" else 0.0
         return Part(
             name=name,
             role=role,
             count=count,
             parameters=self._count(names),
-            sharded=self._sharded(names, regions),
+            sharded=self._sharded(names, segments),
             frozen=self._count(names & self._seen.frozen),
-            matmuls=self._matmuls(regions),
+            matmuls=self._matmuls(segments),
             attention=attention,
             saved=saved,
-            saved_fixed=sum(each.saved_fixed for each in regions),
+            saved_fixed=sum(each.saved_fixed for each in segments),
             boundary=boundary,
             transient=self._split_transient(transient / self._tokens, boundary, saved),
             traffic=traffic,
             traffic_backward=_scaled(traffic, backward / forward) if forward and backward else None,
-            traffic_fixed=sum(each.traffic_fixed for each in regions),
-            kernels=float(sum(each.kernels for each in regions)),
+            traffic_fixed=sum(each.traffic_fixed for each in segments),
+            kernels=float(sum(each.kernels for each in segments)),
         )
 
-    def _names(self, region: Region) -> set[str]:
-        return self._owned.get(_key(region.path, region.block, region.after), set())
+    def _names(self, segment: Segment) -> set[str]:
+        return self._owned.get(_key(segment.path, segment.block, segment.after), set())
 
     def _count(self, names: set[str]) -> int:
         return sum(_numel(self._seen.parameters[name]) for name in names)
 
-    def _sharded(self, names: set[str], regions: list[Region] | None) -> int:
+    def _sharded(self, names: set[str], segments: list[Segment] | None) -> int:
         if self._layout.cuts is not None:
             return self._count({name for name in names if name in self._layout.cuts})
-        if regions is None:
+        if segments is None:
             return 0
-        splits = {product.weight: product.split for region in regions for product in region.products}
+        splits = {product.weight: product.split for segment in segments for product in segment.products}
         cut = {name for name, split in splits.items() if split != "none" and name in names}
         biases = {name.removesuffix("weight") + "bias" for name, split in splits.items() if split == "column"}
         return self._count(cut | (biases & names))
 
-    def _matmuls(self, regions: list[Region]) -> tuple[Matmul, ...]:
+    def _matmuls(self, segments: list[Segment]) -> tuple[Matmul, ...]:
         counted: dict[tuple[Any, ...], int] = {}
-        for region in regions:
-            for product in region.products:
+        for segment in segments:
+            for product in segment.products:
                 what = (product.k, product.n, product.split, product.rows / self._tokens, product.trainable)
                 counted[what] = counted.get(what, 0) + product.count
         return tuple(

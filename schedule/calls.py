@@ -16,7 +16,7 @@ Recipe = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PrimitiveCall:
     """One call of a primitive."""
 
     path: str
@@ -34,7 +34,7 @@ class Step:
         return f"{self.primitive}({', '.join(given)})"
 
 
-def to_recipe(steps: Iterable[Step]) -> Recipe:
+def to_recipe(steps: Iterable[PrimitiveCall]) -> Recipe:
     """The steps in order, mappings of `path`, `primitive` and, where given, `args`, `kwargs`.
 
     Values are plain: numbers, strings, lists and mappings. A dtype is written `{dtype: bfloat16}`, an
