@@ -14,6 +14,10 @@ from .hardware_names import DeviceName, device_name
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
+SLOWEST_TFLOPS, SLOWEST_GB_PER_S = 1e-4, 0.1
+"""The slowest arithmetic and the slowest memory that a device can have; what measures slower was kept from running."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """How devices talk to each other."""
@@ -63,7 +67,7 @@ class Hardware:
         where = f"hardware {self.name}"
         numbers = {
             "memory_gib": (self.memory_gib, 0.1, 10_000),
-            "memory_gb_per_s": (self.memory_gb_per_s, 0.1, 1e6),
+            "memory_gb_per_s": (self.memory_gb_per_s, SLOWEST_GB_PER_S, 1e6),
             "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
             "devices_per_node": (self.devices_per_node, 1, 1024),
             "achievable": (self.achievable, 0.01, 1.0),
@@ -73,7 +77,7 @@ class Hardware:
         for dtype, rate in self.tflops.items():
             if dtype not in DTYPES:
                 raise UsageError(f"{where}: tflops: {unknown('dtype', dtype, DTYPES)}")
-            numbers[f"tflops.{dtype}"] = (rate, 1e-4, 1e6)
+            numbers[f"tflops.{dtype}"] = (rate, SLOWEST_TFLOPS, 1e6)
         if "fp32" not in self.tflops:
             raise UsageError(f"{where}: tflops must hold the rate of fp32, but holds {sorted(self.tflops)}")
         if self.cores is not None:

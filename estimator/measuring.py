@@ -13,7 +13,7 @@ from ..device import Device, detect, usable_cores
 from ..errors import RunnerError
 from ..scratch import Scratch
 from . import facts_cache
-from .hardware import Hardware, Link, recognise
+from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
 
 if TYPE_CHECKING:
     import torch
@@ -138,13 +138,13 @@ def measure(*, ranks: int | None = None, short: bool = False) -> Measured:
     tflops: dict[str, dict[int, float]] = {}
     for (name, size), taken in found.items():
         if name not in ("copy", "host"):
-            tflops.setdefault(name, {})[size] = 2 * size**3 / taken / 1e12
+            tflops.setdefault(name, {})[size] = max(SLOWEST_TFLOPS, 2 * size**3 / taken / 1e12)
     size = COPY_BYTES[kind]
     count = ranks if ranks is not None else (device.count if kind == "cuda" and not short else 1)
     return Measured(
         device=device,
         tflops=tflops,
-        memory_gb_per_s=2 * size / found["copy", size] / 1e9,  # read and written
+        memory_gb_per_s=max(SLOWEST_GB_PER_S, 2 * size / found["copy", size] / 1e9),  # read and written
         host_gb_per_s=size // 4 / found["host", size // 4] / 1e9 if kind == "cuda" else None,
         links=_links(kind, count) if count > 1 else {},
         ranks=count,

@@ -8,6 +8,7 @@ import pytest
 import redline as rl
 from redline.device import Device
 from redline.estimator import Hardware, find_hardware, measuring
+from redline.estimator.hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS
 from redline.estimator.measuring import Measured, measure, table_entry, this_machine
 
 
@@ -112,6 +113,15 @@ def test_a_busy_machine_says_so_and_is_measured_anew_soon(shares, tmp_path, monk
 def test_a_moment_of_rest_is_enough(shares):
     shares += [0.8, 0.02, 0.9]
     assert measure(short=True).note == "" and shares == [0.9]
+
+
+def test_a_machine_that_lets_it_hardly_run_is_still_a_machine(monkeypatch):
+    def crawling(works, where, seconds):
+        return dict.fromkeys(works, 3600.0)
+
+    monkeypatch.setattr(measuring, "_best", crawling)
+    found = measure(short=True).to_hardware()
+    assert found.tflops["fp32"] == SLOWEST_TFLOPS and found.memory_gb_per_s == SLOWEST_GB_PER_S
 
 
 def test_the_estimate_and_the_search_pass_on_that_the_machine_was_busy(shares, tmp_path, monkeypatch):
