@@ -108,14 +108,14 @@ def _read(cls: type, data: Any) -> dict[str, Any]:
         raise UsageError(f"a probe is a mapping, but got {shown(data)}")
     values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
     for name, value in values.items():
-        if name in _NAMES:
-            if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-                raise UsageError(f"a probe's {name} must be a list of texts, but got {shown(value)}")
-            values[name] = tuple(value)
-        elif name in _LISTS:
-            if not isinstance(value, list | tuple):
-                raise UsageError(f"a probe's {name} must be a list of numbers, but got {shown(value)}")
-            values[name] = tuple(_number(name, each) for each in value)
+        if name in _NAMES or name in _LISTS:
+            texts = name in _NAMES
+            if not isinstance(value, list | tuple) or (
+                texts and not all(isinstance(each, str) for each in value)
+            ):
+                of = "texts" if texts else "numbers"
+                raise UsageError(f"a probe's {name} must be a list of {of}, but got {shown(value)}")
+            values[name] = tuple(each if texts else _number(name, each) for each in value)
         elif name in _COUNTS:
             if not count(value):
                 raise UsageError(f"a probe's {name} must be a whole number, but got {shown(value)}")

@@ -22,21 +22,19 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
         parts: of all ranks of a trial, one at least.
         firsts: of their first steps.
     """
-    logits = [each.logits for each in parts if each.logits]
+    shares, steps = [each.share for each in parts], [each for each in firsts if each is not None]
     changed, size = sum(each.changed for each in parts), sum(each.size for each in parts)
-    steps = [each for each in firsts if each is not None]
     comparable = steps and not any(each.by_batch for each in parts)
-    return Probe(
-        quiet=Computed.together([each.quiet for each in parts]),
+    return replace(
+        shares[0],
+        quiet=Computed.together([each.quiet for each in shares]),
         step=Computed.together([each.computed for each in steps]) if comparable else None,
-        logits=tuple(sum(column) for column in zip(*logits)),
+        logits=tuple(sum(column) for column in zip(*(each.logits for each in shares if each.logits))),
         noise=math.sqrt(changed / size) if size else 0.0,
-        noise_numbers=max(each.noise_numbers for each in parts),
+        noise_numbers=max(each.noise_numbers for each in shares),
         still=tuple(sorted({name for each in steps for name in each.still})),
-        brought=tuple(sorted({name for each in parts for name in each.brought})),
-        depth=parts[0].depth,
-        roundoff=parts[0].roundoff,
-        loss_roundoff=max(each.loss_roundoff for each in parts),
+        brought=tuple(sorted({name for each in shares for name in each.brought})),
+        loss_roundoff=max(each.loss_roundoff for each in shares),
     )
 
 
@@ -60,14 +58,15 @@ def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: 
     expected = reference.probe
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
     tolerance = rounding(noise_numbers=min(probe.noise_numbers, expected.noise_numbers))
-    if wrong := compare(_quiet(expected), _quiet(probe), tolerance).wrong:
-        return str(wrong)
+    wrong = compare(_quiet(expected), _quiet(probe), tolerance).wrong
+    if wrong is not None:
+        return wrong.said
     # Over other samples, only whether weights moved can be compared.
     samples = expected.step.samples if expected.step else 1
     alike = probe.step is not None and probe.step.samples == samples
     tolerance = rounding(noise=max(probe.noise, expected.noise), samples=samples)
     wrong = compare(_step(expected), _step(probe) if alike else Numbers(still=probe.still), tolerance).wrong
-    return str(wrong or "")
+    return wrong.said if wrong is not None else ""
 
 
 def why_not(probe: Probe, reference: Reference) -> str:

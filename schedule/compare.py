@@ -1,7 +1,7 @@
 """Two models, by what they computed: the one comparison of `verify`, of the numerics table and of a dry run's `wrong`."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,15 +14,15 @@ from .rounding import Tolerance, departure, largest, scale
 
 Tensors = Mapping[str, torch.Tensor | None]
 Kind = Literal["outputs", "loss", "gradients", "dropout", "weights"]
-WHAT = {
+SAID: Mapping[Kind, str] = {
     "outputs": "{}",
     "loss": "{}",
     "gradients": "the gradient of {}",
     "weights": "{} after the optimizer's steps",
 }
 """What sentences call a tensor of a kind."""
-ALIKE = 1 - 1e-4
-"""Departures that are this near are equally grave."""
+ALIKE = 0.9
+"""What is this share of the gravest is as grave: which of them is named hangs on no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +53,14 @@ class Numbers:
     @property
     def finite(self) -> bool:
         """Whether all are finite."""
-        groups = (self.outputs, self.gradients, self.weights)
-        tensors = [each for group in groups for each in group.values() if each is not None]
-        numbers = [each for each in (self.loss, self.noise) if each is not None]
-        return all(map(math.isfinite, numbers)) and all(bool(each.isfinite().all()) for each in tensors)
+        tensors = [each for kind in SAID for each in self.of(kind).values() if each is not None]
+        return all(bool(each.isfinite().all()) for each in tensors) and math.isfinite(self.noise or 0.0)
+
+    def of(self, kind: Kind) -> Tensors:
+        """The tensors of a kind, by name."""
+        if kind == "loss":
+            return {} if self.loss is None else {"the loss": torch.tensor(self.loss, dtype=torch.float64)}
+        return {"outputs": self.outputs, "gradients": self.gradients, "weights": self.weights}[kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +69,6 @@ class Departure:
 
     kind: Kind
     """Of what kind it is."""
-    name: str
-    """Which of them: as `Numbers` has it."""
     by: float
     """Relative to its `rounding.scale`; infinite where shapes or presence differ."""
     allowed: float
@@ -84,9 +86,6 @@ class Departure:
         """How many times what is allowed it is."""
         return self.by / max(self.allowed, 1e-30)
 
-    def __str__(self) -> str:
-        return self.said
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -102,11 +101,13 @@ class Comparison:
 
     @property
     def wrong(self) -> Departure | None:
-        """The gravest of the first kind of which one is more than rounding; None where all are within it."""
-        if self.holds:
+        """The gravest of the first kind of which one is more than rounding, of several that are as grave the first; None
+        where all are within it."""
+        over = [each for each in self.departures if not each.holds]
+        if not over:
             return None
-        kind = next(each.kind for each in self.departures if not each.holds)
-        return next(each for each in self.of(kind) if each.share >= ALIKE * self.gravest(kind).share)
+        grave = ALIKE * self.gravest(over[0].kind).share
+        return next(each for each in over if each.share >= grave)
 
     def of(self, kind: Kind) -> tuple[Departure, ...]:
         """Those of a kind."""
@@ -125,8 +126,7 @@ def compare(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Comparis
         found: of the model; of one that is spread over ranks, what this rank has.
         tolerance: what rounding may do to either.
     """
-    kinds = (_outputs, _loss, _gradients, _dropout, _weights)
-    return Comparison(tuple(each for kind in kinds for each in kind(expected, found, tolerance)))
+    return Comparison(tuple(_Pair(expected, found, tolerance, largest(expected.gradients)).departures()))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -152,98 +152,91 @@ def and_more(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _outputs(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    pair = expected.outputs, found.outputs
-    if len(found.outputs) == len(expected.outputs):
-        size = tolerance.size if found.on else None
-        yield from _each("outputs", *pair, tolerance, lambda name, over: tolerance.outputs, size=size)
-    elif found.on or found.outputs:  # of a pipeline only the last stage has any
-        said = f"outputs number {len(found.outputs)}, not {len(expected.outputs)}"
-        if found.on:
-            said = f"it returns {'other' if found.outputs else 'no'} logits than the reference"
-        yield Departure(kind="outputs", name="", by=math.inf, allowed=tolerance.outputs, said=said)
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two models, of which one is to be the same as the other."""
 
+    expected: Numbers
+    found: Numbers
+    tolerance: Tolerance
+    steepest: float
+    """The largest magnitude in any gradient."""
 
-def _loss(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    def allowed(name: str, over: float) -> float:
-        return tolerance.loss + tolerance.loss_of_outputs * (tolerance.size or over) / over
+    def departures(self) -> Iterator[Departure]:
+        yield from self._count()
+        for kind in ("outputs", "loss", "gradients"):
+            yield from self._of(kind)
+        yield from self._dropout()
+        yield from self._of("weights")
+        if still := [name for name in self.found.still if name not in self.expected.still]:
+            said = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
+            yield Departure(kind="weights", by=math.inf, allowed=0.0, said=said)
 
-    if expected.loss is not None and found.loss is not None:
-        wanted, mine = ({"the loss": torch.tensor(each, dtype=torch.float64)} for each in (expected.loss, found.loss))
-        yield from _each("loss", wanted, mine, tolerance, allowed, on=found.on)
+    def _of(self, kind: Kind) -> Iterator[Departure]:
+        """Of the tensors that both have."""
+        expected, found, on = self.expected.of(kind), self.found.of(kind), self.found.on
+        most, least = largest(expected), self.tolerance.least
+        projected = kind == "outputs" and bool(on)
+        ratio = self.tolerance.ratio if kind == "gradients" else 1.0
+        for name, wanted in expected.items():
+            if name not in found:
+                continue
+            mine, by = found[name], math.inf
+            over = max(self.tolerance.size, 1e-30) if projected else scale(wanted, most, least)
+            allowed = self._allowed(kind, name, over)
+            what = SAID[kind].format(name) if not on else name if projected else name + on
+            if wanted is None or mine is None:
+                # A parameter that takes no part may have a gradient of zeros instead of none.
+                present = wanted if wanted is not None else mine
+                by = math.inf if present is not None and present.any() else 0.0
+                how = "is missing" if mine is None else "was not there before"
+            elif wanted.shape != mine.shape:
+                how = f"has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
+            else:
+                by = departure(wanted, mine, over=over, ratio=ratio)
+                how = f"departs by {by:.2g}"
+                if projected:
+                    how = f"depart by {by:.2g} of their size (tolerance {allowed:.2g})"
+                elif on:
+                    slack = allowed * over + (ratio - 1) * float(wanted)
+                    how = f"is {float(mine):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
+            yield Departure(kind=kind, by=by, allowed=allowed, said=f"{what} {how}")
 
+    def _allowed(self, kind: Kind, name: str, over: float) -> float:
+        """The most that rounding may do to a tensor, relative to `over`."""
+        granted = self.tolerance
+        if kind == "outputs":
+            return granted.outputs
+        if kind == "loss":
+            return granted.loss + granted.loss_of_outputs * (granted.size or over) / over
+        if kind == "gradients" and name in self.expected.vectors:
+            return granted.vectors
+        if kind == "weights" and granted.weights is not None:
+            gradient = scale(self.expected.gradients.get(name), self.steepest, granted.least)
+            return granted.weights(granted.gradients * gradient, self.found.weights[name]) / over
+        return granted.gradients
 
-def _gradients(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    def allowed(name: str, over: float) -> float:
-        return tolerance.vectors if name in expected.vectors else tolerance.gradients
+    def _count(self) -> Iterator[Departure]:
+        """That there are other outputs; of the stages of a pipeline only the last one has any."""
+        mine, wanted = ([None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected))
+        said = ""
+        if self.found.on and mine != wanted:
+            said = f"it returns {'other' if mine else 'no'} logits than the reference"
+        elif mine and len(mine) != len(wanted):
+            said = f"outputs number {len(mine)}, not {len(wanted)}"
+        if said:
+            yield Departure(kind="outputs", by=math.inf, allowed=0.0, said=said)
 
-    pair = expected.gradients, found.gradients
-    return _each("gradients", *pair, tolerance, allowed, on=found.on, ratio=tolerance.ratio)
-
-
-def _dropout(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    if expected.noise is None or found.noise is None:
-        return
-    # Rounding is independent of the masks: squares add.
-    high = math.hypot(expected.noise * tolerance.noise, tolerance.outputs)
-    low = math.hypot(found.noise, tolerance.outputs)
-    said = (
-        f"in training the logits depart by {found.noise:.2g} of their size from those without dropout, the "
-        f"reference's by {expected.noise:.2g}"
-    )
-    by = max(found.noise / high, expected.noise / tolerance.noise / low)
-    yield Departure(kind="dropout", name="", by=by, allowed=1.0, said=said)
-
-
-def _weights(expected: Numbers, found: Numbers, tolerance: Tolerance) -> Iterator[Departure]:
-    steepest = largest(expected.gradients)
-
-    def allowed(name: str, over: float) -> float:
-        if tolerance.weights is None:
-            return tolerance.gradients
-        gradient = tolerance.gradients * scale(expected.gradients.get(name), steepest, tolerance.least)
-        return tolerance.weights(gradient, found.weights[name]) / over
-
-    yield from _each("weights", expected.weights, found.weights, tolerance, allowed)
-    if still := [name for name in found.still if name not in expected.still]:
-        said = f"the first step leaves {and_more(still)} as it was, in spite of a gradient"
-        yield Departure(kind="weights", name=still[0], by=math.inf, allowed=0.0, said=said)
-
-
-def _each(
-    kind: Kind,
-    expected: Tensors,
-    found: Tensors,
-    tolerance: Tolerance,
-    allowed: Callable[[str, float], float],
-    *,
-    on: str = "",
-    size: float | None = None,
-    ratio: float = 1.0,
-) -> Iterator[Departure]:
-    """Departures of the tensors that both have; `allowed` is of a name and of what it is held to, which is `size` for
-    projections of outputs."""
-    most = largest(expected)
-    for name, wanted in expected.items():
-        if name not in found:
-            continue
-        mine = found[name]
-        over = scale(wanted, most, tolerance.least) if size is None else size or 1e-30
-        limit, by = allowed(name, over), math.inf
-        what = name + on if on or size is not None else WHAT[kind].format(name)
-        if wanted is None or mine is None:
-            # A parameter that takes no part may have a gradient of zeros instead of none.
-            present = wanted if wanted is not None else mine
-            by = math.inf if present is not None and present.any() else 0.0
-            how = "is missing" if mine is None else "was not there before"
-        elif wanted.shape != mine.shape:
-            how = f"has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
-        else:
-            by = departure(wanted, mine, over=over, ratio=ratio)
-            how = f"departs by {by:.2g}"
-            if size is not None:
-                how = f"depart by {by:.2g} of their size (tolerance {limit:.2g})"
-            elif on:
-                slack = limit * over + (ratio - 1) * float(wanted)
-                how = f"is {float(mine):.6g}, the reference's {float(wanted):.6g} (tolerance {slack:.2g})"
-        yield Departure(kind=kind, name=name, by=by, allowed=limit, said=f"{what} {how}")
+    def _dropout(self) -> Iterator[Departure]:
+        """That dropout is of another rate."""
+        mine, wanted, slack = self.found.noise, self.expected.noise, self.tolerance.outputs
+        if mine is None or wanted is None:
+            return
+        # Rounding is independent of the masks: squares add.
+        most, others = math.hypot(wanted * self.tolerance.noise, slack), math.hypot(mine, slack)
+        said = (
+            f"in training the logits depart by {mine:.2g} of their size from those without dropout, the "
+            f"reference's by {wanted:.2g}"
+        )
+        by = max(mine / most, wanted / self.tolerance.noise / others)
+        yield Departure(kind="dropout", by=by, allowed=1.0, said=said)

@@ -221,17 +221,15 @@ def scale(tensor: torch.Tensor | None, largest: float = 0.0, least: float = SMAL
 
 
 def departure(
-    expected: torch.Tensor, found: torch.Tensor, largest: float = 0.0, *, over: float = 0.0, ratio: float = 1.0
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    largest: float = 0.0,
+    *,
+    over: float = 0.0,
+    ratio: float = 1.0,
 ) -> float:
-    """The largest difference of two tensors of one shape, relative; infinite where one holds what is no number.
-
-    Args:
-        expected: one of them.
-        found: the other.
-        largest: the largest magnitude in any tensor of their kind.
-        over: what it is relative to; by default the `scale` of `expected`.
-        ratio: a factor by which they may differ besides; what is less than that is no difference.
-    """
+    """The largest difference of two tensors of one shape over the `scale` of the first, or over `over`, beyond a factor `ratio`
+    if there is one; infinite where one holds what is no number."""
     if not expected.numel():
         return 0.0
     over = over or scale(expected, largest)

@@ -7,6 +7,7 @@ family cannot follow has a reason instead.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -196,16 +197,14 @@ def departure(
     """
     import torch
 
+    from .._torch import dynamo
+
     expected = expected or reference(workload, seed)
     workload = replace(workload, optimizer=adamw)
     if config.get("fusion"):
         # The limit on compilations counts by function, and models share some; past it nothing would be compiled.
         torch.compiler.reset()
-        from .._torch import dynamo
-
-        with dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            found, _ = _train(workload, config, seed)
-    else:
+    with dynamo.config.patch(fail_on_recompile_limit_hit=True) if config.get("fusion") else nullcontext():
         found, _ = _train(workload, config, seed)
     exact = config.get("precision", "fp32") == "fp32"
     allowed = expected.allowed if exact else expected.allowed_half
@@ -245,13 +244,8 @@ def adamw(params: Any, fused: bool = False) -> "torch.optim.Optimizer":
 
 
 def trained(model: "nn.Module", passes: Callable[[], Any], update: Callable[[], None]) -> "Numbers":
-    """What STEPS steps of a model with `adamw` give: loss and gradients of the first, weights after the last.
-
-    Args:
-        model: the model; of one that is spread over ranks, what this one has is gathered whole.
-        passes: a step's forward and backward passes; returns the loss.
-        update: the optimizer's part of a step, with the gradients gone after it.
-    """
+    """What STEPS steps of a model with `adamw` give: loss and gradients of the first, weights after the last. `passes`
+    returns the loss; after `update` the gradients are gone."""
     from ..schedule.compare import Numbers, gradients_of, weights_of
 
     loss = float(passes())
@@ -264,14 +258,8 @@ def trained(model: "nn.Module", passes: Callable[[], Any], update: Callable[[], 
 
 
 def compare(expected: "Numbers", found: "Numbers", allowed: float, terms: int) -> "Comparison":
-    """By how much what `trained` gave departs.
-
-    Args:
-        expected: of one process.
-        found: on this rank.
-        allowed: what rounding may do to a gradient (`rounding.allowance`).
-        terms: what the loss is a mean of: tokens, or samples.
-    """
+    """By how much what `trained` gave on this rank departs from what it gave on one process, where rounding may do as much as
+    `allowed` to a gradient, and the loss is a mean of `terms` tokens or samples."""
     from ..schedule import rounding
     from ..schedule.compare import compare
 

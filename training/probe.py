@@ -19,7 +19,6 @@ size does is seen in the first step (`first_step`).
 
 import contextlib
 import math
-import random
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..models.batches import batch_slice, each_tensor, make_batch, to_device
 from ..models.workload import Batch
-from ..results.probe import Computed
+from ..results.probe import Computed, Probe
 from .gradients import computed
 from .stir import stirred
 
@@ -49,27 +48,16 @@ LOSS_SCALES = (2.0**16, 2.0**11, 2.0**6)
 class ProbePart:
     """What one rank contributes to a `Probe`."""
 
-    quiet: Computed
-    """Its share of loss and gradients, on the probe's samples, with nothing random."""
-    logits: tuple[float, ...]
-    """Its part of each projection; empty on ranks that see no logits."""
+    share: Probe
+    """Its share, with nothing random: of loss and gradients, and of each projection where it sees logits; of parameters,
+    those that it holds. Without noise, and without a first step."""
     changed: float
     """Its part of the squared departure of the logits in training."""
     size: float
     """Its part of their square."""
-    noise_numbers: int
-    """See `Probe`; 0 on ranks that see no logits."""
     by_batch: bool
     """Whether training computes statistics over the samples of a micro-batch, so that their number decides what it
     computes, as batch normalisation does: then only what it does without them can be compared."""
-    brought: tuple[str, ...]
-    """Parameters that the schedule brought in, as far as this rank holds them."""
-    depth: int
-    """See `Probe`."""
-    roundoff: float
-    """See `Probe`."""
-    loss_roundoff: float
-    """See `Probe`; 0 on ranks that see no loss."""
 
 
 def samples(world: int, global_batch: int) -> int:
@@ -133,19 +121,17 @@ def take(training: "Training") -> ProbePart:
     changed, size = probed.departure(lively or quiet, quiet)
     roundoff = training.precision.roundoff(training.model)
     names = training.outline.names
-    return ProbePart(
+    share = Probe(
         quiet=quiet.computed,
         logits=probed.projected(quiet),
-        changed=changed,
-        size=size,
         noise_numbers=probed.noise_numbers(quiet),
-        by_batch=by_batch,
         brought=tuple(name for name, _ in training.model.named_parameters() if name not in names),
         depth=training.outline.depth,
         roundoff=roundoff,
         # A loss of somebody's own is computed as they like.
         loss_roundoff=probed.loss_roundoff if training.workload.loss is None else roundoff,
     )
+    return ProbePart(share=share, changed=changed, size=size, by_batch=by_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,20 +288,17 @@ class _Probed:
 @contextlib.contextmanager
 def _undisturbed(training: "Training") -> Iterator[None]:
     """Random streams and buffers are as before after it."""
-    import numpy as np
     import torch
 
+    from .training import streams_kept
+
     buffers = [(each, each.detach().clone()) for each in training.model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()
     pipeline = training.model.__dict__.get("pipeline")
     usual = None if pipeline is None else pipeline.micro_batches
-    devices = [training.device] if training.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with streams_kept(training.device):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         if pipeline is not None:
             pipeline.micro_batches = usual
         with torch.no_grad():

@@ -327,18 +327,28 @@ class Training:
 
 
 @contextmanager
-def seeded(seed: int, device: "torch.device") -> Iterator[None]:
-    """Seeds PyTorch's, NumPy's and Python's global generators, which are as they were at the end."""
+def streams_kept(device: "torch.device") -> Iterator[None]:
+    """PyTorch's, NumPy's and Python's global generators are as they were at the end."""
     import numpy
     import torch
 
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
+
+
+@contextmanager
+def seeded(seed: int, device: "torch.device") -> Iterator[None]:
+    """Within it these generators are seeded."""
+    import numpy
+    import torch
+
+    with streams_kept(device):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        yield
