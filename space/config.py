@@ -23,6 +23,9 @@ class Config(Mapping[str, Value]):
 
     # Configurations of one space share `_places`: a million of them hold little more than their values.
     __slots__ = ("_hash", "_places", "_row")
+    _hash: int
+    _places: dict[str, int]
+    _row: tuple[Value, ...]
 
     def __init__(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         if values is not None and not isinstance(values, Mapping):
@@ -98,9 +101,10 @@ class Config(Mapping[str, Value]):
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
 
-_set_hash = Config._hash.__set__
-_set_places = Config._places.__set__
-_set_row = Config._row.__set__
+# The slots themselves: a Config's own attributes cannot be set.
+_set_hash = Config.__dict__["_hash"].__set__
+_set_places = Config.__dict__["_places"].__set__
+_set_row = Config.__dict__["_row"].__set__
 
 
 def configs(names: Iterable[str], rows: Iterable[tuple[Value, ...]]) -> list[Config]:

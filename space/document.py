@@ -14,7 +14,7 @@ from ..reading import LARGEST_DOCUMENT, TooMuch, measure_yaml, path_of, read_nam
 from .config import Config
 from .expression import Expression
 from .grammar import GrammarError, parse
-from .knob import Knob
+from .knob import DerivedKnob, Knob
 from .operators import UNDEFINED
 from .rules import Constraint, Predicate, Rule, RuleError
 from .structure import Structure, reaching
@@ -65,7 +65,7 @@ def write_dict(
 
     out: dict[str, list[Any]] = {"knobs": [], "derived": [], "constraints": []}
     for knob in knobs:
-        if knob.derived:
+        if isinstance(knob, DerivedKnob):
             rule = text(knob.rule, f"the rule of derived knob '{knob.name}'", condition=False)
             out["derived"].append(_without_empty({"name": knob.name, "value": rule, "help": knob.help}))
         else:
@@ -83,12 +83,13 @@ def _without_empty(entry: dict[str, Any]) -> dict[str, Any]:
 def _entry(knob: Knob, text: Callable[[Rule, str], Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"name": knob.name}
     values = knob.values
-    step = values[1] - values[0] if knob.kind == INTEGER and len(values) > _LONG else 0
+    integers = [each for each in values if isinstance(each, int)] if knob.kind == INTEGER else []
+    step = integers[1] - integers[0] if len(integers) > _LONG else 0
     if knob.kind == FLAG:
         out["type"] = "flag"
         if values != (False, True):
             out["values"] = list(values)
-    elif step > 0 and values == tuple(range(values[0], values[-1] + 1, step)):
+    elif step > 0 and integers == list(range(integers[0], integers[-1] + 1, step)):
         out |= {"type": "integer", "low": values[0], "high": values[-1]}
         if step > 1:
             out["step"] = step
@@ -161,7 +162,7 @@ def write_yaml(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
         raise SpaceError(f"cannot write the space to {target}: {why}") from error
 
 
-class _Inline(list):
+class _Inline(list[Any]):
     """A list that is written on one line."""
 
 
@@ -313,13 +314,13 @@ class _Reader(Mapping[str, Knob]):
         if not isinstance(data, Mapping):
             listed = ", ".join(_SECTIONS)
             raise self.error((), f"a space is a mapping with the keys {listed}, but got {_short(data)}")
-        self.keys((), data, _SECTIONS)
+        self.refuse_unknown((), data, _SECTIONS)
         if "knobs" not in data:
             raise self.error((), "the key 'knobs' is missing")
         knobs, self.derived, constraints = (self.entries(data, section) for section in _SECTIONS)
         for at, entry in enumerate(self.derived):
             path = ("derived", at)
-            self.keys(path, entry, ("name", "value", "help"))
+            self.refuse_unknown(path, entry, ("name", "value", "help"))
             name = self.text(path, entry, "name")
             if name in self.pending:
                 raise self.error((*path, "name"), f"knob '{name}' is declared already")
@@ -333,7 +334,7 @@ class _Reader(Mapping[str, Knob]):
         self.space.arrange(names)
         for at, entry in enumerate(constraints):
             path = ("constraints", at)
-            self.keys(path, entry, ("require", "reason"))
+            self.refuse_unknown(path, entry, ("require", "reason"))
             rule = self.rule(path, entry, "require")
             reason = self.text(path, entry, "reason", "")
             self.located((*path, "require"), self.space.require, rule, reason)
@@ -357,7 +358,7 @@ class _Reader(Mapping[str, Knob]):
         kind = entry.get("type", "integer" if "low" in entry or "high" in entry else "choice")
         if not isinstance(kind, str) or kind not in _KNOB_KEYS:
             raise self.error((*path, "type"), unknown("type", kind, _KNOB_KEYS))
-        self.keys(path, entry, _KNOB_KEYS[kind])
+        self.refuse_unknown(path, entry, _KNOB_KEYS[kind])
         name = self.text(path, entry, "name")
         if name in self.pending:
             raise self.error((*path, "name"), f"knob '{name}' is declared twice: here and in 'derived'")
@@ -430,7 +431,7 @@ class _Reader(Mapping[str, Knob]):
             raise self.error((*path, key), f"'{key}' must be a text, but got {_short(given)}")
         return given
 
-    def keys(self, path: KeyPath, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    def refuse_unknown(self, path: KeyPath, entry: Mapping[str, Any], allowed: Sequence[str]) -> None:
         for key in entry:
             if key not in allowed:
                 raise self.error((*path, key) if isinstance(key, str) else path, unknown("key", key, allowed))

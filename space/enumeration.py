@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import SpaceError
+from .expression import Expression
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
 from .rules import Predicate, Rule, settled, truth
@@ -199,8 +200,9 @@ class Component:
                 ok = self._narrow(ok, table, step, check, self._evaluated(check, lookup))
             for check in step.partial:
                 ok = self._narrow(ok, table, step, check, _possible(check, ranges))
-                if check.factors:
-                    ok = self._narrow(ok, table, step, check, self._divides(check, step, lookup))
+                if check.total is not None:
+                    mask = self._divides(check.factors, check.total, step, lookup)
+                    ok = self._narrow(ok, table, step, check, mask)
         if ok is None:
             rows = np.repeat(np.arange(table.rows), len(alive))
             codes = np.tile(alive, table.rows)
@@ -249,22 +251,26 @@ class Component:
         if isinstance(check.label, DerivedKnob):
             _, undefined = lookup(check.label.name)
             return None if undefined is None else ~undefined
+        assert isinstance(check.rule, Expression)  # not opaque
         return _holding(check.rule.columns(lookup))
 
-    def _divides(self, check: Check, step: Step, lookup: Lookup) -> np.ndarray | None:
+    def _divides(
+        self, factors: Sequence[Expression], total: Expression, step: Step, lookup: Lookup
+    ) -> np.ndarray | None:
+        """Where the product of the factors chosen so far divides the total; None where that is not known."""
         chosen = [
             each
-            for each in check.factors
+            for each in factors
             if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))
         ]
-        if not chosen or not step.open.isdisjoint(self.structure.bases_of(check.total.names)):
+        if not chosen or not step.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
         product = chosen[0]
         for each in chosen[1:]:
             product = product * each
         part, undefined = product.columns(lookup)
-        total, missing = check.total.columns(lookup)
-        ok = np.where(part == 0, total == 0, total % np.where(part == 0, 1, part) == 0)
+        whole, missing = total.columns(lookup)
+        ok = np.where(part == 0, whole == 0, whole % np.where(part == 0, 1, part) == 0)
         for mask in (undefined, missing):  # too large to tell
             ok = ok if mask is None else ok | mask
         return ok
@@ -273,27 +279,27 @@ class Component:
 
     def _apply(self, table: Table, check: Check) -> Table:
         """The rows of a full table in which a check holds that has a Python function in it."""
-        derives = isinstance(check.label, DerivedKnob)
+        label, rule = check.label, check.rule
         present = self._present(table, check.conditionals)
         rows = np.arange(table.rows) if present is None else np.flatnonzero(present)
         here = table.take(rows)
         keep = np.ones(table.rows, bool)
-        if name := check.computes:
+        if not isinstance(label, DerivedKnob):
+            keep[rows] = self._true(here, rule)
+        elif isinstance(rule, Predicate):
             codes = np.full(table.rows, _ABSENT, np.int32)
             if here.rows:
-                results, inverse = self._called(here, check.rule)
-                interned = self.interned[name]
-                values = (settled(check.rule, result) for result in results)
+                results, inverse = self._called(here, rule)
+                interned = self.interned[label.name]
+                values = (settled(rule, result) for result in results)
                 found = [_ABSENT if value is UNDEFINED else interned.code(value) for value in values]
                 codes[rows] = np.array(found, np.int32)[inverse]
             keep[rows] = codes[rows] != _ABSENT
-            table.codes[name] = codes
-        elif derives:
-            _, undefined = check.rule.columns(Lookup(self.structure, self._loader(here)))
+            table.codes[label.name] = codes
+        else:
+            _, undefined = rule.columns(Lookup(self.structure, self._loader(here)))
             if undefined is not None:
                 keep[rows] = ~np.broadcast_to(undefined, rows.shape)
-        else:
-            keep[rows] = self._true(here, check.rule)
         return table if keep.all() else table.take(np.flatnonzero(keep))
 
     def _true(self, table: Table, rule: Rule) -> np.ndarray:
@@ -394,7 +400,7 @@ def _holding(column: Column) -> np.ndarray:
 
 def _possible(check: Check, ranges: Ranges) -> np.ndarray | None:
     """Where a check whose knobs are not all chosen can still hold; None for everywhere."""
-    if isinstance(check.label, DerivedKnob):
+    if isinstance(check.label, DerivedKnob) or isinstance(check.rule, Predicate):
         return None
     _, high = check.rule.bounds(ranges)
     return np.asarray(high) > 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SpaceError, unknown
 from .expression import Expression, Operation
-from .knob import Knob
+from .knob import DerivedKnob, Knob
 from .operators import UNDEFINED
 from .rules import Constraint, Rule, RuleError, compute, holds
 from .structure import Structure, reaching
@@ -60,7 +60,10 @@ def resolve(
         if first and point.problems:
             return point
         try:
-            (_derived if knob.derived else _chosen)(point, knob, given, complete)
+            if isinstance(knob, DerivedKnob):
+                _derived(point, knob, given, complete)
+            else:
+                _chosen(point, knob, given, complete)
         except RuleError as error:
             raised = raised or error
             point.unsettled.add(name)
@@ -88,7 +91,7 @@ def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) 
         if hidden or not holds(knob.when, point.values):
             point.absent.add(name)
             if name in given:
-                point.problems.append(_inapplicable(knob, point, hidden))
+                point.problems.append(_inapplicable(name, knob.when, point, hidden))
             return
     if name not in given and not complete:
         point.problems.append(
@@ -103,7 +106,7 @@ def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) 
         point.unsettled.add(name)
 
 
-def _derived(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) -> None:
+def _derived(point: Point, knob: DerivedKnob, given: Mapping[str, Any], complete: bool) -> None:
     name, rule = knob.name, knob.rule
     hidden = point.absent.intersection(rule.names)
     if hidden:
@@ -141,11 +144,11 @@ def _derived(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool)
         )
 
 
-def _inapplicable(knob: Knob, point: Point, hidden: set[str]) -> str:
-    start = f"knob '{knob.name}' does not apply here: it exists when `{knob.when.text}`, "
+def _inapplicable(name: str, when: Rule, point: Point, hidden: set[str]) -> str:
+    start = f"knob '{name}' does not apply here: it exists when `{when.text}`, "
     if hidden:
         return start + f"and {_listed(hidden)} does not apply either"
-    return start + f"and {_shown(knob.when, point.values)}"
+    return start + f"and {_shown(when, point.values)}"
 
 
 def _violation(constraint: Constraint, values: Mapping[str, Value]) -> str:
@@ -211,8 +214,15 @@ def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], sta
 
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
     for name, knob in knobs.items():
-        if knob.derived and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
-            inner = [f"{each} = `{knobs[each].rule.text}`" for each in knob.rule.names if knobs[each].derived]
+        if (
+            isinstance(knob, DerivedKnob)
+            and f"'{name}'" not in start
+            and not _possible(reaching(knobs, [name]), [])
+        ):
+            mentioned = [knobs[each] for each in knob.rule.names]
+            inner = [
+                f"{each.name} = `{each.rule.text}`" for each in mentioned if isinstance(each, DerivedKnob)
+            ]
             where = f", where {' and '.join(inner)}" if inner else ""
             return f": derived knob '{name}' = `{knob.rule.text}` has no value{where}"
     return ""
@@ -244,7 +254,7 @@ def describe(
     lines = [f"{free} free knobs; {count} of {combinations:,} combinations are valid", ""]
     width = max((len(knob.name) for knob in knobs), default=0)
     for knob in knobs:
-        if knob.derived:
+        if isinstance(knob, DerivedKnob):
             parts = [f"= {knob.rule.text}"]
         else:
             parts = [listing(knob.values)]

@@ -27,7 +27,7 @@ from .operators import (
     outward,
     union,
 )
-from .values import FLAG, INTEGER, NUMERIC, TEXT, coerce, kind_of, plain
+from .values import FLAG, INTEGER, TEXT, coerce, is_number, kind_of, plain
 
 MAX_DEPTH = 200
 """Deepest nesting of an expression."""
@@ -155,7 +155,7 @@ class Constant(Expression):
     def __init__(self, value: Any) -> None:
         self.value = plain(value, "a value in an expression")
         self.kind = kind_of(self.value)
-        if self.kind in NUMERIC and self.value < 0:
+        if is_number(self.value) and self.value < 0:
             self.precedence = UNARY
 
     @property
@@ -185,7 +185,7 @@ class Operation(Expression):
             raise SpaceError(f"`{_render(operator, arguments)}`: {refusal}")
         self.operator = operator
         self.arguments = arguments
-        self.precedence = COMPARISON if _is_not_in(operator, arguments) else operator.precedence
+        self.precedence = operator.precedence if _denied(operator, arguments) is None else COMPARISON
         self.kind = operator.kind(kinds)
         self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
         self.depth = 1 + max(each.depth for each in arguments)
@@ -201,8 +201,8 @@ class Operation(Expression):
         return _render(self.operator, self.arguments)
 
     def scalar(self, lookup: Callable[[str], Any]) -> Any:
-        sign = self.operator.sign
-        if sign in ("&", "|"):
+        sign, compute = self.operator.sign, self.operator.scalar
+        if compute is None:
             # Three-valued logic: an undefined side decides nothing, a deciding side settles it.
             decisive = sign == "|"
             sides = [each.scalar(lookup) for each in self.arguments]
@@ -217,15 +217,15 @@ class Operation(Expression):
             for value, argument in zip(values, self.arguments):
                 if value is None or isinstance(value, str):
                     raise SpaceError(f"`{self}`: '{sign}' needs numbers, but `{argument}` is {value!r}")
-        return self.operator.scalar(*values)
+        return compute(*values)
 
     def columns(self, lookup: Callable[[str], Column]) -> Column:
         sides = [each.columns(lookup) for each in self.arguments]
-        sign = self.operator.sign
-        if sign in ("&", "|"):
-            return _logic(sign == "|", *sides)
+        vector = self.operator.vector
+        if vector is None:
+            return _logic(self.operator.sign == "|", *sides)
         try:
-            values, undefined = self.operator.vector(*(value for value, _ in sides))
+            values, undefined = vector(*(value for value, _ in sides))
         except TypeError as error:
             raise SpaceError(f"`{self}`: {error}") from None
         return values, union(undefined, *(mask for _, mask in sides))
@@ -246,9 +246,10 @@ def operation(sign: str, *arguments: Any) -> Expression:
         SpaceError: the operands' kinds do not fit the operator.
     """
     operands = tuple(each if isinstance(each, Expression) else Constant(each) for each in arguments)
-    if sign == "neg" and isinstance(operands[0], Constant) and operands[0].kind in NUMERIC:
-        return Constant(-operands[0].value)
-    if sign == "**" and operands[0].kind == INTEGER and isinstance(operands[1], Constant):
+    first = operands[0]
+    if sign == "neg" and isinstance(first, Constant) and is_number(first.value):
+        return Constant(-first.value)
+    if sign == "**" and first.kind == INTEGER and isinstance(operands[1], Constant):
         exponent = operands[1].value
         if isinstance(exponent, int) and exponent < 0:
             raise SpaceError(
@@ -312,10 +313,12 @@ def _logic(decisive: bool, left: Column, right: Column) -> Column:
     return np.where(settled, decisive, out), union(a_bad, b_bad) & ~settled
 
 
-def _is_not_in(operator: Operator, arguments: tuple[Expression, ...]) -> bool:
-    """Whether this is written `not in`."""
+def _denied(operator: Operator, arguments: tuple[Expression, ...]) -> Operation | None:
+    """The membership that this denies, which is written `not in`; None for anything else."""
     only = arguments[0]
-    return operator.sign == "~" and isinstance(only, Operation) and only.operator.sign == "in"
+    if operator.sign == "~" and isinstance(only, Operation) and only.operator.sign == "in":
+        return only
+    return None
 
 
 def _wrapped(expression: Expression, least: int) -> str:
@@ -324,8 +327,9 @@ def _wrapped(expression: Expression, least: int) -> str:
 
 def _render(operator: Operator, arguments: tuple[Expression, ...]) -> str:
     sign, level = operator.sign, operator.precedence
-    if _is_not_in(operator, arguments):
-        sign, arguments = "not in", arguments[0].arguments
+    denied = _denied(operator, arguments)
+    if denied is not None:
+        sign, arguments = "not in", denied.arguments
     if sign in ("in", "not in"):
         subject, *values = arguments
         return f"{_wrapped(subject, COMPARISON + 1)} {sign} [{', '.join(each.text for each in values)}]"

@@ -77,7 +77,7 @@ class GrammarError(SpaceError):
         shown = text if len(text) <= 200 else text[:200] + "..."
         super().__init__(f"line {self.line}, column {self.column}: {problem}, in `{shown}`")
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return GrammarError, (self.problem, self.text, self.offset)
 
 
@@ -134,6 +134,7 @@ class _Parser:
 
     def _read(self, offset: int) -> _Token:
         found = _TOKEN.match(self.text, offset)
+        assert found is not None and found.lastgroup is not None  # whatever comes is at least stray
         kind = found.lastgroup
         text, start, end = found[kind], found.start(kind), found.end()
         if kind == "stray":
@@ -296,8 +297,10 @@ class _Parser:
     def literal(self) -> Value:
         minus = self.take() if self.sees("-") else None
         token = self.token
+        value: Value
         if token.kind == "number":
-            value = self.number(token)
+            magnitude = self.number(token)
+            value = -magnitude if minus else magnitude
         elif token.kind == "text":
             value = self.unquoted(token)
         elif token.kind == "name" and token.text in _CONSTANTS:
@@ -307,7 +310,7 @@ class _Parser:
         if minus and token.kind != "number":
             self.fail(f"'-' needs a number, but got {token}", minus)
         self.take()
-        return -value if minus else value
+        return value
 
     def number(self, token: _Token) -> int | float:
         if not token.text.isdigit():

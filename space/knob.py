@@ -165,8 +165,8 @@ class Knob(Expression):
         self.values = values
         """The values to choose from, in the order given."""
         self._codes = {value: code for code, value in enumerate(values)}
-        dtype = {FLAG: bool, INTEGER: np.int64, TEXT: object}.get(self.kind, np.float64)
-        self._array = np.array(values, dtype=dtype)
+        dtypes: dict[str | None, type] = {FLAG: bool, INTEGER: np.int64, TEXT: object}
+        self._array: np.ndarray = np.array(values, dtypes.get(self.kind, np.float64))
 
     def _key(self) -> tuple[Any, ...]:
         return "knob", self.name

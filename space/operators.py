@@ -49,8 +49,10 @@ class Operator:
     precedence: int
     family: str
     """`arithmetic`, `order`, `equality`, `membership` or `logic`: which kinds of operands it takes."""
-    scalar: Callable[..., Any]
-    vector: Callable[..., Column]
+    scalar: Callable[..., Any] | None
+    """None for `&` and `|`, which also decide where a side has no value: see expression.py."""
+    vector: Callable[..., Column] | None
+    """None as for `scalar`."""
     bounds: Callable[..., Interval]
     whole: Callable[..., Interval] | None = None
     """Closer bounds, for where all operands are integers or flags."""
@@ -104,7 +106,7 @@ def union(*masks: np.ndarray | None) -> np.ndarray | None:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-def _alike(*values: Value) -> list[Any]:
+def _alike(*values: int | float) -> list[Any]:
     """Numbers of one type, as numpy would take them: all integers, or all floats."""
     for value in values:
         if isinstance(value, float):
@@ -124,7 +126,7 @@ def _numbers(sign: str, columns: tuple[np.ndarray, ...]) -> list[np.ndarray]:
 def _exactly(exact: Callable[..., Any]) -> Callable[..., Any]:
     """The scalar form of what `exact` computes from numbers of one type."""
 
-    def scalar(*values: Value) -> Any:
+    def scalar(*values: int | float) -> Any:
         try:
             out = exact(*_alike(*values))
         except (ArithmeticError, ValueError):
@@ -168,12 +170,12 @@ def _arithmetic(
     scalar = _exactly(exact)
 
     def vector(*columns: np.ndarray) -> Column:
-        columns = _numbers(sign, columns)
-        if columns[0].dtype.kind == "f":
-            return _finite(ufunc(*columns))
-        if reach is None or reach(*map(_largest, columns)) <= INTEGER_LIMIT:
-            return ufunc(*columns), None
-        return _one_by_one(scalar, *columns)
+        numbers = _numbers(sign, columns)
+        if numbers[0].dtype.kind == "f":
+            return _finite(ufunc(*numbers))
+        if reach is None or reach(*map(_largest, numbers)) <= INTEGER_LIMIT:
+            return ufunc(*numbers), None
+        return _one_by_one(scalar, *numbers)
 
     return Operator(sign, precedence, "arithmetic", scalar, vector, bounds)
 
@@ -329,7 +331,7 @@ COMPARISON, UNARY, POWER, ATOM = 4, 9, 10, 11
 OPERATORS: Final[dict[str, Operator]] = {
     each.sign: each
     for each in [
-        Operator("|", 5, "logic", None, None, _fold(np.maximum)),  # three-valued: see expression.py
+        Operator("|", 5, "logic", None, None, _fold(np.maximum)),
         Operator("&", 6, "logic", None, None, _fold(np.minimum)),
         Operator(
             "~", UNARY, "logic", operator.not_, lambda a: (~a.astype(bool, copy=False), None), _not_bounds

@@ -131,7 +131,8 @@ def _lambda_body(function: Callable[..., Any]) -> str | None:
     if not around:
         return None
     innermost = max(around, key=lambda body: (body.lineno, body.col_offset))
-    return " ".join(ast.get_source_segment(source, innermost).split())
+    written = ast.get_source_segment(source, innermost)
+    return None if written is None else " ".join(written.split())
 
 
 @lru_cache(maxsize=4)

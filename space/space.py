@@ -15,9 +15,8 @@ from ..errors import SpaceError, unknown
 from .config import Config
 from .document import read_dict, read_yaml, write_dict, write_yaml
 from .explanation import Point, check_alone, describe, emptied_by, resolve
-from .expression import Expression
 from .knob import DerivedKnob, Knob, integer_values
-from .rules import Constraint, RuleError, holds, read_condition, read_rule
+from .rules import Constraint, Rule, RuleError, holds, read_condition, read_rule
 from .structure import Structure
 from .valid_set import ValidSet
 from .values import listing
@@ -116,7 +115,7 @@ class Space:
             name, [False, True], default=default, when=when, help=help, monotone_memory=monotone_memory
         )
 
-    def derive(self, name: str, rule: Expression | str | Callable[..., Any], help: str = "") -> Knob:
+    def derive(self, name: str, rule: Rule | str | Callable[..., Any], help: str = "") -> Knob:
         """Declares a knob that follows from earlier ones, by an expression or a callable that names them.
 
         Its value may be of any kind. Where there is none, the configuration is not valid.
@@ -130,11 +129,12 @@ class Space:
             self._declare(knob)
         return knob
 
-    def require(self, rule: Expression | str | Callable[..., Any], reason: str = "") -> None:
+    def require(self, rule: Rule | str | Callable[..., Any], reason: str = "") -> None:
         """Declares a condition that every configuration meets.
 
         Args:
-            rule: an expression, its text, or a callable that names knobs as parameters and returns a truth.
+            rule: an expression, its text, a callable that names knobs as parameters and returns a truth, or
+                what another knob has as its `when`.
                 `ZeroDivisionError` counts as false; any other exception surfaces with the values it came for.
             reason: why, for people; `explain` quotes it.
 

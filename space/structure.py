@@ -83,7 +83,7 @@ class Structure:
     # -- dependencies ----------------------------------------------------------------------------------------
 
     def _resolve(self, name: str, knob: Knob) -> None:
-        if knob.derived:
+        if isinstance(knob, DerivedKnob):
             self.bases[name] = self.bases_of(knob.rule.names)
             self._conditionals[name] = self.conditionals_of(knob.rule.names)
             if isinstance(knob.rule, Predicate) or self._opaque.intersection(knob.rule.names):
@@ -111,7 +111,7 @@ class Structure:
     def _settle(self) -> None:
         """Derives what follows from constants alone, and checks what they alone decide."""
         for name, knob in self.knobs.items():
-            if knob.derived and not self.bases[name] and self.contradiction is None:
+            if isinstance(knob, DerivedKnob) and not self.bases[name] and self.contradiction is None:
                 value = compute(knob.rule, self.fixed)
                 if value is UNDEFINED:
                     self.contradiction = knob
@@ -130,9 +130,9 @@ class Structure:
     def _checks(self) -> Iterable[Check]:
         for name, knob in self.knobs.items():
             if (
-                knob.derived
+                isinstance(knob, DerivedKnob)
                 and self.bases[name]
-                and (isinstance(knob.rule, Predicate) or not self._always_defined(name))
+                and (isinstance(knob.rule, Predicate) or not self._always_defined(knob.rule))
             ):
                 yield self._check(knob, knob.rule)
         for constraint in self.constraints:
@@ -161,14 +161,16 @@ class Structure:
             total=total,
         )
 
-    def _always_defined(self, name: str) -> bool:
+    def _always_defined(self, rule: Expression) -> bool:
         ranges: dict[str, Interval] = {}
 
         def interval(each: str) -> Interval:
             if each not in ranges:
                 knob = self.knobs[each]
-                inner = isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression)
-                ranges[each] = knob.rule.bounds(interval) if inner else knob.hull()
+                if isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression):
+                    ranges[each] = knob.rule.bounds(interval)
+                else:
+                    ranges[each] = knob.hull()
             return ranges[each]
 
         def defined(node: Expression) -> bool:
@@ -184,7 +186,7 @@ class Structure:
             return bool(low > -_SAFE and high < _SAFE)
 
         with np.errstate(all="ignore"):
-            return defined(self.knobs[name].rule)
+            return defined(rule)
 
     def _components(self) -> tuple["tuple[str, ...]", ...]:
         parent = {name: name for name in self.variables}
@@ -216,7 +218,10 @@ def reaching(knobs: Mapping[str, Knob], names: Iterable[str]) -> dict[str, Knob]
         if name not in found:
             found.add(name)
             knob = knobs[name]
-            rest += knob.rule.names if knob.derived else knob.when.names if knob.when is not None else ()
+            if isinstance(knob, DerivedKnob):
+                rest += knob.rule.names
+            elif knob.when is not None:
+                rest += knob.when.names
     return {name: knob for name, knob in knobs.items() if name in found}
 
 
@@ -242,7 +247,10 @@ class Lookup:
             elif name in self.structure.fixed:
                 found = Constant(self.structure.fixed[name]).columns(self)
             else:
-                found = self.structure.knobs[name].rule.columns(self)
+                knob = self.structure.knobs[name]
+                # Chosen knobs and what callables return are loaded.
+                assert isinstance(knob, DerivedKnob) and isinstance(knob.rule, Expression)
+                found = knob.rule.columns(self)
             self.memo[name] = found
         return found
 
@@ -273,7 +281,7 @@ class Ranges:
         if name in structure.fixed:
             return Constant(structure.fixed[name]).bounds(self)
         knob = structure.knobs[name]
-        if knob.derived:
+        if isinstance(knob, DerivedKnob):
             return knob.rule.bounds(self) if isinstance(knob.rule, Expression) else UNKNOWN
         values, _ = self.lookup(name)
         return UNKNOWN if values.dtype == object else outward(values, values)

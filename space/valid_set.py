@@ -83,11 +83,13 @@ class ValidSet:
         doubt, tables = None, []
         for at in range(len(self.components)):
             found = self._inhabited(at)
-            if isinstance(found, Table) and not found.rows:
+            if isinstance(found, TooLarge):
+                doubt = found
+            elif found.rows:
+                tables.append(found.take(slice(0, 1)))
+            else:
                 return None
-            doubt = found if isinstance(found, TooLarge) else doubt
-            tables.append(found)
-        return doubt or self.configs([table.take(slice(0, 1)) for table in tables], 1)[0]
+        return self.configs(tables, 1)[0] if doubt is None else doubt
 
     def _inhabited(self, at: int) -> Table | TooLarge:
         listed = self._tables[at]
@@ -206,13 +208,13 @@ class ValidSet:
         Uniform where the set can be listed; otherwise by random joins, which favour some over others.
         """
         if self.enumerable:
-            rng = random.Random(seed)
+            uniform = random.Random(seed)
             size = self.size
             if size <= 2**62:
-                return self.at(rng.sample(range(size), min(count, size)))
+                return self.at(uniform.sample(range(size), min(count, size)))
             picked: dict[int, None] = {}
             while len(picked) < count:
-                picked[rng.randrange(size)] = None
+                picked[uniform.randrange(size)] = None
             return self.at(list(picked))
         rng = np.random.default_rng(seed)
         found: dict[Config, None] = {}

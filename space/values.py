@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import SpaceError
 
@@ -34,9 +34,9 @@ def plain(value: Any, what: str = "value") -> Value:
             value = value.item()
             if type(value) in (bool, str):
                 return value
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if isinstance(value, numbers.Integral):
             value = int(value)
-        elif isinstance(value, numbers.Real) and type(value) is not bool:
+        elif isinstance(value, numbers.Real):
             value = float(value)
         else:
             raise SpaceError(
@@ -59,6 +59,11 @@ def kind_of(value: Value) -> str:
     if isinstance(value, int):
         return INTEGER
     return NUMBER if isinstance(value, float) else TEXT
+
+
+def is_number(value: Value) -> TypeGuard[int | float]:
+    """Whether a plain value is an integer or a float; a flag is neither."""
+    return kind_of(value) in NUMERIC
 
 
 def kind_of_all(values: Iterable[Value], what: str) -> str:
@@ -126,8 +131,8 @@ _FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 def nearest(value: Value, values: Iterable[Value]) -> Value:
     """The member of `values` closest to `value`; None where nothing is close."""
     values = list(values)
-    if kind_of(value) in NUMERIC:
-        close = [each for each in values if kind_of(each) in NUMERIC]
+    if is_number(value):
+        close = [each for each in values if is_number(each)]
         return min(close, key=lambda each: abs(each - value)) if close else None
     match = get_close_matches(str(value), [str(each) for each in values], n=1, cutoff=0.4)
     return next((each for each in values if str(each) == match[0]), None) if match else None
