@@ -39,8 +39,7 @@ class FolderLock:
                     f"'{folder}' is in use by {owner}; wait for it, end it, or give another --out"
                 ) from None
             raise StudyError(
-                f"the file system of '{folder}' cannot lock files ({error.strerror}); "
-                "give an --out on a local disk"
+                f"the file system of '{folder}' cannot lock files ({error.strerror}); give an --out on a local disk"
             ) from error
         self._fd = fd
         try:

@@ -33,9 +33,7 @@ ORDERS: Mapping[str, Order] = {
     "1f1b": Order(made_by="Schedule1F1B"),
     "gpipe": Order(made_by="ScheduleGPipe", waits=True),
     "interleaved": Order(made_by="ScheduleInterleaved1F1B", least=2, most=None, in_rounds=True),
-    "zero_bubble": Order(
-        made_by="ScheduleInterleavedZeroBubble", most=None, in_rounds=True, splits_backward=True
-    ),
+    "zero_bubble": Order(made_by="ScheduleInterleavedZeroBubble", most=None, in_rounds=True, splits_backward=True),
     "zbv": Order(made_by="ScheduleZBVZeroBubble", least=2, most=2, v_shaped=True, splits_backward=True),
 }
 """By the knob `pipeline_schedule`."""

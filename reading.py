@@ -257,7 +257,9 @@ class _Building:
                 self.put(made, anchor, self.nodes - begun + 1)
             elif kind is yaml.AliasEvent:
                 if event.anchor not in self.anchors:
-                    raise Refused(f"line {event.start_mark.line + 1}: the alias *{event.anchor[:60]} stands for nothing whole")
+                    raise Refused(
+                        f"line {event.start_mark.line + 1}: the alias *{event.anchor[:60]} stands for nothing whole"
+                    )
                 made, size = self.anchors[event.anchor]
                 self.count(size)
                 self.put(made, None, size)

@@ -72,7 +72,9 @@ def open_plain(path: Path, flags: int) -> BinaryIO:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(error.errno, f"{path.name} is a symbolic link, and links are not followed", str(path)) from error
+            raise OSError(
+                error.errno, f"{path.name} is a symbolic link, and links are not followed", str(path)
+            ) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -119,9 +121,7 @@ def make_folder(path: Path) -> bool:
 
 def cannot_write(path: Path, error: OSError) -> StudyError:
     """The error for a folder that cannot be written, with the system's own words."""
-    return StudyError(
-        f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out"
-    )
+    return StudyError(f"cannot write to '{path}': {error.strerror or error}; make it writable or give another --out")
 
 
 class Reserve:

@@ -104,7 +104,9 @@ def timed(name: str, space: Space, options: dict[str, Any], trials: int, batch: 
     return {"first": seconds[0], "next": statistics.median(seconds[1:]), "worst_next": max(seconds[1:])}
 
 
-def memory(name: str, space: Space, options: dict[str, Any], trials: int, batch: int) -> Iterator[tuple[int, float, float]]:
+def memory(
+    name: str, space: Space, options: dict[str, Any], trials: int, batch: int
+) -> Iterator[tuple[int, float, float]]:
     """Trials, resident set in MiB, and seconds of the batch, while a search of so many trials goes on."""
     process = psutil.Process()
     sampler = make_sampler(name, space, seed=0, **options)

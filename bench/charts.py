@@ -83,8 +83,7 @@ def sizes(drawing: str, libs: dict[str, str], packages: Path | None) -> list[lis
         layers["our layer, minified"] = minified(packages, drawing)
     layers |= {f"{TITLES[name]}, minified": text for name, text in libs.items()}
     return [
-        [name, f"{len(text.encode()):,}", f"{len(gzip.compress(text.encode(), 9)):,}"]
-        for name, text in layers.items()
+        [name, f"{len(text.encode()):,}", f"{len(gzip.compress(text.encode(), 9)):,}"] for name, text in layers.items()
     ]
 
 
@@ -156,9 +155,7 @@ def measure(page: Any, chart: str, rounds: int) -> list[str]:
 
 def table(header: list[str], rows: list[list[Any]]) -> str:
     """Markdown."""
-    return "\n".join(
-        "| " + " | ".join(map(str, each)) + " |" for each in (header, ["---"] * len(header), *rows)
-    )
+    return "\n".join("| " + " | ".join(map(str, each)) + " |" for each in (header, ["---"] * len(header), *rows))
 
 
 def main() -> None:

@@ -126,13 +126,27 @@ def of_browser(address: str, large: Path, chromium: str) -> dict[str, float]:
         def drawn(act: str) -> float:
             return page.evaluate(f"({UNTIL_DRAWN})({act})")
 
-        out["sort_ms"] = statistics.median(drawn(f"() => document.querySelector('[data-sort={name}]').click()") for name in ("step_ms", "trial", "peak_memory_mib"))
-        typed = "() => { const box = document.querySelector('#trials input'); box.value = %s; box.dispatchEvent(new Event('input')); }"
-        out["filter_ms"] = statistics.median(drawn(typed % json.dumps(text)) for text in ("micro_batch=8", "throughput>2000", ""))
-        frames = [drawn(f"() => {{ document.querySelector('.table-pane').scrollTop = {at * 2400}; }}") for at in range(60)]
+        out["sort_ms"] = statistics.median(
+            drawn(f"() => document.querySelector('[data-sort={name}]').click()")
+            for name in ("step_ms", "trial", "peak_memory_mib")
+        )
+        typed = (
+            "() => { const box = document.querySelector('#trials input'); box.value = %s; "
+            "box.dispatchEvent(new Event('input')); }"
+        )
+        out["filter_ms"] = statistics.median(
+            drawn(typed % json.dumps(text)) for text in ("micro_batch=8", "throughput>2000", "")
+        )
+        frames = [
+            drawn(f"() => {{ document.querySelector('.table-pane').scrollTop = {at * 2400}; }}") for at in range(60)
+        ]
         out["scroll_frame_median_ms"], out["scroll_frame_worst_ms"] = statistics.median(frames), max(frames)
         before = page.locator("#trials [role=status]").inner_text()
-        page.evaluate("() => { window.longest = 0; new PerformanceObserver((list) => { for (const each of list.getEntries()) window.longest = Math.max(window.longest, each.duration); }).observe({ type: 'longtask' }); }")
+        page.evaluate(
+            "() => { window.longest = 0; new PerformanceObserver((list) => { "
+            "for (const each of list.getEntries()) window.longest = Math.max(window.longest, each.duration); "
+            "}).observe({ type: 'longtask' }); }"
+        )
         begin = time.perf_counter()
         touch(large)
         expect(page.locator("#trials [role=status]")).not_to_have_text(before)
@@ -149,7 +163,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5000)
     options = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    out: dict[str, object] = {"runs": options.runs, "trials": options.trials, "machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    out: dict[str, object] = {
+        "runs": options.runs,
+        "trials": options.trials,
+        "machine": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "runs"
         make_runs(root, options.runs, options.trials)
@@ -159,7 +178,9 @@ def main() -> None:
             if kind == "browser" and (chromium is None or importlib.util.find_spec("playwright") is None):
                 continue
             server = subprocess.Popen(
-                [sys.executable, "-u", "-m", "redline.tuner.cli", "dashboard", str(root), "--port", "0"], stdout=subprocess.PIPE, text=True
+                [sys.executable, "-u", "-m", "redline.tuner.cli", "dashboard", str(root), "--port", "0"],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             try:
                 address = (server.stdout.readline() + server.stdout.readline()).split()[-1]

@@ -72,10 +72,7 @@ def main() -> None:
             done.append(Trial(number=number, config=config, measurement=measured))
             if options.save:
                 save(Path(options.save), done)
-    print(
-        f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; "
-        f"{len(done)} dry runs"
-    )
+    print(f"{options.model}, {options.devices} ranks on {device.name}, {platform.system()}; {len(done)} dry runs")
     show(options, estimator, done)
 
 
@@ -84,10 +81,7 @@ def show(options, estimator, done) -> None:
     ok = [trial for trial in done if trial.measurement.ok]
     shown = [name for name in KNOBS if any(name in trial.config for trial in ok)]
     table = estimator.table([trial.config for trial in ok])
-    print(
-        "".join(f"{name[:9]:>10}" for name in shown)
-        + f"{'MiB':>10}{'predicted':>10}{'ms':>10}{'predicted':>10}"
-    )
+    print("".join(f"{name[:9]:>10}" for name in shown) + f"{'MiB':>10}{'predicted':>10}{'ms':>10}{'predicted':>10}")
     for index, trial in enumerate(ok):
         values = "".join(f"{trial.config.get(name, '')!s:>10}" for name in shown)
         print(

@@ -117,31 +117,23 @@ def hardware_of(data: Mapping[str, Any]) -> tuple[Hardware, list[str]]:
     return device.but(devices_per_node=per_node), notes
 
 
-def training_of(
-    data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
-) -> tuple[TrainingSetup, list[str]]:
+def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str) -> tuple[TrainingSetup, list[str]]:
     """The set-up of a YAML, and in words what was inferred from the framework rather than read."""
     notes = []
     recompute = str(data.get("checkpointing", "none")).lower()
     selective = "selective" in recompute
     ratio = 0.0 if selective or recompute in ("none", "no", "false", "off") else 1.0
     if "not stated" in recompute:
-        notes.append(
-            "checkpointing not stated: every block, Megatron-LM's habit before selective recomputation"
-        )
+        notes.append("checkpointing not stated: every block, Megatron-LM's habit before selective recomputation")
     master = str(data.get("master_weights", "fp32"))
     gradients = str(data.get("gradient_accumulation", "fp32"))
     tp_mode = str(data.get("tp_mode", "")).lower()
     nanotron = framework == "nanotron"
     if nanotron:
-        notes.append(
-            "peak memory is the first stage's, as rank 0 logs it; blocks cut by cost; flash attention"
-        )
+        notes.append("peak memory is the first stage's, as rank 0 logs it; blocks cut by cost; flash attention")
         notes.append("bf16 gradients beside the fp32 accumulator")
     batch = data.get("global_batch_sequences")
-    attention = (
-        "flash_attention_2" if nanotron or "flash" in str(data.get("attention", "")).lower() else "eager"
-    )
+    attention = "flash_attention_2" if nanotron or "flash" in str(data.get("attention", "")).lower() else "eager"
     order = str(data.get("pipeline", "1f1b")).lower()
     pipeline = (
         "interleaved"
@@ -159,9 +151,7 @@ def training_of(
         gradient_dtype=gradients,
         gradient_copy=True,
         scatter_transfers=not nanotron,
-        sequence_parallel="reduce_scatter" in tp_mode
-        or "sequence" in tp_mode
-        or bool(data.get("sequence_parallel")),
+        sequence_parallel="reduce_scatter" in tp_mode or "sequence" in tp_mode or bool(data.get("sequence_parallel")),
         attention=attention,
         recompute_attention=selective,
         kernels=not nanotron,
@@ -180,9 +170,7 @@ def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
     columns."""
     machine, training = about["hardware"], about["training"]
     precision = training["precision"]
-    return Hardware.from_mapping(
-        machine["numbers"], name=machine["name"], where=about["name"]
-    ), TrainingSetup(
+    return Hardware.from_mapping(machine["numbers"], name=machine["name"], where=about["name"]), TrainingSetup(
         devices=machine["gpus"],
         seq_len=about["model"]["seq_len"],
         global_batch=training["global_batch_sequences"],
@@ -432,15 +420,11 @@ def speed(preset: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--surfaces", type=Path, help="folder of CSV and YAML files")
     parser.add_argument("--speed", action="store_true", help="how fast it answers")
     parser.add_argument("--preset", default="llama2-7b", help="whose first answer --speed times")
-    parser.add_argument(
-        "--calibrate", type=int, default=0, metavar="K", help="also after K random measurements"
-    )
+    parser.add_argument("--calibrate", type=int, default=0, metavar="K", help="also after K random measurements")
     parser.add_argument("--seeds", type=int, default=20, help="repetitions of --calibrate")
     parser.add_argument("--only", default="", help="tables whose name contains this")
     parser.add_argument("--conventions", action="store_true", help="print what was inferred for each table")

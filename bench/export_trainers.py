@@ -338,8 +338,12 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="accelerate and lightning leave it to the data")
     parser.add_argument("--grad-accum", type=int, help="likewise")
     parser.add_argument("--fused", action="store_true", help="accelerate leaves the optimizer to its user")
-    parser.add_argument("--checkpoint", action="store_true", help="recompute all blocks; the Trainer's file says so itself")
-    parser.add_argument("--reshard", action="store_true", help="free gathered weights after each block: lightning leaves it")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="recompute all blocks; the Trainer's file says so itself"
+    )
+    parser.add_argument(
+        "--reshard", action="store_true", help="free gathered weights after each block: lightning leaves it"
+    )
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps")
     options = parser.parse_args()
     # Nobody's own seed must decide: only what is recorded as the dry run's may make the losses equal.

@@ -32,9 +32,7 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=sorted(numerics.FAMILIES))
     parser.add_argument("--combination", action="append", choices=list(numerics.COMBINATIONS))
     parser.add_argument("--write", type=Path, help="a Markdown file")
-    parser.add_argument(
-        "--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again"
-    )
+    parser.add_argument("--keep", type=Path, help="a JSON file: cells that hold are written to it, and not run again")
     options = parser.parse_args()
     families = options.family or list(numerics.FAMILIES)
     combinations = options.combination or list(numerics.COMBINATIONS)
@@ -105,9 +103,7 @@ def run(cells: list[tuple[str, str]], size: int) -> "Iterator[tuple[tuple[str, s
                 each.join()
 
 
-def serve(
-    rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue"
-) -> None:
+def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answers: "multiprocessing.Queue") -> None:
     """One rank: checks the cells in order."""
     import torch
     import torch.distributed as dist
@@ -172,7 +168,8 @@ PAGE = """# Equal numerics
 A configuration may change how fast a model trains, never what it computes. For every family and combination of
 parallel knobs below, a tiny model of the family (two blocks, four where there are as many stages, an odd
 vocabulary, dropout off, float32) trains for {steps} steps on one process and spread over ranks, from the same seed,
-on the same {samples} samples a step. The first step's loss, every gradient of it and every weight after the last step (AdamW, learning rate {rate:.0e}, epsilon
+on the same {samples} samples a step. The first step's loss, every gradient of it and every weight after the last step
+(AdamW, learning rate {rate:.0e}, epsilon
 {epsilon:.0e}) must agree but for rounding: sums of n terms in another order depart by sqrt(n) 2^-24 of their magnitude,
 and five standard deviations of that through all layers are allowed, 2e-05 for most of these families.
 `redline/schedule/rounding.py` derives it, for losses and for weights behind AdamW as well.

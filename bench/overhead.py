@@ -61,9 +61,7 @@ def main() -> None:
     space = make_space(load, device, devices=1)
     chosen = {knob.name: space.default()[knob.name] for knob in space.free}
     config = space.config(**{**chosen, "micro_batch": options.micro_batch})
-    terms = TrialTerms(
-        device=device, plan=TimingPlan(**PLAN), threads=threads if device.type == "cpu" else None
-    )
+    terms = TrialTerms(device=device, plan=TimingPlan(**PLAN), threads=threads if device.type == "cpu" else None)
     folder = Path(tempfile.mkdtemp(prefix="redline-bench-"))
 
     starts, runners = {}, {}

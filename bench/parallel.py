@@ -55,7 +55,9 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help=f"default: {', '.join(CPU_MODELS)}; on GPUs {', '.join(GPU_MODELS)}")
+    parser.add_argument(
+        "--models", nargs="+", help=f"default: {', '.join(CPU_MODELS)}; on GPUs {', '.join(GPU_MODELS)}"
+    )
     parser.add_argument("--devices", type=int, help="default: 2 CPU ranks, or all GPUs")
     parser.add_argument("--global-batch", type=int, help="default: 16 on a CPU, the model's on GPUs")
     parser.add_argument("--seq-len", type=int)
@@ -153,7 +155,10 @@ def cut_layers(load: Any, devices: int, result: Any, micro_batch: int, common: d
     plain = dict(result.default.config, tp=devices, pp=1, dp=1, zero=0, sequence_parallel=False, checkpoint_ratio=0.0)
     plain.update(micro_batch=micro_batch, grad_accum=load.global_batch // micro_batch, precision=common["precision"])
     return [
-        Row(f"tp={devices} by DTensor, micro-batch {micro_batch}", sides.TensorParallel(micro_batch=micro_batch, **common)),
+        Row(
+            f"tp={devices} by DTensor, micro-batch {micro_batch}",
+            sides.TensorParallel(micro_batch=micro_batch, **common),
+        ),
         Row(f"tp={devices} by redline, the same", sides.Redline(config=Config(plain), **common)),
     ]
 
@@ -182,7 +187,9 @@ def report(
     statuses = ", ".join(f"{count} {status}" for status, count in result.to_dict()["trials"].items())
     lines += ["", f"Winner of {len(result.all_trials)} trials ({statuses}): {winner}."]
     if best_of_grid is not None:
-        lines.append(f"The winner has {result.best.measurement.throughput / best_of_grid:.1%} of the grid's best throughput.")
+        lines.append(
+            f"The winner has {result.best.measurement.throughput / best_of_grid:.1%} of the grid's best throughput."
+        )
     apart = max((max(row.step_ms) / min(row.step_ms) for row in rows if row.step_ms), default=1.0)
     if apart > BUSY:
         lines.append(

@@ -51,7 +51,7 @@ SHAPE = {
 
 def knobs_of(space: Space, config: Config) -> dict[str, Any]:
     """A value for every knob of the space; the default of one that does not apply."""
-    return {knob.name: config[knob.name] if knob.name in config else knob.default for knob in space.knobs}
+    return {knob.name: config.get(knob.name, knob.default) for knob in space.knobs}
 
 
 def facts_of(task: Task, terms: TrialTerms, arguments: list[str]) -> dict[str, Any]:

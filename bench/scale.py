@@ -66,9 +66,7 @@ class RayWorkers(Runner):
             value = self._ray.get(worker.run.remote(request.config.to_dict(), self._seconds))
         finally:
             self._free.put(worker)
-        return Measurement(
-            status=Status.OK, throughput=value, started=started, seconds_total=time.time() - started
-        )
+        return Measurement(status=Status.OK, throughput=value, started=started, seconds_total=time.time() - started)
 
     def close(self) -> None:
         if not self.closed:

@@ -105,10 +105,7 @@ def _code_lines(thing: Any) -> int:
     source = inspect.getsource(thing)
     left = dict(enumerate(source.splitlines(), 1))
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-            and ast.get_docstring(node) is not None
-        ):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             for number in range(node.body[0].lineno, node.body[0].end_lineno + 1):
                 left.pop(number, None)
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in left.values())

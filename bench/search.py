@@ -4,7 +4,8 @@ Replays recorded tables (see `redline.runners.replay`): a dry run looks a row up
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
-(`estimate`, or `reversed`, `random`), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own libraries:
+(`estimate`, or `reversed`, `random`), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own
+libraries:
 
     optuna-tpe, optuna-gp   Optuna's samplers as they come, failures violating a constraint
     hebo-atorch             HEBO's suggest/observe as ATorch calls it: a failure is a throughput of 0
@@ -214,9 +215,7 @@ def machine() -> str:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"no {package}")
-    return (
-        f"{os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}, {', '.join(versions)}"
-    )
+    return f"{os.cpu_count()} x {platform.machine()}, Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def summarise(tables: Mapping[str, Tables], seeds: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -270,13 +269,9 @@ def write(folder: Path, records: Sequence[Mapping[str, Any]], rows: Sequence[Map
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--surfaces", required=True, type=Path, help="folder of tables")
-    parser.add_argument(
-        "--only", default="", help="tables whose name contains this, or one of these, by comma"
-    )
+    parser.add_argument("--only", default="", help="tables whose name contains this, or one of these, by comma")
     parser.add_argument(
         "--samplers",
         default="bayes+estimate,bayes,random,optuna-tpe,optuna-gp,hebo-atorch,batch-search",

@@ -32,9 +32,7 @@ class OtherMixture:
         """One proposal a call is all that this benchmark asks for."""
 
 
-def botorch_gp(
-    points: np.ndarray, values: np.ndarray, at: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, float]:
+def botorch_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Mean, variance and noise of BoTorch's default model."""
     import torch
     from botorch.fit import fit_gpytorch_mll
@@ -58,9 +56,7 @@ def hebo_gp(points: np.ndarray, values: np.ndarray, at: np.ndarray) -> tuple[np.
     with contextlib.redirect_stdout(io.StringIO()):
         from hebo.models.model_factory import get_model
 
-        model = get_model(
-            "gp", points.shape[1], 0, 1, lr=0.05, num_epochs=100, noise_lb=8e-4, pred_likeli=False
-        )
+        model = get_model("gp", points.shape[1], 0, 1, lr=0.05, num_epochs=100, noise_lb=8e-4, pred_likeli=False)
         x = torch.tensor(points, dtype=torch.float32)
         model.fit(x, None, torch.tensor(values, dtype=torch.float32)[:, None])
         with torch.no_grad():

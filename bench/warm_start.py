@@ -156,7 +156,9 @@ def main() -> None:
     print(f"|{'---|' * (4 + len(shown))}")
     for (kind, how, weight), every in rows.items():
         mean = np.mean(every, axis=0)
-        print(f"| {kind} | {how} | {weight} | {len(every)} | {' | '.join(f'{100 * mean[at - 1]:.1f}' for at in shown)} |")
+        print(
+            f"| {kind} | {how} | {weight} | {len(every)} | {' | '.join(f'{100 * mean[at - 1]:.1f}' for at in shown)} |"
+        )
 
 
 if __name__ == "__main__":

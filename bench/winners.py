@@ -140,7 +140,10 @@ def one(model: str, seed: int, options: argparse.Namespace) -> dict:
                 "true": true.get(trial.config.id),
                 "first": trial.first,
                 "remeasured": trial.remeasured,
-                **{name: getattr(trial.measurement, name) for name in ("status", "throughput", "machine_speed", "foreign_cores")},
+                **{
+                    name: getattr(trial.measurement, name)
+                    for name in ("status", "throughput", "machine_speed", "foreign_cores")
+                },
             }
             for trial in result.all_trials
         ],
@@ -153,7 +156,9 @@ def main() -> None:
     parser.add_argument("--searches", type=int, default=10, help="in all, the models in turn")
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2, help="of measuring those near the top at length")
-    parser.add_argument("--seconds", type=float, default=12.0, help="that each such round measures a configuration, doubled")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="that each such round measures a configuration, doubled"
+    )
     parser.add_argument("--shortest", type=float, default=5.0, help="that the load stays or is away, s")
     parser.add_argument("--longest", type=float, default=40.0)
     parser.add_argument("--out", type=Path)
@@ -164,7 +169,11 @@ def main() -> None:
     for seed in range(options.searches):
         row = one(options.models[seed % len(options.models)], seed, options)
         rows.append(row)
-        print(f"{row['model']:<12} seed {seed}: {100 * row['share']:.1f} ± {100 * row['share_within']:.1f} % of the best, {row['search_seconds']} s", flush=True)
+        print(
+            f"{row['model']:<12} seed {seed}: {100 * row['share']:.1f} ± {100 * row['share_within']:.1f} % of the best, "
+            f"{row['search_seconds']} s",
+            flush=True,
+        )
         if options.out:
             keep(rows, options)
     good = sum(row["share"] >= 0.97 for row in rows)

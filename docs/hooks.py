@@ -11,9 +11,7 @@ MARK = "<!-- commands -->"
 def on_config(config: Any) -> Any:
     """Puts pages that `nav` does not name under "More"."""
     named = set(re.findall(r"[\w./-]+\.md", str(config["nav"])))
-    pages = sorted(
-        path.relative_to(config["docs_dir"]).as_posix() for path in Path(config["docs_dir"]).rglob("*.md")
-    )
+    pages = sorted(path.relative_to(config["docs_dir"]).as_posix() for path in Path(config["docs_dir"]).rglob("*.md"))
     more = [page for page in pages if page not in named]
     if more:
         config["nav"].insert(-1, {"More": more})

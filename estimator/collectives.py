@@ -42,9 +42,7 @@ class Group:
         return np.where(self.size > 1, fixed + latency + moved, 0.0)
 
 
-def group(
-    size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants
-) -> Group:
+def group(size: np.ndarray, stride: np.ndarray, devices: np.ndarray, hardware: Hardware, constants: Constants) -> Group:
     """Ranks `stride` apart, `size` of them, nodes filled in the order of ranks.
 
     A ring that leaves its node uses the network share of each of its members there, and every one of its

@@ -71,9 +71,7 @@ def _one_of(part: Part, paths: list[str], segments: Mapping[str, Segment]) -> st
     rest."""
     wanted = {(each.k, each.n) for each in part.matmuls}
     alike = [
-        path
-        for path in paths
-        if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
+        path for path in paths if path in segments and {(each.k, each.n) for each in segments[path].products} == wanted
     ]
     return (alike or paths)[len(alike or paths) // 2]
 
@@ -188,9 +186,7 @@ def _attention_op() -> Any:
     import torch
 
     @torch.library.custom_op("redline::attention", mutates_args=())
-    def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("stands for attention in traces only")
 
     @attention.register_fake
@@ -251,9 +247,7 @@ class _Counter:
     """Counts one graph as inductor would run it: products and attention are kernels of their own, everything
     between is fused, so that a tensor goes through memory only where it enters or leaves such a kernel."""
 
-    def __init__(
-        self, module: "torch.fx.GraphModule", products: list[Product], samples: int, length: int
-    ) -> None:
+    def __init__(self, module: "torch.fx.GraphModule", products: list[Product], samples: int, length: int) -> None:
         self._samples, self._length = samples, length
         self._nodes = list(module.graph.nodes)
         self._output = next(node for node in self._nodes if node.op == "output")

@@ -66,9 +66,7 @@ def _trace(variants: list[Variant]) -> Mapping[Variant, ModelFacts]:
     for variant in variants:
         try:
             precision, attention, fusion, kernels = variant
-            found[variant] = _source.facts(
-                precision=precision, attention=attention, fusion=fusion, kernels=kernels
-            )
+            found[variant] = _source.facts(precision=precision, attention=attention, fusion=fusion, kernels=kernels)
         except WorkloadError:
             return found  # raised again where it is asked for
     return found

@@ -126,9 +126,7 @@ def _attention(
     query, key, value = given["query"], given["key"], given["value"]
     causal = bool(given.get("is_causal")) or given.get("attn_mask") is not None
     if device_type == "cuda":
-        return attended(
-            query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask"))
-        )
+        return attended(query, key, causal, lambda: _functions()[1].apply(query, key, value, given.get("attn_mask")))
     return attended(query, key, causal, lambda: func(*args, **kwargs))
 
 
@@ -155,9 +153,7 @@ def _functions() -> tuple[Any, Any, Any]:
             logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
             # The kernels return (batch, sequence, heads, size), which the caller sees transposed.
             if out.dim() == 4:
-                out = query.new_empty(
-                    (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-                ).transpose(1, 2)
+                out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])).transpose(1, 2)
             ctx.save_for_backward(query, key, value, out, logsumexp, mask)
             return out
 

@@ -138,11 +138,7 @@ def estimate_document(
     if first is None:
         raise UsageError("the space holds no configuration that can be predicted")
     facts = estimator.facts_of(knob_arrays([first.config], estimator.training), 0)
-    refined = (
-        refine(estimator, first, facts, relatives(request.space, first.config))
-        if layerwise and ranked
-        else None
-    )
+    refined = refine(estimator, first, facts, relatives(request.space, first.config)) if layerwise and ranked else None
     return EstimateDocument(
         request=request,
         ranked=ranked,

@@ -87,9 +87,7 @@ class Estimator:
             )
         return table.row(0)
 
-    def table(
-        self, configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray]
-    ) -> EstimateTable:
+    def table(self, configs: Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any] | np.ndarray]) -> EstimateTable:
         """Estimates of many configurations: mappings, or one mapping (or DataFrame) of columns.
 
         Those with more pipeline stages than blocks get infinite time and memory.
@@ -157,9 +155,7 @@ class Estimator:
         if not found:
             return made
         ok = [trial for trial in found if trial.ok]
-        timed = [
-            (trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0
-        ]
+        timed = [(trial.config, value) for trial in ok if (value := self._step_of(trial)) is not None and value > 0]
         sized = [(trial.config, peak, False) for trial in ok if (peak := trial.measured.peak_memory_mib)]
         for trial in found:
             if trial.measured.status is Status.OOM:
@@ -216,10 +212,7 @@ class Estimator:
         """What calibration multiplies each group of terms by, for time and memory."""
         return {
             **{f"time.{name}": float(np.exp(value)) for name, value in zip(time_names(), self._time.theta)},
-            **{
-                f"memory.{name}": float(np.exp(value))
-                for name, value in zip(MEMORY_GROUPS, self._memory.theta)
-            },
+            **{f"memory.{name}": float(np.exp(value)) for name, value in zip(MEMORY_GROUPS, self._memory.theta)},
         }
 
     def facts(self, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
@@ -233,9 +226,7 @@ class Estimator:
 
     def facts_of(self, cols: KnobArrays, index: int) -> ModelFacts:
         """The facts that a configuration of `cols` uses."""
-        return self.facts(
-            cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index]
-        )
+        return self.facts(cols.precision[index], cols.attention[index], cols.fusion[index], cols.kernels[index])
 
     def _raw(
         self, cols: KnobArrays
@@ -280,9 +271,7 @@ class Estimator:
         live = 1 - np.where(known, fullest["slack"], 0.0) / total
         room = np.log(self.memory_limit_mib / np.where(known, full, 1.0))
         # Far beyond the limit both chances vanish; their ratio is taken from logarithms.
-        chance = np.where(
-            known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0
-        )
+        chance = np.where(known, -np.expm1(_log_normal(room / std) - _log_normal((room - np.log(live)) / std)), 0.0)
         step = sum(time.values())
         time["allocator retries"] = np.where(np.isfinite(step), step, 0.0) * np.expm1(chance * factor)
         return np.sqrt(chance * (1 - chance)) * factor
@@ -374,6 +363,5 @@ def _source(
     if hasattr(model, "facts"):
         return model, setup, "tokens/s"
     raise UsageError(
-        "model must be a workload, a preset's name, ModelFacts or shape numbers, but got "
-        f"{type(model).__name__}"
+        f"model must be a workload, a preset's name, ModelFacts or shape numbers, but got {type(model).__name__}"
     )

@@ -27,9 +27,7 @@ def cache_folder() -> Path:
 def key_of(workload_id: str, variant: Mapping[str, Any]) -> str:
     """Names a file: digest of the workload's id, the variant, and the versions of what was traced with
     what."""
-    return digest(
-        {"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()}
-    )
+    return digest({"version": VERSION, "workload": workload_id, "variant": dict(variant), "versions": _versions()})
 
 
 @cache
@@ -84,9 +82,7 @@ def facts_from(data: Mapping[str, Any]) -> ModelFacts:
         KeyError, TypeError, ValueError: it did not.
     """
     parts = tuple(_part(each) for each in data["parts"])
-    return ModelFacts(
-        **{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])}
-    )
+    return ModelFacts(**{**_own(ModelFacts, data), "parts": parts, "shape": None, "notes": tuple(data["notes"])})
 
 
 def _part(data: Mapping[str, Any]) -> Part:

@@ -52,9 +52,7 @@ def time_groups(time: Mapping[str, np.ndarray], far: Mapping[str, np.ndarray]) -
     slots = sum(time[name] for name in _IN_SLOTS)
     with np.errstate(divide="ignore", invalid="ignore"):
         more = np.where(slots > 0, 1 + time["bubble"] / slots, 1.0)
-    whole = {
-        name: time[name] * (more if name in _IN_SLOTS else 1.0) for name in TIME_TERMS if name != "bubble"
-    }
+    whole = {name: time[name] * (more if name in _IN_SLOTS else 1.0) for name in TIME_TERMS if name != "bubble"}
     columns = [
         sum(np.where(far[name], 0.0, whole[name]) if name in far else whole[name] for name in names)
         for names in TIME_GROUPS.values()

@@ -88,13 +88,9 @@ class Hardware:
             numbers[f"{name}.latency_us"] = (link.latency_us, 0.0, 1e6)
         for name, (value, low, high) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise UsageError(
-                    f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}"
-                )
+                raise UsageError(f"{where}: {name} must be a number from {low:g} to {high:g}, but got {value!r}")
         if self.devices_per_node != int(self.devices_per_node):
-            raise UsageError(
-                f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}"
-            )
+            raise UsageError(f"{where}: devices_per_node must be an integer, but got {self.devices_per_node!r}")
 
     def rate(self, precision: str) -> float:
         """Peak FLOP/s of matrix products at a value of the knob `precision`.

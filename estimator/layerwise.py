@@ -86,10 +86,7 @@ class Layerwise:
         uniform = self.uniform.estimate
         if self.gain <= 0:
             return ["layer by layer: nothing is gained over the uniform winner"]
-        words = {
-            name: str(value).lower() if isinstance(value, bool) else value
-            for name, value in self.config.items()
-        }
+        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.config.items()}
         knobs = " ".join(f"{name}={value}" for name, value in words.items())
         return [
             f"layer by layer: {self.throughput:,.0f} {uniform.unit}, {100 * self.gain:+.1f} % over the "
@@ -138,9 +135,7 @@ def relatives(space: Space, config: Config) -> list[Config]:
     """Configurations that differ in what a finer choice of checkpointing may allow: the micro-batch and
     ZeRO's stage."""
     found = []
-    varied = [
-        name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}
-    ]
+    varied = [name for name in ("micro_batch", "zero") if name in config and name in {k.name for k in space.free}]
     values = {name: space[name].values for name in varied}
     fixed = {knob.name: config[knob.name] for knob in space.free if knob.name in config}
     for combination in product(*values.values()):
@@ -259,17 +254,13 @@ def _ends(
     """MiB and seconds of a stage with nothing and with everything recomputed, as calibration corrects
     them."""
     setup, constants = estimator.training, estimator.constants
-    memory = _corrected(
-        stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory."
-    )
+    memory = _corrected(stage_peak(stage, pp, facts, cols, setup, constants), MEMORY_GROUPS, estimator, "memory.")
     (seconds,) = stage_times([stage], pp, facts, cols, setup, estimator.hardware, constants)
     none = np.zeros(len(cols))
     return sum(memory.values(), none), sum(_corrected(seconds, TIME_GROUPS, estimator, "time.").values(), none)
 
 
-def _choices(
-    kept_mib: float, recompute_s: float, count: int, whole_mib: float, saved_s: float
-) -> list[list[_Choice]]:
+def _choices(kept_mib: float, recompute_s: float, count: int, whole_mib: float, saved_s: float) -> list[list[_Choice]]:
     """The choices of each block of a stage, what keeps all first. Blocks of different kinds share evenly, as
     in a uniform configuration.
 

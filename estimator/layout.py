@@ -41,11 +41,7 @@ class Layout:
         schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
         blocks = tuple(each.path for each in schedule.blocks(sch))
         cuts = _cuts(schedule, sch)
-        notes = (
-            []
-            if cuts is not None
-            else ["tensor parallelism: assumed to divide the products as Megatron does"]
-        )
+        notes = [] if cuts is not None else ["tensor parallelism: assumed to divide the products as Megatron does"]
         return cls(blocks, cuts, notes)
 
     def split(self, product: Product, earlier: Sequence[Product], attended: bool, width: int) -> str:

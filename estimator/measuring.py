@@ -78,9 +78,7 @@ class Measured:
         peak = {name: max(rates.values()) for name, rates in self.tflops.items() if rates}
         known = table_entry(self.device)
         link = self._link(known)
-        sources = dict.fromkeys(
-            ("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}"
-        )
+        sources = dict.fromkeys(("tflops", "memory_gb_per_s", "host_gb_per_s"), f"measured on {self.device.name}")
         sources["intra_node"] = f"measured among {self.ranks} ranks" if self.links else "assumed"
         return Hardware(
             name="this-cpu" if self.device.type == "cpu" else "this-machine",
@@ -88,9 +86,7 @@ class Measured:
             tflops={name: round(rate, 5) for name, rate in peak.items()},
             memory_gb_per_s=round(self.memory_gb_per_s, 2),
             intra_node=link,
-            inter_node=known.inter_node
-            if known
-            else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+            inter_node=known.inter_node if known else Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
             devices_per_node=max(self.device.count, self.ranks if self.device.type == "cpu" else 1),
             host_gb_per_s=round(self.host_gb_per_s or self.memory_gb_per_s, 2),
             achievable=1.0,  # what was measured was achieved
@@ -192,9 +188,7 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
     name = Path("hardware", f"{digest(what)}.json")
     found = facts_cache.load_json(name, folder)
     if isinstance(found, dict):
-        kept = Hardware.from_mapping(
-            found["hardware"], name="this-cpu", where=f"the cached measurement {name}"
-        )
+        kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
             return kept
     settle()

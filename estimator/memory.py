@@ -127,9 +127,7 @@ def _exchanged(rank: Rank) -> np.ndarray:
     whole = rank.weights * rank.form.gradient
     scattered = np.minimum(rank.two_blocks, rank.weights) * rank.form.gradient
     bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)
-    return np.maximum(
-        np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0)
-    )
+    return np.maximum(np.where((zero >= 2) & several, scattered, 0.0), np.where((zero <= 1) & several, bucket, 0.0))
 
 
 def _activations(rank: Rank) -> dict[str, np.ndarray]:

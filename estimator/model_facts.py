@@ -118,19 +118,14 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise UsageError(
-                f"Part {self.name}: role must be one of {', '.join(ROLES)}, but got {self.role!r}"
-            )
+            raise UsageError(f"Part {self.name}: role must be one of {', '.join(ROLES)}, but got {self.role!r}")
         if not 0 <= self.sharded <= self.parameters:
             raise UsageError(
-                f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, "
-                f"but got {self.sharded}"
+                f"Part {self.name}: sharded must be from 0 to parameters, {self.parameters}, but got {self.sharded}"
             )
         for each in self.matmuls:
             if each.split not in SPLITS:
-                raise UsageError(
-                    f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {each.split!r}"
-                )
+                raise UsageError(f"Part {self.name}: split must be one of {', '.join(SPLITS)}, but got {each.split!r}")
 
 
 class FactsSource(Protocol):
@@ -267,9 +262,7 @@ class Shape:
                 f"heads={self.heads}"
             )
         if self.heads % (self.kv_heads or self.heads):
-            raise UsageError(
-                f"Shape: kv_heads must divide heads, but got heads={self.heads}, kv_heads={self.kv_heads}"
-            )
+            raise UsageError(f"Shape: kv_heads must divide heads, but got heads={self.heads}, kv_heads={self.kv_heads}")
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of this shape in one variant."""
@@ -377,9 +370,7 @@ def _block(shape: Shape, b: int, r: int, attention: str, lean: bool) -> Part:
     matmuls = (
         Matmul(k=h, n=q + 2 * kv, split="column"),
         Matmul(k=q, n=h, split="row"),
-        Matmul(k=h, n=inner, split="column", count=1)
-        if gates == 1
-        else Matmul(k=h, n=2 * inner, split="column"),
+        Matmul(k=h, n=inner, split="column", count=1) if gates == 1 else Matmul(k=h, n=2 * inner, split="column"),
         Matmul(k=inner, n=h, split="row"),
     )
     weights = sum(item.k * item.n for item in matmuls)

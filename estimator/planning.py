@@ -71,9 +71,7 @@ def shape_space(
     support = Support(tp=uncut, pp=undivided, sequence_parallel="", zero="", offload="")
     spread = parallel.declare(space, global_batch, device, devices, support, any_batch=False)
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
-    micro = space.choice(
-        "micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1
-    )
+    micro = space.choice("micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1)
     space.choice(
         "checkpoint_ratio",
         ratios(shape.layers),
@@ -257,9 +255,7 @@ def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
     found = narrowed.default()
     for name in derived & set(values):
         if found[name] != values[name]:
-            raise SpaceError(
-                f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given"
-            )
+            raise SpaceError(f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given")
     return found
 
 

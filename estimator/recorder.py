@@ -20,9 +20,7 @@ stream)`."""
 class Recorder:
     """Follows a step and sorts what happens into segments."""
 
-    def __init__(
-        self, model: "nn.Module", blocks: set[str], split: Split, samples: int, seq_len: int | None
-    ) -> None:
+    def __init__(self, model: "nn.Module", blocks: set[str], split: Split, samples: int, seq_len: int | None) -> None:
         self._model, self._blocks, self._split = model, blocks, split
         self._samples, self._seq_len = samples, seq_len
         self.segments: list[Segment] = []
@@ -256,14 +254,11 @@ class Recorder:
             id(each): (each, float(each.numel() * each.element_size()))
             for each in (*inputs, *outputs)
             # Of a table of embeddings only some rows are read; the weights of norms are next to nothing.
-            if id(each.untyped_storage()) not in self._weights
-            and func is not aten.embedding_dense_backward.default
+            if id(each.untyped_storage()) not in self._weights and func is not aten.embedding_dense_backward.default
         }
         if func is aten._to_copy.default and self._of_a_weight(inputs[0]):
             if not self._backward:
-                segment.traffic_fixed += sum(
-                    each.numel() * each.element_size() for each in (*inputs, *outputs)
-                )
+                segment.traffic_fixed += sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
             return
         tally = segment.backward if self._backward else segment.traffic
         for each, size in moved.values():
@@ -301,9 +296,7 @@ class Recorder:
         else:
             segment.products.append(Product("", rows, k, n, False, False))
 
-    def _weighted(
-        self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, segment: Segment
-    ) -> None:
+    def _weighted(self, weight: "torch.Tensor", rows: int, k: int, n: int, transposed: bool, segment: Segment) -> None:
         self._count_product(self._weights[id(weight.untyped_storage())], rows, k, n, transposed, segment)
 
     def _count_product(
@@ -346,9 +339,7 @@ class Recorder:
         segment = self._here()
         segment.kernels += 1
         transposed = weights.stride(1) == 1
-        self._count_product(
-            name, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True
-        )
+        self._count_product(name, rows.shape[0] / experts, k, n, transposed, segment, count=experts, stacked=True)
 
     # The end.
 

@@ -104,9 +104,7 @@ class TrainingSetup:
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"TrainingSetup: zero must be 0, 1, 2 or 3, but got {self.zero!r}")
         if not 0 <= self.checkpoint_ratio <= 1:
-            raise UsageError(
-                f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}"
-            )
+            raise UsageError(f"TrainingSetup: checkpoint_ratio must be from 0 to 1, but got {self.checkpoint_ratio!r}")
         for name, known in (
             ("optimizer", OPTIMIZERS),
             ("precision", PRECISIONS),
@@ -119,17 +117,11 @@ class TrainingSetup:
             if getattr(self, name) not in (None, *_DTYPES):
                 raise UsageError(f"TrainingSetup: {unknown(name, getattr(self, name), _DTYPES)}")
         if self.master_weights not in (None, "none", *_DTYPES):
-            raise UsageError(
-                f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}"
-            )
+            raise UsageError(f"TrainingSetup: {unknown('master_weights', self.master_weights, ('none', *_DTYPES))}")
         if self.memory_limit_mib is not None and not self.memory_limit_mib > 0:
-            raise UsageError(
-                f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}"
-            )
+            raise UsageError(f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}")
         if self.reported_rank not in ("fullest", "first"):
-            raise UsageError(
-                f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}"
-            )
+            raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}")
         if self.framework not in PROFILES:
             raise UsageError(f"TrainingSetup: {unknown('framework', self.framework, PROFILES)}")
         if not self.bucket_mib > 0:

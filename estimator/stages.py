@@ -137,17 +137,14 @@ def staged(facts: ModelFacts, split: Split, balance: str, cols: KnobArrays) -> l
         UsageError: a text names no blocks of this model.
     """
     named = split.checkpointed is not None or split.gathered is not None
-    found = stages(
-        facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named
-    )
+    found = stages(facts, split.pp, balance, chunks=split.chunks, v_shaped=split.v_shaped, distinct=not named)
     if not named:
         ratios, at = np.unique(cols.checkpoint_ratio, return_inverse=True)
         shares = [np.array([stage.recomputed(ratio) for ratio in ratios.tolist()]) for stage in found]
         return [(stage, cols.of_stage(share[at], 0.0)) for stage, share in zip(found, shares, strict=True)]
     again, whole = indices(split.checkpointed, facts), indices(split.gathered, facts) or []
     return [
-        (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole)))
-        for stage in found
+        (stage, cols.of_stage(None if again is None else stage.share(again), stage.share(whole))) for stage in found
     ]
 
 

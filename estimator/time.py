@@ -144,8 +144,7 @@ def step_time(
         if not cut:
             continue
         mine = {
-            key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__})
-            for key, value in work.items()
+            key: _Work(**{name: getattr(value, name)[at] for name in _Work.__slots__}) for key, value in work.items()
         }
         found = [_stage_time(stage, pp, facts, own, mine, setup, hardware, constants) for stage, own in cut]
         if pp > 1:
@@ -193,9 +192,7 @@ def _travels(cols: KnobArrays, form: Formats, setup: TrainingSetup, precision: s
     """Bytes of an element of a gradient on its way between replicas, shape (n,)."""
     if not setup.own:
         return np.full(len(cols), float(BYTES[setup.reduce_dtype] if setup.reduce_dtype else form.gradient))
-    wide, narrow = (
-        BYTES[formats_of({"precision": precision, "reduce_dtype": each}).reduced] for each in REDUCED
-    )
+    wide, narrow = (BYTES[formats_of({"precision": precision, "reduce_dtype": each}).reduced] for each in REDUCED)
     return np.where(cols.reduce_dtype == "bf16", float(narrow), float(wide))
 
 
@@ -387,9 +384,7 @@ def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
     times = np.where(each_pass, rank.accum, 1.0)
     between = rank.pieces * groups.reduce(gradient / share / rank.pieces, rank.collective)
     summed = np.where(cols.hsdp > 1, between, 0.0)
-    alone, both = (
-        np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed)
-    )
+    alone, both = (np.maximum(each - window, each * (1 - constants.max_overlap)) for each in (reduce, reduce + summed))
     sums = 1.0 if SUMMED[rank.pp > 1] == "step" else times
     exposed = (times - sums) * alone + sums * both
     behind = gathered_at("update", zero)

@@ -40,9 +40,7 @@ class TracedFacts:
     """Where facts are cached; None for the user's cache folder."""
     _known: dict[tuple[str, str, bool], ModelFacts] = field(default_factory=dict, init=False, repr=False)
     _failed: dict[tuple[str, str, bool], WorkloadError] = field(default_factory=dict, init=False, repr=False)
-    _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _steps: dict[tuple[str, str], "tuple[Layout, StepTrace]"] = field(default_factory=dict, init=False, repr=False)
 
     def facts(self, *, precision: str, attention: str, fusion: bool, kernels: bool = False) -> ModelFacts:
         """The facts of one variant.
@@ -184,9 +182,7 @@ def _trace(
     if seen.error:
         from dataclasses import replace
 
-        facts = replace(
-            facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})")
-        )
+        facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
     if fusion:
         from .compiled_facts import fused
 
@@ -302,9 +298,7 @@ def _head(seen: StepTrace, layout: Layout) -> tuple[int, bool]:
 class _Maker:
     """Makes parts of segments: bytes of a batch become bytes a token."""
 
-    def __init__(
-        self, workload: Workload, seen: StepTrace, layout: Layout, owned: Mapping[str, set[str]]
-    ) -> None:
+    def __init__(self, workload: Workload, seen: StepTrace, layout: Layout, owned: Mapping[str, set[str]]) -> None:
         self._seen, self._layout, self._owned = seen, layout, owned
         self._length = workload.seq_len or 1
         self._tokens = seen.samples * self._length
@@ -411,8 +405,7 @@ class _Maker:
         pairs = self._seen.samples * self._length**2 * heads
         return PerToken(
             sequence=sum(each.outside for each in tallies) / self._tokens,
-            sharded=sum(each.inside for each in tallies) / self._tokens
-            + (0.0 if pairs else scores / self._tokens),
+            sharded=sum(each.inside for each in tallies) / self._tokens + (0.0 if pairs else scores / self._tokens),
             scores=scores / pairs if pairs else 0.0,
         )
 

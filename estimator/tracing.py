@@ -137,9 +137,7 @@ def _replace(model: "nn.Module", change: "Callable[[torch.Tensor], torch.Tensor]
         for name, each in parameters_of(module).items():
             if each is not None:
                 if id(each) not in done:
-                    done[id(each)] = torch.nn.Parameter(
-                        change(each.detach()), requires_grad=each.requires_grad
-                    )
+                    done[id(each)] = torch.nn.Parameter(change(each.detach()), requires_grad=each.requires_grad)
                 parameters_of(module)[name] = done[id(each)]
         for name, each in buffers_of(module).items():
             if each is not None:

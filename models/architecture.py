@@ -79,9 +79,7 @@ class Architecture:
                     # Published configurations have it; T5's convention.
                     made.decoder_start_token_id = made.pad_token_id
             except refusals() as error:
-                raise WorkloadError(
-                    f"the configuration is no valid {self.model_type}: {one_line(error)}"
-                ) from error
+                raise WorkloadError(f"the configuration is no valid {self.model_type}: {one_line(error)}") from error
         return made
 
     def __call__(self, config: Mapping[str, Any]) -> "nn.Module":
@@ -104,8 +102,7 @@ class Architecture:
                 )
             except refusals() as error:
                 raise WorkloadError(
-                    f"transformers cannot build this {self.model_type} with attention '{attention}': "
-                    f"{one_line(error)}"
+                    f"transformers cannot build this {self.model_type} with attention '{attention}': {one_line(error)}"
                 ) from error
         if getattr(model, "loss_type", "") is None:
             # transformers guesses the loss from the name of the class, and warns where it cannot.
@@ -202,9 +199,7 @@ def without_memory(architecture: Architecture) -> "nn.Module":
         with torch.device("meta"):
             return architecture({})
     except (RuntimeError, AssertionError) as error:
-        raise WorkloadError(
-            f"no {architecture.model_type} can have these sizes: {one_line(error)}"
-        ) from error
+        raise WorkloadError(f"no {architecture.model_type} can have these sizes: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -130,9 +130,7 @@ class ForwardPass:
         loss = self._loss(output, batch)
         what = "loss(output, batch)" if self._workload.loss is not None else "the model's own loss"
         if not isinstance(loss, torch.Tensor):
-            raise WorkloadError(
-                f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}"
-            )
+            raise WorkloadError(f"{self._workload.name}: {what} must be a scalar tensor, but is {type(loss).__name__}")
         if loss.numel() != 1:
             raise WorkloadError(
                 f"{self._workload.name}: {what} must be a scalar tensor, the mean over the batch, but its "

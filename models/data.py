@@ -85,9 +85,7 @@ class TokenBatches:
         ids = torch.randint(self.vocab_size - 1, shape, generator=generator)
         return ids + (ids >= self.pad_id)
 
-    def _mask(
-        self, inputs: "torch.Tensor", generator: "torch.Generator"
-    ) -> tuple["torch.Tensor", "torch.Tensor"]:
+    def _mask(self, inputs: "torch.Tensor", generator: "torch.Generator") -> tuple["torch.Tensor", "torch.Tensor"]:
         import torch
 
         size, length = inputs.shape
@@ -173,15 +171,10 @@ def _read(path: Path) -> bytes:
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        cut = (
-            len(raw) == MAX_TEXT_BYTES
-            and error.start > len(raw) - 4
-            and error.reason == "unexpected end of data"
-        )
+        cut = len(raw) == MAX_TEXT_BYTES and error.start > len(raw) - 4 and error.reason == "unexpected end of data"
         if not cut:
             raise WorkloadError(
-                f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position "
-                f"{error.start}"
+                f"the data file {path} is not UTF-8 text: byte 0x{raw[error.start]:02x} at position {error.start}"
             ) from None
         raw = raw[: error.start]
     return raw
@@ -194,9 +187,7 @@ def _tokenizer(folder: Path) -> Any:
 
     with quiet() as transformers:
         try:
-            return transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except refusals(OSError) as error:
             last = " ".join(str(error).split())[:300]
             raise WorkloadError(f"the tokenizer in {folder} cannot be loaded: {last}") from error

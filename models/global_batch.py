@@ -24,9 +24,7 @@ def shareable(usual: int, devices: int) -> int:
     return devices * 2 ** (each - 1).bit_length()
 
 
-def shared(
-    workload: Workload, devices: int, *, target: object, asked: int | None
-) -> tuple[Workload, tuple[str, ...]]:
+def shared(workload: Workload, devices: int, *, target: object, asked: int | None) -> tuple[Workload, tuple[str, ...]]:
     """The workload with a global batch that so many devices can share, and what is to be said of it.
 
     Only a batch that nobody chose is changed: that of a preset or a configuration file. One that was asked

@@ -93,9 +93,7 @@ def refuse_text(name: str, seq_len: int | None, data: str | Path | None) -> None
             raise WorkloadError(f"{name} takes images, so that {what} must not be given, but is {value!r}")
 
 
-def image_classifier(
-    architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None
-) -> Workload:
+def image_classifier(architecture: Architecture, *, name: str, spec: str, global_batch: int | None = None) -> Workload:
     """The workload of training a classifier on images of the configuration's size, 224 where it has none.
 
     Raises:
@@ -154,23 +152,17 @@ def language_model(
     text_config = configuration.get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 2:
-        raise WorkloadError(
-            f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}"
-        )
+        raise WorkloadError(f"{name}: the configuration must have a vocab_size of at least 2, but has {vocab_size!r}")
     positions = _positions(architecture, text_config)
     length = seq_len if seq_len is not None else min(positions or MAX_DEFAULT_SEQ_LEN, MAX_DEFAULT_SEQ_LEN)
     least = 2 if architecture.task == "causal" else 1
     if isinstance(length, bool) or not isinstance(length, int) or length < least:
         raise WorkloadError(f"{name}: seq_len must be an integer of at least {least}, but got {length!r}")
     if positions is not None and length > positions:
-        raise WorkloadError(
-            f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}"
-        )
+        raise WorkloadError(f"{name}: seq_len must be at most {positions}, the model's positions, but got {length}")
     text = None
     if data is not None:
-        text = read_text(
-            data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder
-        )
+        text = read_text(data, seq_len=window(architecture.task, length), vocab_size=vocab_size, folder=folder)
     return Workload(
         name=name,
         spec=spec,
@@ -189,9 +181,7 @@ def language_model(
         identity={
             "architecture": described(configuration),
             "task": architecture.task,
-            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"]
-            if text
-            else None,
+            "data": [text.digest, text.tokenizer if text.tokenizer == "bytes" else "tokenizer"] if text else None,
         },
     )
 
@@ -205,9 +195,7 @@ def _positions(architecture: Architecture, text_config: Any) -> int | None:
         leaf = path.rpartition(".")[2]
         if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
             # RoBERTa counts from padding_idx + 1; OPT's table has `offset` rows more than positions.
-            skipped = (
-                module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
-            )
+            skipped = module.padding_idx + 1 if module.padding_idx is not None else getattr(module, "offset", 0)
             return module.num_embeddings - skipped
     limit = getattr(text_config, "max_position_embeddings", None)
     rotary = getattr(text_config, "rope_parameters", None) is not None

@@ -35,9 +35,7 @@ class Spread:
     """The most there can be: plain data parallelism where the global batch allows it."""
 
 
-def declare(
-    space: Space, total: int, device: Device, devices: int, support: Support, *, any_batch: bool
-) -> Spread:
+def declare(space: Space, total: int, device: Device, devices: int, support: Support, *, any_batch: bool) -> Spread:
     """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
     where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
@@ -132,9 +130,7 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         ways: the pairs of tp and pp that are possible.
     """
     each = _per_host(devices, device)
-    groups = {
-        devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0
-    }
+    groups = {devices // (pp * each) for tp, pp in ways if tp < each < devices // pp and devices // pp % each == 0}
     if device.type != "cuda" or not groups:
         return
     tp, dp = space["tp"], space["dp"]
@@ -143,19 +139,15 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         sorted({1, *groups}),
         when=(dp > 1) & (space["zero"] >= 2),
         others=(),
-        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no "
-        "groups",
+        help="HSDP: groups of replicas, a host each, that hold all pieces and sum their gradients; 1: no groups",
         monotone_memory=1,
     )
     space.require(
         (knob == 1) | (tp * dp == each * knob),
-        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of "
-        "replicas",
+        f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
     )
     if any(tp == each for tp, _ in ways):
-        space.require(
-            (knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it"
-        )
+        space.require((knob == 1) | (tp < each), "a host has one replica, so that there is nothing to cut within it")
 
 
 def compose(
@@ -173,9 +165,7 @@ def compose(
     """
     names = space.by_name
     if device.type == "cuda" and not support.offload:
-        space.choice(
-            "offload", ["none", "optimizer"], others=(), help="what is kept and updated in host memory"
-        )
+        space.choice("offload", ["none", "optimizer"], others=(), help="what is kept and updated in host memory")
     if "zero" in names and support.zero:
         space.require(space["zero"] == 0, support.zero)
     elif "zero" in names and "pp" in names and support.zero_in_stages:
@@ -250,9 +240,7 @@ def _order(space: Space) -> None:
     names, pp, kind, steps = space.by_name, space["pp"], space["pipeline_schedule"], space["grad_accum"]
     rounds = [name for name, each in ORDERS.items() if each.in_rounds]
     early = [name for name, each in ORDERS.items() if not each.waits and not each.in_rounds]
-    space.require(
-        ~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank"
-    )
+    space.require(~kind.isin(early) | (steps >= pp), f"{' and '.join(early)} need a micro-batch for every rank")
     space.require(
         ~kind.isin(rounds) | (steps % pp == 0),
         f"{' and '.join(rounds)} run the micro-batches in rounds of one for every rank",

@@ -74,8 +74,7 @@ def workload(
         raise _no_python_file(named["path"])
     if text.endswith(".json") or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise WorkloadError(
-            f"there is no file or folder {text}; give a folder or config.json, or a name out of "
-            f"{', '.join(PRESETS)}"
+            f"there is no file or folder {text}; give a folder or config.json, or a name out of {', '.join(PRESETS)}"
         )
     if _HUB_ID.fullmatch(text):
         return _hub(text, given)
@@ -96,9 +95,7 @@ def _no_python_file(text: str) -> WorkloadError:
     return WorkloadError(f"there is no file {text}: FILE:NAME needs a Python file and a name in it{near}")
 
 
-def _own(
-    made: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None
-) -> Workload:
+def _own(made: Workload, seq_len: int | None, global_batch: int | None, data: str | Path | None) -> Workload:
     from .check import check_workload
 
     for what, value in (("seq_len", seq_len), ("data", data)):
@@ -130,13 +127,9 @@ def _preset(name: str, given: _Given) -> Workload:
             spec=name,
             global_batch=given["global_batch"] if given["global_batch"] is not None else preset.global_batch,
         )
-    architecture = Architecture(
-        model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task
-    )
+    architecture = Architecture(model_type=preset.model_type, arguments=dict(preset.arguments), task=preset.task)
     given["seq_len"] = given["seq_len"] if given["seq_len"] is not None else preset.seq_len
-    given["global_batch"] = (
-        given["global_batch"] if given["global_batch"] is not None else preset.global_batch
-    )
+    given["global_batch"] = given["global_batch"] if given["global_batch"] is not None else preset.global_batch
     return hugging_face_workload(architecture, name=name, spec=name, **given)
 
 
@@ -169,9 +162,7 @@ def _local(path: Path, text: str, given: _Given) -> Workload:
         try:
             configuration = transformers.CONFIG_MAPPING[model_type].from_dict(content)
         except refusals() as error:
-            raise WorkloadError(
-                f"{file} is no valid {model_type} configuration: {_one_line(error)}"
-            ) from error
+            raise WorkloadError(f"{file} is no valid {model_type} configuration: {_one_line(error)}") from error
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
     return hugging_face_workload(

@@ -63,9 +63,7 @@ class FileSource:
             names = _candidates(module)
             if not self.name:
                 found = ", ".join(names) or "none"
-                raise WorkloadError(
-                    f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {found}"
-                )
+                raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME; workloads there: {found}")
             raise WorkloadError(f"{self.path}: {unknown('workload', self.name, names)}")
         made = getattr(module, self.name)
         if not isinstance(made, Workload) and callable(made):
@@ -120,9 +118,7 @@ class FileSource:
     def _where(self, error: BaseException) -> str:
         """The last line of the traceback and the line of the file it came through."""
         last = traceback.format_exception_only(error)[-1].strip()
-        lines = [
-            each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path
-        ]
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == self.path]
         return f"{self.path}:{lines[-1]}: {last}" if lines else f"{self.path}: {last}"
 
 
@@ -132,7 +128,5 @@ def _candidates(module: ModuleType) -> list[str]:
 
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     found = [name for name, value in public.items() if isinstance(value, Workload)]
-    made_here = [
-        name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__
-    ]
+    made_here = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return sorted({*found, *(name for name in made_here if callable(public[name]))})

@@ -77,9 +77,7 @@ def classification_loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor])
     return F.cross_entropy(output, batch["labels"])
 
 
-def wide_resnet(
-    arguments: Mapping[str, Any], *, name: str, spec: str, global_batch: int | None = None
-) -> Workload:
+def wide_resnet(arguments: Mapping[str, Any], *, name: str, spec: str, global_batch: int | None = None) -> Workload:
     """The workload of training a WideResNet, `depth`, `width` and `classes` as given, on 32 by 32 pixels."""
     return Workload(
         name=name,

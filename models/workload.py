@@ -102,9 +102,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("model", "batch"):
             if not callable(getattr(self, name)):
-                raise WorkloadError(
-                    f"Workload: {name} must be callable, but got {_short(getattr(self, name))}"
-                )
+                raise WorkloadError(f"Workload: {name} must be callable, but got {_short(getattr(self, name))}")
         if _is_module(self.model):
             kind = type(self.model).__name__
             raise WorkloadError(
@@ -116,17 +114,13 @@ class Workload:
             if value is not None and not callable(value):
                 raise WorkloadError(f"Workload: {name} must be callable or None, but got {_short(value)}")
         if self.space is not None and not isinstance(self.space, Space) and not callable(self.space):
-            raise WorkloadError(
-                f"Workload: space must be a Space or a function, but got {_short(self.space)}"
-            )
+            raise WorkloadError(f"Workload: space must be a Space or a function, but got {_short(self.space)}")
         for name, least in (("seq_len", 1), ("global_batch", 1)):
             value = getattr(self, name)
             if value is None and name == "seq_len":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise WorkloadError(
-                    f"Workload: {name} must be an integer of at least {least}, but got {value!r}"
-                )
+                raise WorkloadError(f"Workload: {name} must be an integer of at least {least}, but got {value!r}")
         self._check_parameters("batch", 2, "(size, seed)")
         if self.loss is not None:
             self._check_parameters("loss", 2, "(output, batch)")
@@ -183,9 +177,7 @@ class Workload:
         with blamed(f"{self.name}: space({', '.join(taken)})"):
             made = self.space(**taken)
         if not isinstance(made, Space):
-            raise WorkloadError(
-                f"{self.name}: space must return a redline.Space, but returned {_short(made)}"
-            )
+            raise WorkloadError(f"{self.name}: space must return a redline.Space, but returned {_short(made)}")
         return made
 
     def build_model(self, config: Mapping[str, Any] | None = None) -> "nn.Module":
@@ -196,13 +188,9 @@ class Workload:
         """
         from torch import nn
 
-        module = (
-            self.model(config if config is not None else self.probe) if self._takes_config else self.model()
-        )
+        module = self.model(config if config is not None else self.probe) if self._takes_config else self.model()
         if not isinstance(module, nn.Module):
-            raise WorkloadError(
-                f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}"
-            )
+            raise WorkloadError(f"{self.name}: model must return a torch.nn.Module, but returned {_short(module)}")
         return module
 
     @cached_property

@@ -28,9 +28,7 @@ def median_rank(n: int) -> int:
     return max(0, rank - 1)
 
 
-def measured_again(
-    first: Measurement, throughputs: Sequence[float], failure: Measurement | None = None
-) -> Measurement:
+def measured_again(first: Measurement, throughputs: Sequence[float], failure: Measurement | None = None) -> Measurement:
     """What re-measurements make of a trial's first, successful measurement.
 
     The throughput becomes their median, and with it whatever says how fast the trial is: the step time, samples and
@@ -44,9 +42,7 @@ def measured_again(
     """
     if failure is not None:
         told = f"when measured again: {failure.reason or failure.status}; the first time {speed(first.reached, first.unit)}"
-        return replace(
-            first, status=failure.status, reason=told, throughput=None, log=failure.log or first.log
-        )
+        return replace(first, status=failure.status, reason=told, throughput=None, log=failure.log or first.log)
     if not throughputs:
         return first
     middle = median(throughputs)

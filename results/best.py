@@ -9,9 +9,7 @@ from .lossy import lossy_values
 from .measurement import Trial
 
 
-def document(
-    trials: Sequence[Trial], *, command: Sequence[str], environment: Mapping[str, Any]
-) -> dict[str, Any]:
+def document(trials: Sequence[Trial], *, command: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
     """What best.yaml says about these trials.
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,

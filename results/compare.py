@@ -112,9 +112,7 @@ def compare(views: Sequence[View]) -> Comparison:
     """
     if len(views) < 2:
         raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
-    sides = tuple(
-        Side(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views
-    )
+    sides = tuple(Side(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views)
     _check(sides)
     return Comparison(
         sides=sides,
@@ -253,13 +251,8 @@ def _notes(sides: Sequence[Side]) -> list[str]:
                 f"{side.name} differs from {sides[0].name} in {each}"
                 for each in request.conflicts({key: first.get(key)}, {key: asked.get(key)})
             ]
-        versions = [
-            (each.document or {}).get("environment", {}).get("versions", {}) for each in (sides[0], side)
-        ]
-        notes += [
-            f"{side.name} differs from {sides[0].name} in {each}"
-            for each in request.version_changes(*versions)
-        ]
+        versions = [(each.document or {}).get("environment", {}).get("versions", {}) for each in (sides[0], side)]
+        notes += [f"{side.name} differs from {sides[0].name} in {each}" for each in request.version_changes(*versions)]
     return notes
 
 

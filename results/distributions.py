@@ -23,8 +23,7 @@ def distribution(values: Sequence[Any]) -> "BaseDistribution":
 
     # Optuna keeps a number as a float: past 2 ** 53 that is another number.
     numeric = all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) <= 2**53
-        for each in values
+        isinstance(each, (int, float)) and not isinstance(each, bool) and abs(each) <= 2**53 for each in values
     )
     if not values or not numeric:
         return CategoricalDistribution(tuple(values))

@@ -215,9 +215,7 @@ class Ledger:
             attributes["predicted_throughput"] = float(predicted_throughput)
         if predicted_memory_mib is not None:
             attributes["predicted_memory_mib"] = float(predicted_memory_mib)
-        attributes |= {
-            f"knob.{knob}": value for knob, value in values.items() if knob not in self._distributions
-        }
+        attributes |= {f"knob.{knob}": value for knob, value in values.items() if knob not in self._distributions}
         parameters = {knob: value for knob, value in values.items() if knob in self._distributions}
         try:
             template = optuna.trial.create_trial(
@@ -284,9 +282,7 @@ class Ledger:
             self._raise_trouble(f"trial {number}")
         return done
 
-    def remeasure(
-        self, number: int, throughputs: Sequence[float], failure: Measurement | None = None
-    ) -> Trial:
+    def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
         """The trial `number`, an `ok` at first, with these as all its re-measurements, replacing earlier ones.
 
         Args:
@@ -320,9 +316,7 @@ class Ledger:
                     for name, value in attributes.items():
                         self._writable().set_study_user_attr(self._study_id, name, value)
             except StudyError as error:
-                raise StudyError(
-                    f"the re-measurement of trial {number} could not be stored: {error}"
-                ) from error
+                raise StudyError(f"the re-measurement of trial {number} could not be stored: {error}") from error
             self._raise_trouble(f"the re-measurement of trial {number}")
         return done
 
@@ -410,9 +404,7 @@ def _named(name: str | None, studies: Mapping[str, Any], where: str) -> str:
     if name is None and len(studies) == 1:
         return next(iter(studies))
     if name is None:
-        listing = (
-            f"{len(studies)} studies, so one must be named: {', '.join(studies)}" if studies else "no study"
-        )
+        listing = f"{len(studies)} studies, so one must be named: {', '.join(studies)}" if studies else "no study"
         raise StudyError(f"{where} holds {listing}")
     if name not in studies:
         raise StudyError(f"{where}: {unknown('study', name, studies)}")

@@ -76,9 +76,7 @@ def select(trials: Sequence[Trial], selection: Selection) -> tuple[list[Trial], 
     for status in selection.statuses:
         if status not in (*Status, PENDING):
             raise UsageError(unknown("status", status, [*Status, PENDING]))
-    kept = [
-        trial for trial in trials if not selection.statuses or value(trial, "status") in selection.statuses
-    ]
+    kept = [trial for trial in trials if not selection.statuses or value(trial, "status") in selection.statuses]
     if selection.sort:
         (column,) = chosen_columns(trials, [selection.sort.removeprefix("-")])
         kept = _sorted(kept, column, descending=selection.sort.startswith("-"))
@@ -151,9 +149,7 @@ def sparkline(series: Sequence[float | None], width: int = 60) -> str:
     if not known:
         return ""
     low, span = min(known), max(known) - min(known)
-    return "".join(
-        " " if each is None else _BARS[round((each - low) / span * 7) if span else 0] for each in series
-    )
+    return "".join(" " if each is None else _BARS[round((each - low) / span * 7) if span else 0] for each in series)
 
 
 def best_so_far_line(trials: Sequence[Trial], encoding: str = "utf-8") -> str:

@@ -101,9 +101,7 @@ def exchange_of(config: Mapping[str, Any], replicas: int) -> Exchange:
     if replicas == 1:
         return EXCHANGES[0]
     pipelined = int(config.get("pp", 1)) > 1
-    return replace(
-        EXCHANGES[int(config.get("zero", 0))], hsdp=int(config.get("hsdp", 1)), summed=SUMMED[pipelined]
-    )
+    return replace(EXCHANGES[int(config.get("zero", 0))], hsdp=int(config.get("hsdp", 1)), summed=SUMMED[pipelined])
 
 
 def order_of(config: Mapping[str, Any], micro_batches: int | None) -> str:

@@ -236,9 +236,7 @@ class Measurement:
         for name in _names(Measurement):
             value = getattr(self, name)
             if name == "ranks":
-                value = [
-                    {each: _to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value
-                ]
+                value = [{each: _to_json(getattr(rank, each)) for each in _names(RankReport)} for rank in value]
             elif name == "probe":
                 value = None if value is None else value.to_dict()
             else:

@@ -135,9 +135,7 @@ def figure(trials: Sequence[Trial]) -> "Figure":
         ]
         if placed:
             memory, speeds, texts = (list(each) for each in zip(*placed))
-            made.add_trace(
-                Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2
-            )
+            made.add_trace(Scatter(x=memory, y=speeds, **{**look, "text": texts, "showlegend": False}), row=1, col=2)
     limits = {trial.measured.memory_limit_mib for trial in finished} - {None}
     if len(limits) == 1:
         made.add_vline(x=limits.pop(), line_dash="dash", annotation_text="limit", row=1, col=2)
@@ -153,9 +151,7 @@ def _title(trial: Trial) -> str:
     told = f"{number(trial.throughput, 5)} {trial.measured.unit}" if trial.ok else ""
     reason = fold(trial.measured.reason)[:200]
     return ", ".join(
-        each
-        for each in (f"trial {trial.number}", str(trial.measured.status), told.strip(), knobs, reason)
-        if each
+        each for each in (f"trial {trial.number}", str(trial.measured.status), told.strip(), knobs, reason) if each
     )
 
 

@@ -110,9 +110,7 @@ def _read(cls: type, data: Any) -> dict[str, Any]:
     for name, value in values.items():
         if name in _NAMES or name in _LISTS:
             texts = name in _NAMES
-            if not isinstance(value, list | tuple) or (
-                texts and not all(isinstance(each, str) for each in value)
-            ):
+            if not isinstance(value, list | tuple) or (texts and not all(isinstance(each, str) for each in value)):
                 of = "texts" if texts else "numbers"
                 raise UsageError(f"a probe's {name} must be a list of {of}, but got {shown(value)}")
             values[name] = tuple(each if texts else _number(name, each) for each in value)

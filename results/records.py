@@ -161,9 +161,7 @@ class Told:
     """What was left out, in words."""
 
 
-def trials_of(
-    study: Recorded, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy
-) -> Told:
+def trials_of(study: Recorded, where: str, make_config: Callable[[Mapping[str, Any]], Any], lossy: Lossy) -> Told:
     """The trials of a study; one that makes no sense is left out, as `problems` say. What somebody else enqueued, through
     Optuna's dashboard or its API, is none."""
     told = Told()

@@ -40,14 +40,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise StudyError(f"cannot read '{path}': {error.strerror or error}") from error
     except Refused as error:
-        raise StudyError(
-            f"'{path}' is not valid YAML: {error}; restore it or start with another --out"
-        ) from error
+        raise StudyError(f"'{path}' is not valid YAML: {error}; restore it or start with another --out") from error
     if not isinstance(document, dict):
         found = "nothing" if document is None else f"a {type(document).__name__}"
-        raise StudyError(
-            f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out"
-        )
+        raise StudyError(f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out")
     return check(document, path)
 
 
@@ -60,8 +56,7 @@ def check(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[st
     version = document.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise StudyError(
-            f"'{path}' is not a run of redline: its format is {schema.shown(version)}, not a number; "
-            "give another --out"
+            f"'{path}' is not a run of redline: its format is {schema.shown(version)}, not a number; give another --out"
         )
     if version > FORMAT:
         raise StudyError(
@@ -174,9 +169,7 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
     was, now = _by_name(was), _by_name(now)
     if isinstance(was, dict) and isinstance(now, dict):
         names = [*was, *(name for name in now if name not in was)]
-        return [
-            each for name in names for each in _differences(f"{key}.{name}", was.get(name), now.get(name))
-        ]
+        return [each for name in names for each in _differences(f"{key}.{name}", was.get(name), now.get(name))]
     if _is_number(was) and _is_number(now):
         # A kernel update already changes by a little what memory a machine reports.
         tolerance = _MEMORY_TOLERANCE if key == "devices.memory_mib" else 0.0

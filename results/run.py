@@ -118,7 +118,9 @@ class RunFolder:
             rows = table.Table(path / TABLE, {**knobs, **stray})
             folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
             if (path / LOGS).is_symlink():
-                raise StudyError(f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it")
+                raise StudyError(
+                    f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it"
+                )
             (path / LOGS).mkdir(exist_ok=True)
             rows.write()
             if resumed:
@@ -135,9 +137,7 @@ class RunFolder:
         return folder
 
     @staticmethod
-    def check(
-        path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
-    ) -> bool:
+    def check(path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False) -> bool:
         """Whether `path` holds the run that is to be taken up; changes nothing.
 
         Args:
@@ -218,9 +218,7 @@ class RunFolder:
         self._tabulate(trial)
         return trial
 
-    def remeasure(
-        self, number: int, throughputs: Sequence[float], failure: Measurement | None = None
-    ) -> Trial:
+    def remeasure(self, number: int, throughputs: Sequence[float], failure: Measurement | None = None) -> Trial:
         """The trial `number` with these as all its re-measurements, in the ledger and in trials.csv (see
         `Ledger.remeasure`).
 
@@ -280,9 +278,7 @@ class RunFolder:
                 return
             self._closed = True
             # An interrupt may have come between a trial's record in the ledger and its row.
-            missing = [
-                trial for trial in self.trials() if not trial.pending and trial.number not in self._rows
-            ]
+            missing = [trial for trial in self.trials() if not trial.pending and trial.number not in self._rows]
             if missing or self._behind is not None:
                 self._tabulate(*missing)
             self.ledger.close()

@@ -60,7 +60,15 @@ def rule(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, Mapping) and text(value.get("callable")))
 
 
-_DEVICES = {"count": count, "used": count, "per_host": count, "memory_mib": number, "type": text, "name": text, ...: fact}
+_DEVICES = {
+    "count": count,
+    "used": count,
+    "per_host": count,
+    "memory_mib": number,
+    "type": text,
+    "name": text,
+    ...: fact,
+}
 _ENVIRONMENT = {
     "versions": {...: text},
     "host": {"cores": count, ...: fact},
@@ -81,10 +89,25 @@ REQUEST: Shape = {
         "name": text,
         "workload": {...: text},
         "shape": {
-            "family": text, "layers": positive, "hidden": positive, "heads": positive, "kv_heads": positive,
-            "head_dim": positive, "intermediate": positive, "vocabulary": positive, "positions": count, "tied": flag,
-            "activation": text, "norm_eps": number, "dropout": number, "attention_dropout": number,
-            "attention_bias": flag, "mlp_bias": flag, "window": count, "experts": count, "experts_per_token": count,
+            "family": text,
+            "layers": positive,
+            "hidden": positive,
+            "heads": positive,
+            "kv_heads": positive,
+            "head_dim": positive,
+            "intermediate": positive,
+            "vocabulary": positive,
+            "positions": count,
+            "tied": flag,
+            "activation": text,
+            "norm_eps": number,
+            "dropout": number,
+            "attention_dropout": number,
+            "attention_bias": flag,
+            "mlp_bias": flag,
+            "window": count,
+            "experts": count,
+            "experts_per_token": count,
             "parallel_residual": flag,
             "rope": {"rope_theta": number, "partial_rotary_factor": number, "factor": number, "rope_type": text},
         },

@@ -91,9 +91,7 @@ def render(
     if again and not asked:
         many = len(again) > 1
         told = f"trial{'s' if many else ''} {', '.join(again)} {'were' if many else 'was'} measured again"
-        console.print(
-            Text(f"{told}: they stand first, by the median"), soft_wrap=not console.is_terminal
-        )
+        console.print(Text(f"{told}: they stand first, by the median"), soft_wrap=not console.is_terminal)
     if more:
         console.print(Text(f"{more} more; all are in {run.path / 'trials.csv'}"), soft_wrap=True)
 
@@ -103,9 +101,7 @@ def _head(run: RunFolder | View) -> list[str]:
     asked = document.get("asked", {})
     what = [str(asked[key]) for key in ("model",) if asked.get(key)]
     what += [
-        f"{key} {asked[key]}"
-        for key in ("seq_len", "global_batch", "sampler", "seed")
-        if asked.get(key) is not None
+        f"{key} {asked[key]}" for key in ("seq_len", "global_batch", "sampler", "seed") if asked.get(key) is not None
     ]
     head = [f"{run.path}: {', '.join(what)}" if what else f"{run.path}"]
     if asked.get("simulated"):
@@ -140,9 +136,7 @@ def _outcome(trials: Sequence[Trial], encoding: str = "utf-8") -> list[str]:
     if winner.remeasured and winner.first is not None:
         again = ", ".join(number(each, 5) for each in winner.remeasured)
         lines.append(f"measured again: {again}; the first time {number(winner.first, 5)}")
-    lines.append(
-        "configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config)
-    )
+    lines.append("configuration: " + ", ".join(f"{name}={knob_text(winner, name)}" for name in winner.config))
     if winner.lossy:
         lines.append(f"{summary.exactness(trials)}: {_exact(summary.best_exact(trials), winner)}")
     grown = listing.best_so_far_line(trials, encoding)
@@ -156,9 +150,7 @@ def _exact(trial: Trial | None, winner: Trial) -> str:
     fastest = winner.throughput
     ratio = trial.throughput / fastest if fastest else 1.0
     differing = ", ".join(
-        f"{name}={knob_text(trial, name)}"
-        for name in trial.config
-        if trial.config[name] != winner.config.get(name)
+        f"{name}={knob_text(trial, name)}" for name in trial.config if trial.config[name] != winner.config.get(name)
     )
     return f"trial {trial.number}, {_speed(trial)}, {ratio:.2f} times the best; {differing}"
 
@@ -246,15 +238,11 @@ def _table(trials: Sequence[Trial], columns: Sequence[Column]) -> "Table":
         drawn.add_column(Text(each.heading), justify=each.side, no_wrap=each.name != "configuration")
     for i, trial in enumerate(trials):
         style = "" if trial.pending else _COLOURS[trial.measured.status]
-        drawn.add_row(
-            *(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns)
-        )
+        drawn.add_row(*(Text(each.cells[i], style=style if each.name == "status" else "") for each in columns))
     return drawn
 
 
-def _write(
-    trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool
-) -> None:
+def _write(trials: Sequence[Trial], columns: Sequence[Column], console: "Console", *, reasons: bool) -> None:
     from rich.text import Text
 
     given = ["" if trial.pending else fold(trial.measured.reason) for trial in trials]

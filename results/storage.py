@@ -40,9 +40,7 @@ def without_password(url: str) -> str:
     return re.sub(r"(?<=://)([^:@/]*):.*@", r"\1@", url)
 
 
-def open_study(
-    storage: "BaseStorage", where: str, name: str, metadata: Mapping[str, Any], exist_ok: bool
-) -> int:
+def open_study(storage: "BaseStorage", where: str, name: str, metadata: Mapping[str, Any], exist_ok: bool) -> int:
     """The id of the study `name`, created or completed with its metadata.
 
     Raises:
@@ -55,9 +53,7 @@ def open_study(
     if study_id is None:
         study_id = storage.create_new_study([optuna.study.StudyDirection.MAXIMIZE], name)
     elif not exist_ok:
-        raise StudyError(
-            f"{where} already holds a study '{name}'; continue it with --resume or give another --out"
-        )
+        raise StudyError(f"{where} already holds a study '{name}'; continue it with --resume or give another --out")
     else:
         stored = storage.get_study_user_attrs(study_id)
     other = [
@@ -114,7 +110,14 @@ def open_storage(source: Any, *, mend: bool) -> "tuple[BaseStorage, Journal | No
     journal = Journal(path, reserve)
     try:
         return optuna.storages.JournalStorage(journal), journal
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:  # how Optuna meets a damaged record
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as error:  # how Optuna meets a damaged record
         journal.close()
         raise damage(path, error) from error
 
@@ -156,7 +159,11 @@ def _remote(url: str, *, read_only: bool) -> "BaseStorage":
             query = {**made.query, "mode": "ro", "uri": "true"}
             url = made.set(database=path.as_uri().replace("file://", "file:", 1), query=query).render_as_string(False)
         return optuna.storages.RDBStorage(url, skip_table_creation=read_only)
-    except (sqlalchemy.exc.SQLAlchemyError, RuntimeError, AssertionError) as error:  # tables of another version, or none
+    except (
+        sqlalchemy.exc.SQLAlchemyError,
+        RuntimeError,
+        AssertionError,
+    ) as error:  # tables of another version, or none
         reason = next(iter(str(getattr(error, "orig", None) or error).splitlines()), type(error).__name__)
         raise StudyError(f"cannot open the storage {words(url)}: {reason}") from error
 
@@ -169,9 +176,7 @@ def contained(where: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingDependency(
-            f"the storage {where} needs a package that is not installed: {error}"
-        ) from error
+        raise MissingDependency(f"the storage {where} needs a package that is not installed: {error}") from error
     except OSError as error:
         raise StudyError(f"cannot write {where}: {error.strerror or error}") from error
     except OptunaError as error:

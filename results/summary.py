@@ -157,9 +157,7 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     said = [f"none of {len(finished)} trials succeeded: {listing}."]
     need = smallest_need(finished)
     if need is not None and need.measured.peak_memory_mib is not None:
-        said.append(
-            f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number})."
-        )
+        said.append(f"The smallest need seen is {_mib(need.measured.peak_memory_mib)} (trial {need.number}).")
         if need.measured.memory_limit_mib is not None:
             said.append(f"The limit is {_mib(need.measured.memory_limit_mib)}.")
     explained = {Status.OOM, Status.SKIPPED} if need is not None else set()

@@ -103,9 +103,7 @@ def frame(trials: Sequence[Trial], knobs: Iterable[str]) -> "DataFrame":
     """The finished trials as a table with the columns and types of `read`."""
     names = header(knobs)
     cells = [
-        values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]])
-        for trial in trials
-        if not trial.pending
+        values(trial, [name[len(KNOB) :] for name in names[len(FIXED) :]]) for trial in trials if not trial.pending
     ]
     return _frame({name: [each[i] for each in cells] for i, name in enumerate(names)})
 
@@ -157,7 +155,9 @@ def parse(data: bytes, path: str | Path) -> tuple[dict[str, list[Any]], list[str
     *lines, rest = text.split("\n")
     names = _columns(path, lines[0] if lines else rest, problems)
     found: dict[int, list[str]] = {}
-    checked = [(place, name) for place, name in enumerate(names) if name in FIXED and (name == "status" or name not in TEXTS)]
+    checked = [
+        (place, name) for place, name in enumerate(names) if name in FIXED and (name == "status" or name not in TEXTS)
+    ]
     trial = names.index("trial")
     for number, each in enumerate(lines[1:], start=2):
         if each.strip():
@@ -264,9 +264,7 @@ def _columns(path: str | Path, first: str, problems: list[str]) -> list[str]:
     lacking = [name for name in ESSENTIAL if name not in names]
     if lacking:
         shown = f"starts with {first[:80]!r}" if first.strip() else "is empty"
-        raise StudyError(
-            f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}"
-        )
+        raise StudyError(f"'{path}' is not a table of trials: it has no column {', '.join(lacking)}; the file {shown}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         problems.append(f"{path}: column {', '.join(twice)} is there twice; the first counts")

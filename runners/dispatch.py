@@ -137,9 +137,7 @@ class DryRuns(Work):
             log=str(request.log) if request.log else None,
         )
 
-    def measurement(
-        self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: Known
-    ) -> Measurement:
+    def measurement(self, request: TrialRequest, terms: TrialTerms, outcome: Outcome, known: Known) -> Measurement:
         reports = _reports(outcome)
         common: _Common = {
             **known,

@@ -56,9 +56,7 @@ class Calls(Work):
             log=str(request.log) if request.log else None,
         )
 
-    def measurement(
-        self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known"
-    ) -> Measurement:
+    def measurement(self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known") -> Measurement:
         limit = terms.memory_limit_mib
         rank = next(iter(outcome.ranks), None)
         peak = None

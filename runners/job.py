@@ -138,7 +138,5 @@ class Outcome:
             return cls(status=Status.OK, ranks=tuple(ranks))
         # A lost peer is an echo; a signal or an allocation failure is a cause.
         cause = min(failed, key=lambda each: (each.secondary, each.status is not Status.OOM, each.rank))
-        where = f"rank {cause.rank}: " if several or several is None and len(ranks) > 1 else ""
-        return cls(
-            status=cause.status, reason=where + cause.reason, ranks=tuple(ranks), secondary=cause.secondary
-        )
+        where = f"rank {cause.rank}: " if several or (several is None and len(ranks) > 1) else ""
+        return cls(status=cause.status, reason=where + cause.reason, ranks=tuple(ranks), secondary=cause.secondary)

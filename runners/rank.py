@@ -58,9 +58,7 @@ class RankContext:
         self.reports.send(("compiling", yes))
 
 
-def run_rank(
-    job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None
-) -> None:
+def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None) -> None:
     """Runs the job's program as one rank of it and ends the process. Never returns."""
     code = 1
     try:
@@ -86,9 +84,7 @@ def run_rank(
             os._exit(code)
 
 
-def _run(
-    job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None
-) -> RankOutcome:
+def _run(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None) -> RankOutcome:
     rank = job.rendezvous.first_rank + local_rank
     meter: MemoryMeter = HostMemoryMeter()
     context = None
@@ -138,9 +134,7 @@ def _prepare_torch(job: Job, local_rank: int) -> CudaMemoryMeter | None:
     return None
 
 
-def _failed(
-    rank: int, job: Job, meter: MemoryMeter, context: RankContext | None, error: BaseException
-) -> RankOutcome:
+def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None, error: BaseException) -> RankOutcome:
     needed = None
     reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)

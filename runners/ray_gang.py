@@ -179,9 +179,7 @@ class Gang:
         host, port = self._ray.get(self.actors[0].meeting_point.remote())
         futures = []
         for number, actor in enumerate(self.actors):
-            rendezvous = Rendezvous(
-                host=host, port=port, world_size=job.ranks, first_rank=number * self._per_host
-            )
+            rendezvous = Rendezvous(host=host, port=port, world_size=job.ranks, first_rank=number * self._per_host)
             share = replace(job, ranks=self._per_host, rendezvous=rendezvous)
             futures.append(actor.run.remote(share, key, True))
         results = self._gather(futures, key)

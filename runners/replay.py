@@ -204,9 +204,7 @@ def _measurement(
     if objective == "step_ms":
         rate = 1000.0 / value * float(point.get("global_batch", 1))
         return made(status=Status.OK, throughput=rate, unit="samples/s", step_ms=value)
-    unit = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}.get(
-        objective, row.get("unit") or ""
-    )
+    unit = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}.get(objective, row.get("unit") or "")
     return made(status=Status.OK, throughput=value, unit=unit)
 
 

@@ -114,9 +114,7 @@ class SimulateRunner(Runner):
             return self._failed(request, Status.CRASH, "more pipeline stages than blocks", 0.0)
         truth = table.row(0)
         constants = self.estimator.constants
-        peak = float(table.fullest_memory_mib[0]) * np.exp(
-            self._unexplained(config, "memory", constants.memory_noise)
-        )
+        peak = float(table.fullest_memory_mib[0]) * np.exp(self._unexplained(config, "memory", constants.memory_noise))
         step = truth.step_ms * np.exp(self._unexplained(config, "time", constants.time_noise))
         random = self._random("trial", config.id, repeat)
         seen = step * float(np.exp(random.normal(0.0, SPREAD)))
@@ -205,7 +203,9 @@ class SimulateRunner(Runner):
         if request.log is None:
             return
         lines = [f"simulated, nothing was run: {dict(request.config)}", outcome]
-        lines += [f"{name}: {value:,.3f} {'ms' if name.startswith('time.') else 'MiB'}" for name, value in breakdown.items()]
+        lines += [
+            f"{name}: {value:,.3f} {'ms' if name.startswith('time.') else 'MiB'}" for name, value in breakdown.items()
+        ]
         request.log.parent.mkdir(parents=True, exist_ok=True)
         request.log.write_text("\n".join(lines) + "\n")
 

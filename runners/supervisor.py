@@ -111,9 +111,7 @@ class Supervisor:
             os.close(stdout)
             sender.close()
             os.set_blocking(output, False)
-            self._ranks.append(
-                _Rank(rendezvous.first_rank + local_rank, pid, os.pidfd_open(pid), receiver, output)
-            )
+            self._ranks.append(_Rank(rendezvous.first_rank + local_rank, pid, os.pidfd_open(pid), receiver, output))
 
     def _watch(self, log: LogFile) -> Outcome | None:
         look = 0.0
@@ -205,9 +203,7 @@ class Supervisor:
                 self._drain(rank, log)
             short = self._shortage.evidence(rank.pid, used.ru_maxrss / 1024)
             kind, reason = failure.from_exit(rank.returncode, rank.last_words.decode(errors="replace"), short)
-            rank.outcome = RankOutcome(
-                rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})"
-            )
+            rank.outcome = RankOutcome(rank=rank.number, status=kind, reason=f"{reason} (during {rank.phase})")
 
     def _drain(self, rank: _Rank, log: LogFile) -> bool:
         """Copies what a rank printed, a bounded amount at a time. False at the end of its output."""

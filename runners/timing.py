@@ -1,5 +1,6 @@
 """When a step time is steady, and when it is known well enough."""
 
+import itertools
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -96,7 +97,7 @@ class HostClock(Clock):
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        return [(b - a) * 1e3 for a, b in zip(marks, marks[1:])]
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
 
 class CudaClock(Clock):
@@ -116,7 +117,7 @@ class CudaClock(Clock):
 
     def read(self, marks: Sequence[Any]) -> list[float]:
         marks[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
 
 
 class Turns(Protocol):
@@ -172,9 +173,7 @@ def measure(
             for _ in range(count):
                 step()
                 marks.append(clock.mark())
-            *times, elapsed, within = agree(
-                [*clock.read(marks), time.perf_counter() - begin, compiled() - before]
-            )
+            *times, elapsed, within = agree([*clock.read(marks), time.perf_counter() - begin, compiled() - before])
             if not compiling.left_out(count, elapsed, within):
                 return times, elapsed - compiling.seconds
 

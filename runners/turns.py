@@ -141,7 +141,7 @@ def _give_turns(job: Job, every: list[_Program], reports: Connection) -> None:
     while number < FEWEST_TURNS or calm < job.turns:
         allowed_s = job.turns_s + (job.patience_s if calm < number else 0.0)
         alive = [each for each in every if each.outcome is None]
-        if not alive or number >= FEWEST_TURNS and time.monotonic() > begin + allowed_s:
+        if not alive or (number >= FEWEST_TURNS and time.monotonic() > begin + allowed_s):
             break
         watch.restart()
         # Another one goes first each time, so that no one's turn comes always after the same.

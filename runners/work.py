@@ -70,9 +70,7 @@ class Work(ABC):
         return [measured]
 
     @abstractmethod
-    def measurement(
-        self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known
-    ) -> Measurement:
+    def measurement(self, request: "TrialRequest", terms: TrialTerms, outcome: "Outcome", known: Known) -> Measurement:
         """What the outcome of that job says.
 
         Args:

@@ -218,7 +218,9 @@ class _Pair:
 
     def _count(self) -> Iterator[Departure]:
         """That there are other outputs; of the stages of a pipeline only the last one has any."""
-        mine, wanted = ([None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected))
+        mine, wanted = (
+            [None if each is None else each.shape for each in of.outputs.values()] for of in (self.found, self.expected)
+        )
         said = ""
         if self.found.on and mine != wanted:
             said = f"it returns {'other' if mine else 'no'} logits than the reference"

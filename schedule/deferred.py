@@ -226,9 +226,7 @@ def _truncated_draws_noted(recording: Recording) -> Iterator[None]:
         yield
         return
 
-    def noted(
-        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-    ) -> torch.Tensor:
+    def noted(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
         with recording.shown_as_they_are():
             known = recorded(tensor) is not None and generator is None
             if known:

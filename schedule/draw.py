@@ -25,9 +25,7 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
     return "\n".join(lines)
 
 
-def _children(
-    module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]
-) -> None:
+def _children(module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]) -> None:
     groups: list[tuple[list[str], list[str]]] = []
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name

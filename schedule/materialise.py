@@ -160,9 +160,7 @@ class _Rules:
             self.initialise(module, path, hub, own)
         return bool(fresh or own)
 
-    def initialise(
-        self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]
-    ) -> None:
+    def initialise(self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
         digest = hashlib.sha256(f"{self.seed}/{path}".encode()).digest()
         self.recording.reseed(int.from_bytes(digest[:8], "big") >> 1)
         # Tied tensors keep the values that the first module to hold them has given them.

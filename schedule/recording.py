@@ -219,9 +219,7 @@ class Recording:
         if draws:
             self.follow_random_state()
         out = self._form(func, args, kwargs)
-        made = tuple(
-            self._allocated(each, device) if recorded(each) is None else None for each in tensors_in(out)
-        )
+        made = tuple(self._allocated(each, device) if recorded(each) is None else None for each in tensors_in(out))
         if kind is _ATEN.set_ and any(made):
             self.refuse("it gives a tensor memory that has no values")
         # From now on a tensor that was set is a piece of other memory, with no need for a note.
@@ -287,9 +285,7 @@ class Recording:
         else:
             self.unknown -= whole
         self.log.append(
-            Operation(
-                call, noted, keywords, frozenset(reads), frozenset(writes), frozenset(whole), made, draws
-            )
+            Operation(call, noted, keywords, frozenset(reads), frozenset(writes), frozenset(whole), made, draws)
         )
         if draws:
             self.random.nudge()
@@ -383,9 +379,7 @@ def _on_meta(value: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operator sets."""
-    return tensors_in(
-        [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)]
-    )
+    return tensors_in([args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(func)])
 
 
 @functools.cache

@@ -98,9 +98,7 @@ def register_primitive(
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         label = name or function.__name__
         if hasattr(Schedule, label):
-            raise ScheduleError(
-                f"a primitive's name must be new, but '{label}' is taken; register another name"
-            )
+            raise ScheduleError(f"a primitive's name must be new, but '{label}' is taken; register another name")
         if not inspect.signature(function).parameters:
             raise ScheduleError(f"primitive '{label}' must take the schedule first, but takes no parameter")
         setattr(Schedule, label, function if query else primitive(function, label))

@@ -85,7 +85,7 @@ class UnformedLogits(torch.Tensor):
     `torch.nn.functional.cross_entropy` of them is computed from the hidden states. To change their format,
     shape, or to take a part of the tokens keeps them unformed. Any other function gets the logits
     themselves, formed for it: the result is right, but takes the memory. They take no part in autograd
-    themselves, what is computed from them does. """
+    themselves, what is computed from them does."""
 
     hidden: torch.Tensor
     product: Product
@@ -100,9 +100,7 @@ class UnformedLogits(torch.Tensor):
 
     def cut(self, axis: Axis, vocabulary: int) -> "UnformedLogits":
         """As this rank's piece of logits that are cut over the vocabulary."""
-        return UnformedLogits.of(
-            self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype
-        )
+        return UnformedLogits.of(self.hidden, replace(self.product, axis=axis, vocabulary=vocabulary), self.dtype)
 
     def formed(self) -> torch.Tensor:
         """The logits; SplitLogits where they are cut."""
@@ -203,9 +201,7 @@ def _flatten(logits: UnformedLogits, start_dim: int = 0, end_dim: int = -1) -> A
     dims = logits.dim()
     if end_dim % dims == dims - 1:
         return NotImplemented
-    return UnformedLogits.of(
-        logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype
-    )
+    return UnformedLogits.of(logits.hidden.flatten(start_dim % dims, end_dim % dims), logits.product, logits.dtype)
 
 
 def _index(logits: UnformedLogits, index: Any) -> Any:
@@ -319,9 +315,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.gradients is None:
-            raise ScheduleError(
-                "fused_loss: its gradients are formed once, so backward can be called once only"
-            )
+            raise ScheduleError("fused_loss: its gradients are formed once, so backward can be called once only")
         found, ctx.gradients = ctx.gradients, None
         return (*(None if each is None else each.mul_(grads[0]) for each in found), *[None] * 5)
 

@@ -70,9 +70,7 @@ class Interned:
         if len(self._array) != len(self.values):
             kinds = {type(value) for value in self.values}
             dtype = {frozenset({bool}): bool, frozenset({int}): np.int64}.get(frozenset(kinds), object)
-            self._array = np.array(
-                self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype
-            )
+            self._array = np.array(self.values, np.float64 if kinds <= {int, float} and float in kinds else dtype)
         # No values, or a row where it is absent: any value will do, the rules that ask do not apply there.
         return self._array[codes] if self.values else np.zeros(codes.shape)
 
@@ -93,9 +91,7 @@ class Component:
         self.interned = {check.computes: Interned() for check in self.checks if check.computes}
         self._alive = {name: self._unary(name) for name in names}
         self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
-        self._hulls = {
-            name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)
-        }
+        self._hulls = {name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)}
 
     def enumerate(self) -> Table:
         """Every valid choice, in the lexicographic order of the knobs' values.
@@ -124,9 +120,7 @@ class Component:
         def thin(table: Table, most: int) -> np.ndarray:
             # Half of them at random: the nearest partial choices may all be dead ends.
             order = np.argsort(distance(table), kind="stable")
-            return np.concatenate(
-                [order[: most // 2], rng.choice(order[most // 2 :], most - most // 2, replace=False)]
-            )
+            return np.concatenate([order[: most // 2], rng.choice(order[most // 2 :], most - most // 2, replace=False)])
 
         table = self._join(thin, keep)
         return table if table.rows else self.draw(rng, keep)
@@ -258,11 +252,7 @@ class Component:
         self, factors: Sequence[Expression], total: Expression, step: Step, lookup: Lookup
     ) -> np.ndarray | None:
         """Where the product of the factors chosen so far divides the total; None where that is not known."""
-        chosen = [
-            each
-            for each in factors
-            if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))
-        ]
+        chosen = [each for each in factors if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))]
         if not chosen or not step.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
         product = chosen[0]

@@ -94,9 +94,7 @@ def _chosen(point: Point, knob: Knob, given: Mapping[str, Any], complete: bool) 
                 point.problems.append(_inapplicable(name, knob.when, point, hidden))
             return
     if name not in given and not complete:
-        point.problems.append(
-            f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}"
-        )
+        point.problems.append(f"knob '{name}' is missing; its values are {', '.join(map(str, knob.values[:12]))}")
         point.unsettled.add(name)
         return
     try:
@@ -113,8 +111,7 @@ def _derived(point: Point, knob: DerivedKnob, given: Mapping[str, Any], complete
         point.absent.add(name)
         if name in given:
             point.problems.append(
-                f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, "
-                "which does not either"
+                f"knob '{name}' does not apply here: it is derived from {_listed(hidden)}, which does not either"
             )
         return
     if not point.unsettled.isdisjoint(rule.names):
@@ -135,13 +132,10 @@ def _derived(point: Point, knob: DerivedKnob, given: Mapping[str, Any], complete
             agrees = False
         if not agrees:
             point.problems.append(
-                f"knob '{name}' is {given[name]!r}, but `{rule.text}` gives {value!r} with "
-                f"{_shown(rule, point.values)}"
+                f"knob '{name}' is {given[name]!r}, but `{rule.text}` gives {value!r} with {_shown(rule, point.values)}"
             )
     elif not complete:
-        point.problems.append(
-            f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in"
-        )
+        point.problems.append(f"derived knob '{name}' is missing; it is {value!r} here, and config() fills it in")
 
 
 def _inapplicable(name: str, when: Rule, point: Point, hidden: set[str]) -> str:
@@ -214,15 +208,9 @@ def emptied_by(knobs: Mapping[str, Knob], constraints: Sequence[Constraint], sta
 
 def _without_value(knobs: Mapping[str, Knob], start: str) -> str:
     for name, knob in knobs.items():
-        if (
-            isinstance(knob, DerivedKnob)
-            and f"'{name}'" not in start
-            and not _possible(reaching(knobs, [name]), [])
-        ):
+        if isinstance(knob, DerivedKnob) and f"'{name}'" not in start and not _possible(reaching(knobs, [name]), []):
             mentioned = [knobs[each] for each in knob.rule.names]
-            inner = [
-                f"{each.name} = `{each.rule.text}`" for each in mentioned if isinstance(each, DerivedKnob)
-            ]
+            inner = [f"{each.name} = `{each.rule.text}`" for each in mentioned if isinstance(each, DerivedKnob)]
             where = f", where {' and '.join(inner)}" if inner else ""
             return f": derived knob '{name}' = `{knob.rule.text}` has no value{where}"
     return ""
@@ -238,9 +226,7 @@ def _possible(knobs: Mapping[str, Knob], constraints: Sequence[Constraint]) -> b
 # -- the whole -----------------------------------------------------------------------------------------------
 
 
-def describe(
-    knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None, combinations: int
-) -> str:
+def describe(knobs: Sequence[Knob], constraints: Sequence[Constraint], size: int | None, combinations: int) -> str:
     """See `Space.describe`.
 
     Args:

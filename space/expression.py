@@ -38,9 +38,7 @@ Method = Callable[["Expression", Any], "Expression"]
 
 def _joining(sign: str) -> tuple[Method, Method]:
     """The methods of an operator: for an expression on its left, and for one on its right alone."""
-    return (lambda self, other: operation(sign, self, other)), (
-        lambda self, other: operation(sign, other, self)
-    )
+    return (lambda self, other: operation(sign, self, other)), (lambda self, other: operation(sign, other, self))
 
 
 class Expression:
@@ -190,9 +188,7 @@ class Operation(Expression):
         self.names = tuple(dict.fromkeys(name for each in arguments for name in each.names))
         self.depth = 1 + max(each.depth for each in arguments)
         if self.depth > MAX_DEPTH:
-            raise SpaceError(
-                f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first"
-            )
+            raise SpaceError(f"an expression may be nested {MAX_DEPTH} deep at most; derive a part of it first")
         # kind None may turn out as floats, whose bounds are the wider ones
         self._integral = all(kind in (INTEGER, FLAG) for kind in kinds)
 

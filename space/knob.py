@@ -140,9 +140,7 @@ class Knob(Expression):
         if isinstance(values, str | bytes | Expression) or not hasattr(values, "__iter__"):
             raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
-            raise SpaceError(
-                f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step"
-            )
+            raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
         return [plain(each, f"{self._what}: a value") for each in values]
 
     def _unknown(self, value: Value, known: Sequence[Value]) -> SpaceError:
@@ -216,8 +214,7 @@ def integer_values(name: str, low: Any, high: Any, step: Any, powers_of_two: boo
     """
     what = f"knob '{name}'"
     low, high, step = (
-        coerce(each, INTEGER, f"{what}: {label}")
-        for each, label in ((low, "low"), (high, "high"), (step, "step"))
+        coerce(each, INTEGER, f"{what}: {label}") for each, label in ((low, "low"), (high, "high"), (step, "step"))
     )
     if low > high:
         raise SpaceError(f"{what}: low <= high must hold, but got low={low}, high={high}")

@@ -333,9 +333,7 @@ OPERATORS: Final[dict[str, Operator]] = {
     for each in [
         Operator("|", 5, "logic", None, None, _fold(np.maximum)),
         Operator("&", 6, "logic", None, None, _fold(np.minimum)),
-        Operator(
-            "~", UNARY, "logic", operator.not_, lambda a: (~a.astype(bool, copy=False), None), _not_bounds
-        ),
+        Operator("~", UNARY, "logic", operator.not_, lambda a: (~a.astype(bool, copy=False), None), _not_bounds),
         _order("<", operator.lt, np.less),
         _order("<=", operator.le, np.less_equal),
         _order(">", operator.gt, np.greater),
@@ -357,22 +355,14 @@ OPERATORS: Final[dict[str, Operator]] = {
             lambda a, *values: (reduce(np.logical_or, (_equal(a, each) for each in values)), None),
             lambda a, *values: _fold(np.maximum)(*(_equal_bounds(a, each) for each in values)),
         ),
-        _arithmetic(
-            "+", 7, operator.add, np.add, lambda a, b: outward(a[0] + b[0], a[1] + b[1]), operator.add
-        ),
-        _arithmetic(
-            "-", 7, operator.sub, np.subtract, lambda a, b: outward(a[0] - b[1], a[1] - b[0]), operator.add
-        ),
-        _arithmetic(
-            "*", 8, operator.mul, np.multiply, lambda a, b: _corners(np.multiply, a, b), operator.mul
-        ),
+        _arithmetic("+", 7, operator.add, np.add, lambda a, b: outward(a[0] + b[0], a[1] + b[1]), operator.add),
+        _arithmetic("-", 7, operator.sub, np.subtract, lambda a, b: outward(a[0] - b[1], a[1] - b[0]), operator.add),
+        _arithmetic("*", 8, operator.mul, np.multiply, lambda a, b: _corners(np.multiply, a, b), operator.mul),
         _division("/", lambda a, b: float(a) / float(b), np.true_divide, _divide_bounds),
         _division("//", operator.floordiv, np.floor_divide, _floor_bounds, partial(_floor_bounds, slack=0.0)),
         _division("%", operator.mod, np.remainder, _modulo_bounds, partial(_modulo_bounds, gap=1.0)),
         Operator("**", POWER, "arithmetic", _exactly(_power), _power_columns, _power_bounds),
-        _arithmetic(
-            "neg", UNARY, operator.neg, np.negative, lambda a: (-np.asarray(a[1]), -np.asarray(a[0]))
-        ),
+        _arithmetic("neg", UNARY, operator.neg, np.negative, lambda a: (-np.asarray(a[1]), -np.asarray(a[0]))),
         _arithmetic("min", ATOM, min, lambda *columns: reduce(np.minimum, columns), _fold(np.minimum)),
         _arithmetic("max", ATOM, max, lambda *columns: reduce(np.maximum, columns), _fold(np.maximum)),
     ]

@@ -34,9 +34,7 @@ class Predicate:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError) as error:
-            raise SpaceError(
-                f"the parameters of {function!r} cannot be read ({error}); use a lambda"
-            ) from None
+            raise SpaceError(f"the parameters of {function!r} cannot be read ({error}); use a lambda") from None
         self.parameters = tuple(signature.parameters.values())
         for each in self.parameters:
             if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
@@ -92,9 +90,7 @@ class Predicate:
                 out.append(UNDEFINED)
             except Exception as error:  # surfaces, with the point that the traceback does not show
                 shown = ", ".join(f"{name}={value!r}" for name, value in zip(names, point))
-                raise RuleError(
-                    f"`{self.text}` raised {type(error).__name__}: {error} for {shown}"
-                ) from error
+                raise RuleError(f"`{self.text}` raised {type(error).__name__}: {error} for {shown}") from error
         return out
 
     def __str__(self) -> str:
@@ -226,9 +222,7 @@ def read_condition(given: Any, what: str, knobs: Mapping[str, Expression]) -> Ru
     """
     rule = read_rule(given, what, knobs)
     if rule.kind not in (FLAG, None):
-        raise SpaceError(
-            f"{what}: `{rule.text}` is {article(rule.kind)}, not a condition; compare it with something"
-        )
+        raise SpaceError(f"{what}: `{rule.text}` is {article(rule.kind)}, not a condition; compare it with something")
     return rule
 
 

@@ -111,9 +111,7 @@ class Space:
         Raises:
             SpaceError: the name is taken.
         """
-        return self.choice(
-            name, [False, True], default=default, when=when, help=help, monotone_memory=monotone_memory
-        )
+        return self.choice(name, [False, True], default=default, when=when, help=help, monotone_memory=monotone_memory)
 
     def derive(self, name: str, rule: Rule | str | Callable[..., Any], help: str = "") -> Knob:
         """Declares a knob that follows from earlier ones, by an expression or a callable that names them.
@@ -211,9 +209,7 @@ class Space:
 
     def __getitem__(self, name: str) -> Knob:
         if isinstance(name, int | np.integer):
-            raise SpaceError(
-                f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})"
-            )
+            raise SpaceError(f"a space is indexed by a knob's name; the configuration at {name} is space.at({name})")
         if not isinstance(name, str) or name not in self._knobs:
             raise SpaceError(unknown("knob", name, self._knobs))
         return self._knobs[name]
@@ -440,9 +436,7 @@ class Space:
         return knob
 
     def _require(self, constraint: Constraint) -> None:
-        others = [
-            each for each in self._constraints if not constraint.origin or each.origin != constraint.origin
-        ]
+        others = [each for each in self._constraints if not constraint.origin or each.origin != constraint.origin]
         if self._witnessed(constraint):
             self._constraints, self._valid = [*others, constraint], None
             return

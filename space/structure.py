@@ -71,9 +71,7 @@ class Structure:
         self._opaque: set[str] = set()
         for name, knob in self.knobs.items():
             self._resolve(name, knob)
-        self.variables = tuple(
-            name for name, knob in self.knobs.items() if not knob.derived and name not in self.fixed
-        )
+        self.variables = tuple(name for name, knob in self.knobs.items() if not knob.derived and name not in self.fixed)
         self.contradiction: Constraint | DerivedKnob | None = None
         """The first rule that fails whatever is chosen, because it depends on constants alone."""
         self._settle()
@@ -325,9 +323,7 @@ def plan(
         plain = [check for check in touched if not check.opaque]
         # Those about this knob alone have chosen its values beforehand.
         complete = tuple(check for check in plain if check.bases <= joined and check.bases != {name})
-        partial = tuple(
-            check for check in plain if not check.bases <= joined and check.conditionals <= joined
-        )
+        partial = tuple(check for check in plain if not check.bases <= joined and check.conditionals <= joined)
         steps.append(Step(name, frozenset(place) - joined, complete, partial, opaque))
     return tuple(steps)
 

@@ -148,9 +148,7 @@ class ValidSet:
         """
         size = self.size
         if size > MAX_ROWS:
-            raise TooLarge(
-                f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()"
-            )
+            raise TooLarge(f"{size:,} configurations are too many for columns (at most {MAX_ROWS:,}); use sample()")
         out, repeat = {}, 1
         for at in reversed(range(len(self.components))):
             table = self.table(at)
@@ -260,9 +258,7 @@ class ValidSet:
             except TooLarge:
                 table = component.closest(distance, 4 * _BEAM)
             if not table.rows:
-                raise SpaceError(
-                    "no valid configuration was found near the defaults; give config() the values"
-                )
+                raise SpaceError("no valid configuration was found near the defaults; give config() the values")
             best = int(np.argmin(distance(table)))
             rows.append(table.take(np.array([best])))
         return self.configs(rows, 1)[0]

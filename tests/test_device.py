@@ -15,7 +15,11 @@ def test_cores_are_those_of_the_process_not_of_the_machine():
         "from redline.device import detect, usable_cores; print(usable_cores(), detect().name)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.stdout.startswith("1 ")
     assert "(1 cores)" in done.stdout

@@ -51,9 +51,7 @@ def blocks(page, kind):
 
 def commands(page):
     """The commands of a page, in order."""
-    return [
-        line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")
-    ]
+    return [line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
 
 
 def scaled(arguments):
@@ -103,9 +101,7 @@ def redline_commands(line):
     return found
 
 
-EVERY_CALL = [
-    (page, arguments) for page in PAGES for line in commands(page) for arguments in redline_commands(line)
-]
+EVERY_CALL = [(page, arguments) for page in PAGES for line in commands(page) for arguments in redline_commands(line)]
 
 
 def test_there_is_something_to_check():
@@ -156,7 +152,11 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
-    [page if page == "README.md" else pytest.param(page, marks=pytest.mark.exhaustive) for page in PAGES if commands(page)],
+    [
+        page if page == "README.md" else pytest.param(page, marks=pytest.mark.exhaustive)
+        for page in PAGES
+        if commands(page)
+    ],
 )
 def test_the_commands_of_a_page_run_in_a_terminal(page, tmp_path):
     tools = tmp_path / "bin"

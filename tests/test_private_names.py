@@ -15,7 +15,9 @@ OF_OTHERS = {*_torch.OF_MODULES, *_transformers.OF_MODELS, "_erased", "_schema",
 
 
 @pytest.mark.parametrize(
-    ("names", "name"), [(each, name) for each in (_torch, _optuna) for name in each.NAMES], ids=lambda value: value if isinstance(value, str) else ""
+    ("names", "name"),
+    [(each, name) for each in (_torch, _optuna) for name in each.NAMES],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_name_is_there(names, name):
     assert getattr(names, name) is not None
@@ -35,7 +37,9 @@ def test_modules_models_and_samplers_have_what_is_asked_of_them():
 
 def test_a_name_that_is_gone_is_told_in_words(monkeypatch):
     monkeypatch.setitem(_torch.NAMES, "gone", ("torch.utils._no_such_module", "gone"))
-    with pytest.raises(MissingDependency, match=r"torch \S+ has no torch.utils._no_such_module.gone, .* install torch 2.11 to"):
+    with pytest.raises(
+        MissingDependency, match=r"torch \S+ has no torch.utils._no_such_module.gone, .* install torch 2.11 to"
+    ):
         _ = _torch.gone
     with pytest.raises(AttributeError, match="no attribute 'never'"):
         _ = _torch.never

@@ -43,7 +43,9 @@ def test_a_user_s_mistakes_are_found(checked, tmp_path):
 
 
 def test_the_code_is_written_by_the_rules():
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", str(ROOT)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", str(ROOT)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--check", str(ROOT)], capture_output=True, text=True, timeout=120

@@ -24,16 +24,12 @@ class Accumulation:
     a step stay so until then.
     """
 
-    def __init__(
-        self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange
-    ) -> None:
+    def __init__(self, workload: Workload, model: "nn.Module", precision: Precision, exchange: Exchange) -> None:
         self.loss_of = ForwardPass(workload, model)
         """The loss of one micro-batch."""
         self._model, self._precision, self._exchange = model, precision, exchange
 
-    def __call__(
-        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
-    ) -> "torch.Tensor":
+    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
         """The mean loss; gradients are in place.
 
         Args:
@@ -89,9 +85,7 @@ class Pipelined:
             mine = batch_slice(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
             return self.loss_of.loss(output, mine)
 
-    def __call__(
-        self, batches: list[Batch], device: "torch.device | None", watch: Watch = None
-    ) -> "torch.Tensor":
+    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
         """The mean loss, on every rank; gradients are in place.
 
         Args:

@@ -121,9 +121,7 @@ class Training:
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def passes(
-        self, batches: list[Batch] | None = None, watch: Callable[[Any], None] | None = None
-    ) -> "torch.Tensor":
+    def passes(self, batches: list[Batch] | None = None, watch: Callable[[Any], None] | None = None) -> "torch.Tensor":
         """The forward and backward passes of a step, without the optimizer's part: gradients stay in place.
 
         Args:
@@ -173,9 +171,7 @@ class Training:
             raise WorkloadError(obstacle)
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
-            raise WorkloadError(
-                f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}"
-            )
+            raise WorkloadError(f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}")
         self.micro_batch = int(config.get("micro_batch", share // int(config.get("grad_accum", 1))))
         self.grad_accum = int(config.get("grad_accum", share // max(self.micro_batch, 1)))
         if self.micro_batch < 1 or self.grad_accum < 1:

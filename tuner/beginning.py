@@ -84,7 +84,13 @@ def begin(
     else:
         sampler = make_sampler(request.sampler, task.space, seed=request.seed)
         if request.prior is not None or earlier:
-            warn(
-                f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does"
-            )
-    return Beginning(work=work, limit_mib=limit_mib, estimator=estimator, first=first, sampler=sampler, judge=Judge(knowledge), predictor=Predictor(knowledge))
+            warn(f"the sampler '{request.sampler}' makes no use of a prior or a warm start; '{BayesSampler.name}' does")
+    return Beginning(
+        work=work,
+        limit_mib=limit_mib,
+        estimator=estimator,
+        first=first,
+        sampler=sampler,
+        judge=Judge(knowledge),
+        predictor=Predictor(knowledge),
+    )

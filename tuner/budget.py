@@ -43,9 +43,7 @@ class Budget:
         if self.device_hours is not None and not (self.device_hours > 0 and math.isfinite(self.device_hours)):
             raise UsageError(f"device-hours must be more than 0, but got {self.device_hours!r}")
         if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 0:
-            raise UsageError(
-                f"patience must be a whole number, 0 for no early stop, but got {self.patience!r}"
-            )
+            raise UsageError(f"patience must be a whole number, 0 for no early stop, but got {self.patience!r}")
 
     def check_against(self, timeout_s: float | None, at_once: int, devices: int) -> None:
         """Raises UsageError where limits contradict each other.

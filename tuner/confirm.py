@@ -7,9 +7,10 @@ What is compared are logarithms of throughput, of contender i in round r:
 A round's own term takes in whatever the machine did to all of them, and the slope what the cores that others kept busy
 (`Measurement.foreign_cores`) did within a round, so that levels compare although the load comes and goes, and although
 not all take part in every round (a randomised block design with a covariate; Montgomery, Design and Analysis of
-Experiments, chapters 4 and 15). A slope for all is an approximation: a load costs one candidate more than another. So where
-each has had enough rounds in which the machine was theirs, only these count. The noise's variance is that of the residuals, moderated by what the
-measurements say of themselves (Smyth 2004, Linear models and empirical Bayes methods, section 3).
+Experiments, chapters 4 and 15). A slope for all is an approximation: a load costs one candidate more than another. So
+where each has had enough rounds in which the machine was theirs, only these count. The noise's variance is that of the
+residuals, moderated by what the measurements say of themselves (Smyth 2004, Linear models and empirical Bayes methods,
+section 3).
 """
 
 import math
@@ -89,9 +90,7 @@ class Confirmation:
         """Goes on until the best is separated from the rest, what separates them is below `EQUAL`, or the rounds or
         the time are used up. Contenders that fail are replaced by the next best."""
         begin = self.watch.elapsed
-        spent = sum(
-            trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending
-        )
+        spent = sum(trial.measured.seconds_total or 0.0 for trial in self.run_folder.trials() if not trial.pending)
         active = self._contenders(())
         if len(active) == 1:  # nobody to compare it with
             return
@@ -99,7 +98,7 @@ class Confirmation:
             while active and self._rounds_done < MOST_ROUNDS:
                 enough = all(self._times[trial.number] >= FEWEST_ROUNDS for trial in active)
                 left_s = SHARE_OF_SEARCH * spent - (self.watch.elapsed - begin)
-                if self.watch.left <= 0 or enough and left_s <= 0:
+                if self.watch.left <= 0 or (enough and left_s <= 0):
                     break
                 if not self._stretch(active, left_s / 2):
                     if not self.rounds:
@@ -153,9 +152,7 @@ class Confirmation:
             taken[trial.number] = again
             return
         self.failed[trial.number] = again
-        self.listener.said(
-            f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})"
-        )
+        self.listener.said(f"trial {trial.number} did not hold up when measured again: {again.status} ({again.reason})")
 
     def _round(self, active: Sequence[Trial]) -> None:
         taken: dict[int, Measurement] = {}
@@ -316,9 +313,7 @@ def compare_rounds(rounds: Sequence[dict[int, Measurement]]) -> Comparison:
         disturbance=disturbance,
         variance=(residual + _PRIOR_DEGREES * typical**2) / (degrees + _PRIOR_DEGREES),
         degrees=degrees + _PRIOR_DEGREES,
-        _covariance={
-            (a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)
-        },
+        _covariance={(a, b): float(inverse[i, j]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)},
     )
 
 

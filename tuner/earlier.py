@@ -59,9 +59,7 @@ def read_runs(folders: Sequence[str | Path], own: str | Path | None = None) -> l
     for folder in folders:
         place = Path(folder).resolve()
         if own is not None and place == Path(own).resolve():
-            raise UsageError(
-                f"warm start: {folder} is this run's own folder; resume goes on with what it holds"
-            )
+            raise UsageError(f"warm start: {folder} is this run's own folder; resume goes on with what it holds")
         if place in seen:
             raise UsageError(f"warm start: {folder} is there twice; its trials count once")
         seen.add(place)

@@ -23,9 +23,7 @@ class OutOfMemoryKnowledge:
 
     def __init__(self, space: Space) -> None:
         chosen = [knob for knob in space.knobs if not knob.derived]
-        self._signs: dict[str, int] = {
-            knob.name: knob.monotone_memory for knob in chosen if knob.monotone_memory
-        }
+        self._signs: dict[str, int] = {knob.name: knob.monotone_memory for knob in chosen if knob.monotone_memory}
         self._same = [knob.name for knob in chosen if not knob.monotone_memory]
 
     def blocked_by(self, config: Config, trials: Sequence[Trial]) -> Trial | None:
@@ -59,9 +57,7 @@ class OutOfMemoryKnowledge:
         """Why `config` is not run, in a line."""
         differ = [name for name in self._signs if config.get(name) != trial.config.get(name)]
         more = ", ".join(f"{name} {config.get(name)} instead of {trial.config.get(name)}" for name in differ)
-        return f"needs at least the memory of trial {trial.number}, which did not fit" + (
-            f" ({more})" if more else ""
-        )
+        return f"needs at least the memory of trial {trial.number}, which did not fit" + (f" ({more})" if more else "")
 
 
 def tight_winner(trials: Sequence[Trial], headroom: float) -> str:

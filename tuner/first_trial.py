@@ -159,9 +159,7 @@ def _needs(estimator: Any, configs: Sequence[Config]) -> np.ndarray:
     return np.where(np.isfinite(table.step_ms), table.fullest_memory_mib, np.inf)
 
 
-def _note(
-    config: Config, default: Config, need_mib: float, limit_mib: float, headroom: float, *, fits: bool
-) -> str:
+def _note(config: Config, default: Config, need_mib: float, limit_mib: float, headroom: float, *, fits: bool) -> str:
     derived = ("dp", "grad_accum")
     changed = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"

@@ -55,7 +55,7 @@ class SearchRequest:
         int | None,
         Asked(
             "Stop once N further trials are unlikely to bring another 1 %; 0 never stops early.  [default: 5, 0 for grid]",
-            type=range(0, 1 << 31),
+            type=range(1 << 31),
             metavar="N",
         ),
     ] = None
@@ -67,7 +67,7 @@ class SearchRequest:
     ] = ()
     headroom: Annotated[float, Asked("Share of memory that is to stay free.", type=float)] = 0.05
     layerwise: Annotated[bool, Asked("Refine the winner block by block, and try that beside it.")] = False
-    seed: Annotated[int, Asked("Of weights, data, proposals.", type=range(0, 1 << 63))] = 0
+    seed: Annotated[int, Asked("Of weights, data, proposals.", type=range(1 << 63))] = 0
 
     @cached_property
     def budget(self) -> Budget:
@@ -215,9 +215,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the fields of these names that ask for something, and not for the default."""
         defaults = {each.name: each.default for each in fields(self)}
-        return {
-            name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]
-        }
+        return {name: value for name in names if (value := getattr(self, name)) is not None and value != defaults[name]}
 
 
 SECTIONS = (ModelRequest, SpaceRequest, SearchRequest, RunRequest, OutputRequest)

@@ -61,9 +61,7 @@ def check_honoured(request: Request, task: "Task") -> None:
     if task.workload is not None:
         return
     if "measure_time" in given:
-        raise UsageError(
-            "measure_time belongs to a workload, whose steps are timed; a callable measures itself"
-        )
+        raise UsageError("measure_time belongs to a workload, whose steps are timed; a callable measures itself")
     if request.hardware is not None:
         raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
     if request.runs_on != IN_PROCESS:
@@ -76,8 +74,7 @@ def check_honoured(request: Request, task: "Task") -> None:
             )
     if at_once > 1:
         raise UsageError(
-            "isolate=False calls the function in this process, one call at a time, but got "
-            f"concurrency={at_once}"
+            f"isolate=False calls the function in this process, one call at a time, but got concurrency={at_once}"
         )
 
 

@@ -47,9 +47,7 @@ class Task:
         return self.function
 
 
-def resolve_task(
-    request: TrainingRequest, *, cluster: bool = False, simulated: "Hardware | None" = None
-) -> Task:
+def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: "Hardware | None" = None) -> Task:
     """What a request comes to on the devices at hand.
 
     With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they

@@ -31,9 +31,7 @@ class Transfer:
         weights: w of each run, shape (runs,).
     """
 
-    def __init__(
-        self, points: np.ndarray, values: np.ndarray, owner: np.ndarray, weights: np.ndarray
-    ) -> None:
+    def __init__(self, points: np.ndarray, values: np.ndarray, owner: np.ndarray, weights: np.ndarray) -> None:
         rows = np.flatnonzero(np.isfinite(values))
         points, values, owner = points[rows], values[rows], owner[rows]
         self._runs, self._kernel = len(weights), None

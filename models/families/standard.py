@@ -24,10 +24,10 @@ BLOCK_KNOBS = ("checkpoint_blocks", "gathered_blocks")
 `checkpoint_ratio`, and those whose weights ZeRO-3 keeps whole from forward to backward. No space varies them: they
 come of a refinement block by block, or are fixed."""
 
-NO_TENSOR_PARALLEL = "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
-NO_PIPELINE = (
-    "neither transformers nor redline has a pipeline plan for this model; docs/add-a-model.md shows one"
+NO_TENSOR_PARALLEL = (
+    "neither transformers nor redline has a tensor-parallel plan for this model; docs/add-a-model.md shows one"
 )
+NO_PIPELINE = "neither transformers nor redline has a pipeline plan for this model; docs/add-a-model.md shows one"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,9 +332,7 @@ def head_of(sch: "Schedule", blocks: "Sequence[Schedule]") -> "Schedule":
         wide = [each for each in linear if each.out_features > each.in_features]
         head = max(wide, key=lambda each: each.out_features, default=None)
     if head is None or head not in paths:
-        raise ScheduleError(
-            "kernels: the model has no projection to a vocabulary whose logits could be left unformed"
-        )
+        raise ScheduleError("kernels: the model has no projection to a vocabulary whose logits could be left unformed")
     return sch[paths[head]]
 
 

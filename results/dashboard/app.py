@@ -92,7 +92,9 @@ def make_app(library: Library) -> Any:
             finally:
                 opened.__exit__(None, None, None)
 
-        return StreamingResponse(chunks(), media_type="text/plain; charset=utf-8", headers=attachment(f"trial-{trial}.log"))
+        return StreamingResponse(
+            chunks(), media_type="text/plain; charset=utf-8", headers=attachment(f"trial-{trial}.log")
+        )
 
     @app.get("/table")
     def table(run: str) -> Response:

@@ -74,12 +74,20 @@ class Guard:
                 await _answer(guarded, 303, "", {"location": where + ("?" + rest if rest else ""), "set-cookie": kept})
                 return
             if not self._right(_cookie(headers, cookie)) and not self._right(_bearer(headers)):
-                await _answer(guarded, 401, "This dashboard needs its token: open the address it printed when it was started, with ?token=...")
+                await _answer(
+                    guarded,
+                    401,
+                    "This dashboard needs its token: open the address it printed when it was started, with ?token=...",
+                )
                 return
         await self.app(scope, receive, guarded)
 
     def _right(self, brought: str | None) -> bool:
-        return brought is not None and self.token is not None and hmac.compare_digest(brought.encode(), self.token.encode())
+        return (
+            brought is not None
+            and self.token is not None
+            and hmac.compare_digest(brought.encode(), self.token.encode())
+        )
 
 
 def _host(header: str) -> str:
@@ -104,5 +112,11 @@ def _bearer(headers: dict[str, str]) -> str | None:
 async def _answer(send: Any, status: int, text: str, headers: dict[str, str] | None = None) -> None:
     body = text.encode()
     told = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(headers or {})}
-    await send({"type": "http.response.start", "status": status, "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in told.items()],
+        }
+    )
     await send({"type": "http.response.body", "body": body})

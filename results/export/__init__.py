@@ -83,9 +83,7 @@ def render(
     )
 
 
-def _launched(
-    target: Target, name: str, trial: Trial, document: Mapping[str, Any] | None, file: str | None
-) -> Export:
+def _launched(target: Target, name: str, trial: Trial, document: Mapping[str, Any] | None, file: str | None) -> Export:
     """What starts a training with a target's file, which `render` writes.
 
     Raises:
@@ -95,9 +93,7 @@ def _launched(
         raise UsageError(unknown("launch", name, LAUNCHES))
     if target.start is None:
         names = ", ".join(each.name for each in _TARGETS if each.start is not None)
-        raise UsageError(
-            f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}"
-        )
+        raise UsageError(f"{target.name} starts nothing, so that it has no launch; targets that have one are {names}")
     launch = LAUNCHES[name]
     setup = target.setup(trial, document)
     beside = target.file(next(iter(target.forms)))

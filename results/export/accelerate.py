@@ -141,9 +141,7 @@ def _fp8(setup: Setup) -> dict[str, Any]:
 def _fsdp(setup: Setup) -> dict[str, Any]:
     offload = setup.knob("offload") == "optimizer"
     if offload:
-        setup.note(
-            "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
-        )
+        setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

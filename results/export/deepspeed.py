@@ -45,8 +45,7 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.tp > 1:
         out["tensor_parallel"] = {"autotp_size": setup.tp}
         setup.note(
-            f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows "
-            "this one"
+            f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
         )
     if setup.pp > 1:
         out["pipeline"] = {"stages": setup.pp}
@@ -64,16 +63,11 @@ def _zero(setup: Setup) -> dict[str, Any]:
     if setup.pp > 1 and stage > 1:
         setup.note(f"zero={stage}: DeepSpeed's pipelines take stage 1 at most, so stage 1 is set")
         stage = 1
-    note_hsdp(
-        setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these"
-    )
+    note_hsdp(setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these")
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
         if stage == 0 and setup.dp > 1:
-            setup.note(
-                "offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than "
-                f"{setup.found}"
-            )
+            setup.note(f"offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than {setup.found}")
         # On one replica stage 1 shards nothing.
         out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
     elif setup.knob("offload") != "none":
@@ -93,9 +87,7 @@ def _precision(setup: Setup, stage: int) -> dict[str, Any]:
         if stage == 0:
             setup.note("precision=bf16_pure: at stage 0 DeepSpeed keeps fp32 master weights: more memory")
             return {"bf16": {"enabled": True}}
-        return {
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        }
+        return {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     if precision == "fp16":
         return {"fp16": {"enabled": True}}
     if setup.formats.scaling:
@@ -118,9 +110,7 @@ def _optimizer(setup: Setup, zero: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     params = dict(given)
     if "offload_optimizer" in zero:
-        setup.note(
-            "offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use"
-        )
+        setup.note("offload=optimizer: DeepSpeed updates by its own DeepSpeedCPUAdam, which it compiles at first use")
     else:
         # PyTorch's own, as it was measured: DeepSpeed's fused one has to be compiled.
         params["torch_adam"] = True
@@ -138,9 +128,7 @@ def _note_the_rest(setup: Setup) -> None:
             "deepspeed.checkpointing.checkpoint in your own blocks"
         )
     if setup.knob("fusion"):
-        setup.note(
-            "fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model"
-        )
+        setup.note("fusion=true: call engine.compile() behind deepspeed.initialize; it compiles the whole model")
     if setup.device_type == "cpu" and setup.processes > 1:
         setup.note(
             "on CPUs DeepSpeed compiles its exchange over shared memory at the first start (some minutes) "

@@ -32,6 +32,5 @@ class Hosts:
         if self.count == 1:
             return f"torchrun --nproc-per-node {self.each}"
         return (
-            f"torchrun --nnodes {self.count} --nproc-per-node {self.each} "
-            f"--rdzv-backend c10d --rdzv-endpoint {FIRST}"
+            f"torchrun --nnodes {self.count} --nproc-per-node {self.each} --rdzv-backend c10d --rdzv-endpoint {FIRST}"
         )

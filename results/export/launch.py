@@ -117,9 +117,7 @@ def _kubernetes(job: Job, comment: str) -> str:
             "spec": {"nprocPerNode": str(job.setup.hosts.each), "pytorchReplicaSpecs": _replicas(job)},
         },
     ]
-    return hashed(comment) + yaml.dump_all(
-        documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110
-    )
+    return hashed(comment) + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _replicas(job: Job) -> dict[str, Any]:
@@ -175,8 +173,7 @@ LAUNCHES: Mapping[str, Launch] = {
             form="yaml",
             body=_kubernetes,
             use=lambda job, file: (
-                f"kubectl apply -f {file}, with {_IMAGE} replaced by an image that has the script "
-                "and what it needs"
+                f"kubectl apply -f {file}, with {_IMAGE} replaced by an image that has the script and what it needs"
             ),
             folder=f"{_MOUNT}/",
             needs="Kubeflow's training operator 1 (kubeflow.org/v1)",

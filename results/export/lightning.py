@@ -74,9 +74,7 @@ def _strategy(setup: Setup) -> Any:
             f"tp={setup.tp}: your module's configure_model() cuts the model, by parallelize_module(model, "
             "self.device_mesh['tensor_parallel'], plan)"
         )
-    note_hsdp(
-        setup, "a mesh of your own, init_device_mesh(...) of replicas and shards, would keep the groups"
-    )
+    note_hsdp(setup, "a mesh of your own, init_device_mesh(...) of replicas and shards, would keep the groups")
     if setup.dp > 1:
         stage = "which shards the gradients too (ZeRO stage 2)" if zero == 1 else f"ZeRO stage {zero or 2}"
         setup.note(
@@ -106,8 +104,7 @@ def _note_the_rest(setup: Setup) -> None:
     ratio = setup.knob("checkpoint_ratio")
     if ratio:
         setup.note(
-            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all "
-            "blocks"
+            f"checkpoint_ratio={words(ratio)} is the model's: model.gradient_checkpointing_enable() for all blocks"
         )
     if setup.knob("fusion"):
         setup.note("fusion=true: compile each repeated block in your module, by block.compile()")

@@ -38,9 +38,7 @@ def flags(setup: Setup) -> list[str]:
     if setup.lora:
         setup.note(f"lora={setup.lora}: Megatron-LM itself has no adapters; all weights would be trained")
     if setup.knob("fusion"):
-        setup.note(
-            "fusion=true: Megatron does not use torch.compile; its own fused kernels are on by default"
-        )
+        setup.note("fusion=true: Megatron does not use torch.compile; its own fused kernels are on by default")
     if setup.knob("fused_optimizer") is False:
         setup.note("fused_optimizer=false has no counterpart here: Megatron's Adam is fused")
     setup.note_unless_neutral("kernels", "Megatron has its own fused kernels, on by default")
@@ -66,9 +64,7 @@ def _zero(setup: Setup) -> list[str]:
     if zero == 1 or (zero == 0 and offload):
         out.append("--use-distributed-optimizer")
         if zero == 0 and setup.dp > 1:
-            setup.note(
-                f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}"
-            )
+            setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
         strategy = "optim_grads_params" if "weights" in setup.exchange.cut else "optim_grads"
         out += ["--use-distributed-optimizer", f"--data-parallel-sharding-strategy {strategy}"]
@@ -116,17 +112,14 @@ def _recomputation(setup: Setup) -> list[str]:
     # `block` recomputes that many layers of each pipeline stage.
     stages = setup.pp * _chunks(setup)
     setup.note(
-        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly "
-        "spread ones"
+        f"checkpoint_ratio={words(ratio)}: the first layers of each stage are recomputed instead of evenly spread ones"
     )
     if setup.shape:
         number = str(max(1, len(recomputed(setup.shape["layers"] // stages, ratio))))
     else:
         setup.note("the layers to recompute are counted from NUM_LAYERS: set it to the model's layers")
         share = round(ratio * 1000)
-        number = (
-            f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {stages} * {share} + 500) / 1000 ))"'
-        )
+        number = f'"$(( (${{NUM_LAYERS:?set it to the number of layers}} / {stages} * {share} + 500) / 1000 ))"'
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {number}"]
 
 

@@ -85,17 +85,12 @@ def _family(setup: Setup) -> list[str]:
         return []
     flags, activations = FAMILIES[family]
     if activation not in activations:
-        setup.note(
-            f"the activation {activation} is yours: this export knows {family} with "
-            f"{' or '.join(activations)}"
-        )
+        setup.note(f"the activation {activation} is yours: this export knows {family} with {' or '.join(activations)}")
     elif activation == "silu":
         flags += ("--swiglu",)
     biased = [name for name in ("attention_bias", "mlp_bias") if shape.get(name)]
     if biased and "--disable-bias-linear" in flags:
-        setup.note(
-            f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there"
-        )
+        setup.note(f"{' and '.join(biased)}: Megatron has biases in all linear layers or in none, so all are there")
         flags = tuple(flag for flag in flags if flag != "--disable-bias-linear")
     if shape.get("parallel_residual"):
         setup.note("attention and MLP of a block run one after the other: Megatron has no parallel residual")

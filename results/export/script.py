@@ -94,9 +94,7 @@ def _python(setup: Setup, comment: str) -> str:
         )
     own = ".py:" in setup.spec
     if own:
-        setup.note(
-            f"the data is the workload's own ({setup.spec}); run the script where that file can be found"
-        )
+        setup.note(f"the data is the workload's own ({setup.spec}); run the script where that file can be found")
     else:
         setup.note(
             "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than "

@@ -41,7 +41,9 @@ _STANDARD: Mapping[str, Callable[[Any], bool]] = {
     "sequence_parallel": lambda value: isinstance(value, bool),
     "pipeline_schedule": lambda value: value is None or isinstance(value, str),
     "virtual_stages": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
-    "checkpoint_ratio": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1,
+    "checkpoint_ratio": lambda value: (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+    ),
     "precision": lambda value: value in FORMATS,
     "attention": lambda value: value is None or isinstance(value, str),
     "fusion": lambda value: isinstance(value, bool),

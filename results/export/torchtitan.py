@@ -76,9 +76,7 @@ def flags(setup: Setup) -> list[str]:
     note_partial_checkpointing(setup, "torchtitan's full checkpoints every block")
     attention = setup.knob("attention")
     if attention not in (None, "sdpa"):
-        setup.note(
-            f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)"
-        )
+        setup.note(f"attention={attention} is chosen by torchtitan's configuration (attn_backend of the model)")
     setup.note_unless_neutral("kernels", "torchtitan compiles instead")
     return out
 

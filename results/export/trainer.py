@@ -46,9 +46,7 @@ def arguments(setup: Setup) -> dict[str, Any]:
         out["fsdp"] = True
         out["fsdp_config"] = _fsdp(setup)
     else:
-        setup.note_unless_neutral(
-            "offload", "the Trainer offloads with FSDP only (or see the target deepspeed)"
-        )
+        setup.note_unless_neutral("offload", "the Trainer offloads with FSDP only (or see the target deepspeed)")
         if setup.processes > 1:
             # By default the Trainer looks for parameters without a gradient in every step; what was found to
             # train has none.
@@ -72,10 +70,7 @@ def _precision(setup: Setup) -> dict[str, Any]:
     if precision == "bf16_pure":
         note_pure_bf16(setup)
     elif setup.formats.scaling:
-        setup.note(
-            f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set "
-            "here"
-        )
+        setup.note(f"precision={precision} is accelerate's: launch with the target accelerate's file; bf16 is set here")
     half = setup.formats.autocast
     return {half: True} if half else {}
 
@@ -126,10 +121,7 @@ def _checkpointing(setup: Setup, sharded: bool) -> dict[str, Any]:
             "activation_checkpointing_kwargs": {"every_n_layers": every},
         }
     if ratio < 1:
-        setup.note(
-            f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than "
-            f"{setup.found}"
-        )
+        setup.note(f"checkpoint_ratio={words(ratio)} became all blocks: less memory and less speed than {setup.found}")
     # FSDP's own wraps what it gathers, and so gathers it once less.
     return {} if sharded else {"activation_checkpointing": True}
 
@@ -148,9 +140,7 @@ def _fsdp(setup: Setup) -> dict[str, Any]:
         out["activation_checkpointing"] = True
     if setup.knob("offload") == "optimizer":
         out["cpu_offload"] = True
-        setup.note(
-            "offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too"
-        )
+        setup.note("offload=optimizer became FSDP's offload, which moves parameters and gradients to host memory too")
     return out
 
 
@@ -173,9 +163,7 @@ def _note_the_rest(setup: Setup) -> None:
     note_attention(setup, "from_pretrained(..., attn_implementation='{value}')")
     setup.note_unless_neutral("sequence_parallel", "cut activations by the model's own tp_plan")
     if setup.seq_len is not None:
-        setup.note(
-            f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length"
-        )
+        setup.note(f"seq_len={setup.seq_len} is your data's: what was {setup.found} had samples of that length")
 
 
 def _yaml(setup: Setup, comment: str) -> str:

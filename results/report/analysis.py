@@ -115,15 +115,13 @@ def frontier(trials: Sequence[Trial]) -> list[int]:
 def predictions(trials: Sequence[Trial]) -> dict[str, Any]:
     """How predictions held: for `throughput` and `memory` each None or count, median ratio measured over
     predicted, median absolute relative error, and Spearman's rank correlation."""
-    speed = [
-        (each.predicted_throughput, each.throughput)
-        for each in trials
-        if each.ok and each.predicted_throughput
-    ]
+    speed = [(each.predicted_throughput, each.throughput) for each in trials if each.ok and each.predicted_throughput]
     memory = [
         (each.predicted_memory_mib, each.measured.peak_memory_mib)
         for each in trials
-        if each.measured.status in (Status.OK, Status.OOM) and each.predicted_memory_mib and each.measured.peak_memory_mib
+        if each.measured.status in (Status.OK, Status.OOM)
+        and each.predicted_memory_mib
+        and each.measured.peak_memory_mib
     ]
     return {"throughput": _agreement(speed), "memory": _agreement(memory)}
 

@@ -33,8 +33,7 @@ def page(document: Mapping[str, Any]) -> str:
     """
     style, script = asset("style.css"), bundle((*SCRIPTS, "report"))
     policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"style-src {_hash(style)}; script-src {_hash(script)}"
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
     )
     parts = {
         "policy": html.escape(policy),

@@ -112,9 +112,7 @@ class Source:
 _NOTHING = b"trial,status,throughput\n"
 
 
-def _table(
-    folder: Path, name: str, may_be_missing: bool, problems: list[str], lenient: bool
-) -> dict[str, list[Any]]:
+def _table(folder: Path, name: str, may_be_missing: bool, problems: list[str], lenient: bool) -> dict[str, list[Any]]:
     try:
         data = read_inside(folder.resolve(), name, at_most=LARGEST_TABLE)
     except FileNotFoundError:

@@ -74,7 +74,12 @@ def space(request: Mapping[str, Any] | None, columns: Mapping[str, list[Any]]) -
     knobs = [_knob(each) for each in document["knobs"] if isinstance(each, Mapping) and "name" in each]
     for each in _mappings(document.get("derived")):
         knobs.append(
-            {"name": str(each.get("name")), "values": None, "derived": _rule(each.get("value")), "help": str(each.get("help", ""))}
+            {
+                "name": str(each.get("name")),
+                "values": None,
+                "derived": _rule(each.get("value")),
+                "help": str(each.get("help", "")),
+            }
         )
     known = {each["name"] for each in knobs}
     knobs += [_seen(name, cells) for name, cells in seen.items() if name not in known]
@@ -94,7 +99,11 @@ def environment(request: Mapping[str, Any] | None, best: Mapping[str, Any] | Non
     for key, title in (("devices", "Devices"), ("host", "Machine"), ("versions", "Versions")):
         facts = found.get(key) or ((request or {}).get("asked", {}).get("devices") if key == "devices" else None)
         if isinstance(facts, Mapping):
-            pairs = [[str(name).replace("_mib", "").replace("_", " "), _fact(name, value)] for name, value in facts.items() if value is not None]
+            pairs = [
+                [str(name).replace("_mib", "").replace("_", " "), _fact(name, value)]
+                for name, value in facts.items()
+                if value is not None
+            ]
             out.append([title, pairs])
     return out
 

@@ -35,7 +35,5 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     try:
         write_atomic(output, text.encode(), durable=False)
     except OSError as error:
-        raise StudyError(
-            f"cannot write '{output}': {error.strerror or error}; give another file with -o"
-        ) from error
+        raise StudyError(f"cannot write '{output}': {error.strerror or error}; give another file with -o") from error
     return output

@@ -90,9 +90,7 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
         raise TraceError(f"find: the pattern {pattern!r} is no graph: {error}") from error
 
 
-def match(
-    graph: fx.Graph, module: nn.Module, pattern: fx.Graph
-) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
+def match(graph: fx.Graph, module: nn.Module, pattern: fx.Graph) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
     """Every match: what each node of the pattern stands for, and the nodes it yields."""
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
@@ -157,9 +155,7 @@ class _Matcher:
         for found in self.match(wanted, value, binding):
             yield from self._all(rest, found)
 
-    def _module(
-        self, wanted: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]
-    ) -> Iterator[dict[fx.Node, Any]]:
+    def _module(self, wanted: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         kind, *args = wanted.args
         if value.op != "call_module" or len(args) > len(value.args):
             return

@@ -133,9 +133,7 @@ def _by_name(path: str, module: nn.Module, layer: Traced, pattern: str) -> Itera
             yield Subgraph(path, layer, (node,), tuple(node.all_input_nodes), (node,), pattern)
 
 
-def _by_pattern(
-    path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph
-) -> Iterable[Subgraph]:
+def _by_pattern(path: str, module: nn.Module, layer: Traced, pattern: Pattern, graph: fx.Graph) -> Iterable[Subgraph]:
     taken: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(layer.graph.nodes)}
     parameters = [node for node in graph.nodes if node.op == "placeholder"]
@@ -172,9 +170,7 @@ def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
     """
     handles = list(given) if isinstance(given, (list, tuple)) else [given]
     if not handles or not all(isinstance(each, Subgraph) for each in handles):
-        raise ScheduleError(
-            f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {given!r}"
-        )
+        raise ScheduleError(f"{primitive} on '{sch.name}': subgraph must be what find returned, but got {given!r}")
     here = {layer for _, _, layer in traced_below(sch)}
     for each in handles:
         label = f"{primitive} of {each.names} in '{each.path or sch.name}'"
@@ -186,8 +182,7 @@ def chosen(sch: ScheduledModule, primitive: str, given: Any) -> list[Subgraph]:
             users = [user.name for user in node.users if user not in each.nodes]
             if users and node not in each.outputs:
                 raise ScheduleError(
-                    f"{label}: what is inside must be used inside only, but '{node.name}' is used by "
-                    f"{', '.join(users)}"
+                    f"{label}: what is inside must be used inside only, but '{node.name}' is used by {', '.join(users)}"
                 )
         order = {node: i for i, node in enumerate(each.layer.graph.nodes)}
         last = max(order[node] for node in each.nodes)
@@ -249,8 +244,7 @@ def _arity(sch: ScheduledModule, new: Any, each: Subgraph) -> None:
         signature.bind(*each.inputs)
     except TypeError as error:
         raise ScheduleError(
-            f"replace on '{sch.name}': new is called with the {len(each.inputs)} inputs of the pattern, but "
-            f"{error}"
+            f"replace on '{sch.name}': new is called with the {len(each.inputs)} inputs of the pattern, but {error}"
         ) from error
 
 

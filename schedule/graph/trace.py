@@ -63,11 +63,7 @@ class Traced(Layer):
         return self.function(module, *self._inputs(module, args, kwargs))
 
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if (
-            not kwargs
-            and not self.fixed
-            and len(args) == sum(n.op == "placeholder" for n in self.graph.nodes)
-        ):
+        if not kwargs and not self.fixed and len(args) == sum(n.op == "placeholder" for n in self.graph.nodes):
             return list(args)
         signature = inspect.signature(type(module).forward)
         bound = signature.bind(module, *args, **kwargs)
@@ -94,9 +90,7 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
     return space["forward"]
 
 
-def trace(
-    module: nn.Module, label: str, flatten: bool, leaves: Sequence[Any], inputs: Sequence[str]
-) -> Traced:
+def trace(module: nn.Module, label: str, flatten: bool, leaves: Sequence[Any], inputs: Sequence[str]) -> Traced:
     """A module's forward as a graph; the module is left as it was.
 
     Raises:
@@ -105,9 +99,7 @@ def trace(
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     unknown_inputs = set(inputs) - {p.name for p in parameters}
     if unknown_inputs:
-        raise TraceError(
-            f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}"
-        )
+        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}")
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     fixed: dict[str, Any] = {
         p.name: {} if p.kind is p.VAR_KEYWORD else () if p.kind is p.VAR_POSITIONAL else p.default

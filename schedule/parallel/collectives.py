@@ -125,8 +125,6 @@ class _Through(torch.autograd.Function):
         return (operation(grads[0]) if operation is not None else grads[0]), None, None
 
 
-def through(
-    tensor: torch.Tensor, forward: Operation | None = None, backward: Operation | None = None
-) -> torch.Tensor:
+def through(tensor: torch.Tensor, forward: Operation | None = None, backward: Operation | None = None) -> torch.Tensor:
     """The tensor through `forward`, its gradient through `backward`; None leaves either as it is."""
     return _Through.apply(tensor, forward, backward)

@@ -24,11 +24,7 @@ class InputSync:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         for i, leaf in enumerate(leaves):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.is_floating_point()
-                and (self.first or leaf.requires_grad)
-            ):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (self.first or leaf.requires_grad):
                 leaves[i] = self.function(leaf)
                 if self.first:
                     break

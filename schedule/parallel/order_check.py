@@ -41,13 +41,10 @@ def check(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) ->
         )
     if not order.waits and micro_batches < ranks:
         raise ScheduleError(
-            f"schedule {kind} needs as many micro-batches as ranks, {ranks}, or more, but got "
-            f"{micro_batches}"
+            f"schedule {kind} needs as many micro-batches as ranks, {ranks}, or more, but got {micro_batches}"
         )
     if order.in_rounds and micro_batches % ranks:
-        raise ScheduleError(
-            f"schedule {kind}: {ranks} ranks must divide the micro-batches, but got {micro_batches}"
-        )
+        raise ScheduleError(f"schedule {kind}: {ranks} ranks must divide the micro-batches, but got {micro_batches}")
     if order.splits_backward:
         _check_split(tree, kind)
 

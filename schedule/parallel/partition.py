@@ -59,8 +59,7 @@ class Form:
         return Form(
             spec,
             tuple(
-                (tuple(x.shape), x.dtype, True) if tensor else (x, None, False)
-                for x, tensor in zip(leaves, tensors)
+                (tuple(x.shape), x.dtype, True) if tensor else (x, None, False) for x, tensor in zip(leaves, tensors)
             ),
         )
 
@@ -204,8 +203,7 @@ def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
     own = [key for key, value in parameters_of(module).items() if value is not None]
     if own:
         raise ScheduleError(
-            f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds "
-            f"{', '.join(own)}"
+            f"a pipeline cut divides '{name}', so it must hold no parameter itself, but holds {', '.join(own)}"
         )
 
 
@@ -215,9 +213,7 @@ def meta_copy(module: nn.Module) -> nn.Module:
     for each in module.modules():
         for tensor in [*parameters_of(each).values(), *buffers_of(each).values()]:
             if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(
-                    tensor.detach().to("meta"), requires_grad=tensor.requires_grad
-                )
+                memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
             elif tensor is not None:
                 memo[id(tensor)] = tensor.to("meta")
     return by_shapes_alone(copy.deepcopy(module, memo))

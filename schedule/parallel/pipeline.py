@@ -192,9 +192,7 @@ class Pipeline:
 
         inputs = self.board.forms[index - 1].tensors(self.device) if index else (torch.zeros(part, 1),)
         last = index == self.num_stages - 1
-        outputs = (
-            (torch.zeros(1, device=self.device),) if last else self.board.forms[index].tensors(self.device)
-        )
+        outputs = (torch.zeros(1, device=self.device),) if last else self.board.forms[index].tensors(self.device)
         inputs, outputs = (
             tuple(each.requires_grad_() if each.is_floating_point() else each for each in group)
             for group in (inputs, outputs)

@@ -22,8 +22,7 @@ def annotate(sch: ScheduledModule, param: str, key: str, value: Any) -> None:
     tensor = tensor_of(sch, param, "annotate")
     if not key.isidentifier() or hasattr(torch.Tensor, key):
         raise ScheduleError(
-            f"annotate '{param}' of '{sch.name}': key must be an identifier that tensors do not have, "
-            f"but got '{key}'"
+            f"annotate '{param}' of '{sch.name}': key must be an identifier that tensors do not have, but got '{key}'"
         )
     setattr(tensor, key, value)
     sch.tree.annotations.setdefault((sch.path, param), {})[key] = value

@@ -25,13 +25,9 @@ def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
         ScheduleError: not a floating-point format, or cast already.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ScheduleError(
-            f"cast on '{sch.name}': dtype must be a floating-point torch.dtype, but got {dtype!r}"
-        )
+        raise ScheduleError(f"cast on '{sch.name}': dtype must be a floating-point torch.dtype, but got {dtype!r}")
     if dtype.itemsize < 2:
-        raise ScheduleError(
-            f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16"
-        )
+        raise ScheduleError(f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16")
     if sch.deferred(_apply):
         raise ScheduleError(f"cast on '{sch.name}': a module is cast once, and it already is")
     sch.defer("cast", _apply, dtype=dtype)

@@ -33,16 +33,12 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
     if not sch.path:
         raise ScheduleError(f"{label}: a stage ends behind a module below the root")
     if axis_of(sch.mesh, "pp") is None:
-        raise ScheduleError(
-            f"{label}: the mesh must have an axis named pp; pass create_schedule(model, mesh=...)"
-        )
+        raise ScheduleError(f"{label}: the mesh must have an axis named pp; pass create_schedule(model, mesh=...)")
     for cut in sch.tree.cuts:
         if cut == sch.path:
             raise ScheduleError(f"{label}: the pipeline is cut here once, and it already is")
         if cut.startswith(sch.path + ".") or sch.path.startswith(cut + "."):
-            raise ScheduleError(
-                f"{label}: a cut must not lie inside of a module behind which is another: '{cut}'"
-            )
+            raise ScheduleError(f"{label}: a cut must not lie inside of a module behind which is another: '{cut}'")
     parts = sch.path.split(".")
     for depth in range(1, len(parts) + 1):
         path = ".".join(parts[:depth])
@@ -50,8 +46,7 @@ def cut_pipeline_stage(sch: ScheduledModule, late: Sequence[str] = ()) -> None:
         if len(where) > 1:
             others = ", ".join(other for _, _, other in where if other != path)
             raise ScheduleError(
-                f"{label}: a cut must not lie in a module that occurs several times, but '{path}' is "
-                f"also {others}"
+                f"{label}: a cut must not lie in a module that occurs several times, but '{path}' is also {others}"
             )
     for depth in range(len(parts)):
         path = ".".join(parts[:depth])

@@ -60,9 +60,7 @@ def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -
             return []
         gathered = any(mode == "fwd_post" and op == "all_gather" for mode, op, _ in syncs_of(child))
         if gathered and "bias" in shards_of(child):
-            raise ScheduleError(
-                f"{label}: the output of '{node.target}' is gathered, so its bias must be whole"
-            )
+            raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
         return [(_linear, node)]
     if "layer_norm" in wanted and type(child) is nn.LayerNorm and not _hooked(child):
         return [(_layer_norm, node)]
@@ -123,9 +121,7 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     mask = given["attn_mask"]
 
     def body(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any) -> Any:
-        return plain_attention(
-            query, key, value, attn_mask if mask is not None else None, dropout_p, **constant
-        )
+        return plain_attention(query, key, value, attn_mask if mask is not None else None, dropout_p, **constant)
 
     inner = fx.Tracer().trace(body)
     values = [given[name] for name in names[:5]]

@@ -36,9 +36,7 @@ def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
     """
     ranks = tensor_parallel(sch, "fork_rng")
     if sch.deferred(_apply):
-        raise ScheduleError(
-            f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is"
-        )
+        raise ScheduleError(f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is")
     sch.defer("random", _apply, axis=ranks, differ=differ)
 
 

@@ -43,9 +43,7 @@ def kind_of(module: nn.Module, name: str, dim: int) -> Kind:
     if isinstance(module, nn.Embedding) and name == "weight":
         if dim == 1:
             return Kind("output", "embedding_dim")
-        return Kind(
-            "vocabulary", "num_embeddings", lambda axis, shard: PartialEmbedding(axis, shard.shape[0])
-        )
+        return Kind("vocabulary", "num_embeddings", lambda axis, shard: PartialEmbedding(axis, shard.shape[0]))
     if isinstance(module, nn.GroupNorm) and name == "weight":
         return Kind("", ("num_channels", "num_groups"))
     plain = isinstance(module, ConvNd) and module.groups == 1 and not module.transposed

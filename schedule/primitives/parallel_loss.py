@@ -29,8 +29,7 @@ def parallel_loss(sch: ScheduledModule) -> None:
     ranks = tensor_parallel(sch, "parallel_loss")
     if output_of(sch.module) != "split":
         raise ScheduleError(
-            f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); "
-            "shard it first"
+            f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); shard it first"
         )
     cut = shards_of(sch.module)["weight"]
     sch.module.register_forward_hook(_Split(ranks, cut.shape[cut.dim]))

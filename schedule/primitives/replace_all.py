@@ -27,9 +27,7 @@ def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[[
         ScheduleError: there is no such module; what `replace` refuses.
     """
     if not isinstance(type, _CLASS) or not issubclass(type, nn.Module):
-        raise ScheduleError(
-            f"replace_all on '{sch.name}': type must be a subclass of nn.Module, but got {type!r}"
-        )
+        raise ScheduleError(f"replace_all on '{sch.name}': type must be a subclass of nn.Module, but got {type!r}")
     if not callable(factory) or isinstance(factory, nn.Module):
         raise ScheduleError(
             f"replace_all on '{sch.name}': factory must be a function of the old module, since each place "

@@ -115,9 +115,7 @@ def _plan(
         cut = shards_of(sch.module)[name]
         raise ScheduleError(f"{label}: a tensor is sharded once, but it is already along dimension {cut.dim}")
     if not -tensor.dim() <= axis < tensor.dim():
-        raise ScheduleError(
-            f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}"
-        )
+        raise ScheduleError(f"{label}: axis must be a dimension of its shape {tuple(tensor.shape)}, but got {axis}")
     dim = axis % tensor.dim()
     size = tensor.shape[dim]
     sizes = _sizes(label, parts, size)
@@ -147,18 +145,14 @@ def _plan(
 def _sizes(label: str, parts: int | Sequence[int], size: int) -> tuple[int, ...]:
     if isinstance(parts, int):
         if parts < 1 or size % parts:
-            raise ScheduleError(
-                f"{label}: the number of parts must divide the size {size}, but got parts={parts}"
-            )
+            raise ScheduleError(f"{label}: the number of parts must divide the size {size}, but got parts={parts}")
         return (size // parts,) * parts
     if sum(parts) != size:
         raise ScheduleError(f"{label}: the parts must add up to the size {size}, but got {tuple(parts)}")
     return tuple(parts)
 
 
-def _heads(
-    sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str
-) -> list[Follow]:
+def _heads(sch: ScheduledModule, label: str, path: str, sizes: tuple[int, ...], ranks: Axis, side: str) -> list[Follow]:
     """What the attention module around a projection counts, and that no head is cut apart."""
     around = path.rpartition(".")[0]
     parent = sch.tree.module.get_submodule(around)
@@ -198,9 +192,7 @@ def _check_traced(sch: ScheduledModule, modules: list[nn.Module]) -> None:
             _check_inlined(sch, path, traced, layer, modules)
 
 
-def _check_inlined(
-    sch: ScheduledModule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]
-) -> None:
+def _check_inlined(sch: ScheduledModule, path: str, traced: nn.Module, layer: Traced, modules: list[nn.Module]) -> None:
     kept = {traced.get_submodule(node.target) for node in layer.graph.nodes if node.op == "call_module"}
     inlined = {traced}
     if layer.flatten:

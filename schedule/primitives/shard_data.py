@@ -71,9 +71,7 @@ def shard_data(
         raise ScheduleError(f"{label}: zero must be a stage from 0 to 3, but got {zero!r}")
     cut = _STAGES[:zero] if cut is None else tuple(cut)
     if cut != _STAGES[: len(cut)]:
-        raise ScheduleError(
-            f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}"
-        )
+        raise ScheduleError(f"{label}: cut must be the first of {', '.join(_STAGES)}, but is {', '.join(cut)}")
     if gather not in (None, "step", "pass"):
         raise ScheduleError(f"{label}: gather must be step or pass, but got {gather!r}")
     if hsdp != 1 and ("gradients" not in cut or hsdp < 1 or ranks % hsdp or ranks == hsdp):
@@ -103,9 +101,7 @@ def shard_data(
 def _data_parallel(sch: ScheduledModule, label: str) -> Axis:
     found = axis_of(sch.mesh, "dp")
     if found is None:
-        raise ScheduleError(
-            f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)"
-        )
+        raise ScheduleError(f"{label}: the mesh must have an axis named dp; pass create_schedule(model, mesh=...)")
     return found
 
 
@@ -173,9 +169,7 @@ def _replicate(
 
 def no_tied_stages(tied: str) -> str:
     """Why ZeRO 2 and 3 cannot be: each part of a stage is cut by itself, as nothing runs around them."""
-    return (
-        f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
-    )
+    return f"zero must be 0 or 1 in this pipeline, as one stage holds tied weights, {tied}, which are cut apart"
 
 
 def outermost_blocks(root: nn.Module) -> list[nn.Module]:

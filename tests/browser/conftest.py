@@ -24,7 +24,9 @@ def context(tmp_path_factory):
     """A browser's context with a profile of its own. REDLINE_REQUIRE_BROWSER=1 makes its lack a failure."""
     required = os.environ.get("REDLINE_REQUIRE_BROWSER") == "1"
     if CHROMIUM is None:
-        (pytest.fail if required else pytest.skip)("no chromium on this machine: apt-get install chromium (`.ci/run` does)")
+        (pytest.fail if required else pytest.skip)(
+            "no chromium on this machine: apt-get install chromium (`.ci/run` does)"
+        )
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -48,7 +50,14 @@ def tab(context):
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("dialog", lambda dialog: (errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: errors.append(request.url) if not request.url.startswith(("file:", "http://127.0.0.1:", "data:", "blob:")) else None)
+    page.on(
+        "request",
+        lambda request: (
+            errors.append(request.url)
+            if not request.url.startswith(("file:", "http://127.0.0.1:", "data:", "blob:"))
+            else None
+        ),
+    )
     page.errors = errors
     yield page
     page.close()
@@ -68,7 +77,9 @@ def _serving():
             servers.append(server)
             ready.set()
 
-        thread = threading.Thread(target=serve, args=(folder,), kwargs={"port": 0, "say": told.append, "started": begun} | options)
+        thread = threading.Thread(
+            target=serve, args=(folder,), kwargs={"port": 0, "say": told.append, "started": begun} | options
+        )
         thread.start()
         threads.append(thread)
         assert ready.wait(20)

@@ -16,12 +16,31 @@ def trial(number, rng, status=None):
     """A trial of a made-up machine with 1000 MiB; every status turns up."""
     config = {name: rng.choice(values) for name, values in KNOBS.items()}
     memory = 100 + 80 * config["micro_batch"] * (1.2 - config["checkpoint_ratio"])
-    speed = 1000 * config["micro_batch"] ** 0.5 * (1.5 if config["fusion"] else 1) * (1 - 0.2 * config["checkpoint_ratio"])
+    speed = (
+        1000 * config["micro_batch"] ** 0.5 * (1.5 if config["fusion"] else 1) * (1 - 0.2 * config["checkpoint_ratio"])
+    )
     if status is None:
         status = Status.OOM if memory > 1000 else rng.choice(FAILURES) if rng.random() < 0.08 and number else Status.OK
-    told = {} if status is Status.SKIPPED else {"started": 1.7e9 + 10 * number, "seconds_total": 9.0, "devices": 1, "memory_limit_mib": 1000.0, "log": f"logs/{number}.log"}
+    told = (
+        {}
+        if status is Status.SKIPPED
+        else {
+            "started": 1.7e9 + 10 * number,
+            "seconds_total": 9.0,
+            "devices": 1,
+            "memory_limit_mib": 1000.0,
+            "log": f"logs/{number}.log",
+        }
+    )
     if status is Status.OK:
-        told |= {"throughput": speed, "unit": "tokens/s", "step_ms": 1e6 / speed, "step_ms_spread": 1e4 / speed, "peak_memory_mib": memory, "loss": 9.5}
+        told |= {
+            "throughput": speed,
+            "unit": "tokens/s",
+            "step_ms": 1e6 / speed,
+            "step_ms_spread": 1e4 / speed,
+            "peak_memory_mib": memory,
+            "loss": 9.5,
+        }
     elif status is Status.OOM:
         told |= {"peak_memory_mib": memory}
     reason = "" if status is Status.OK else f"{status}: made up, of {memory:.0f} MiB"
@@ -40,7 +59,17 @@ class Point(dict):
 
 def measured(throughput, **more):
     """A success on eight devices of which the others follow."""
-    told = {"unit": "tokens/s", "step_ms": 1e6 / throughput, "step_ms_spread": 1e4 / throughput, "peak_memory_mib": 500.0, "memory_limit_mib": 1000.0, "devices": 8, "mfu": 0.3, "started": 1.7e9, "seconds_total": 9.0}
+    told = {
+        "unit": "tokens/s",
+        "step_ms": 1e6 / throughput,
+        "step_ms_spread": 1e4 / throughput,
+        "peak_memory_mib": 500.0,
+        "memory_limit_mib": 1000.0,
+        "devices": 8,
+        "mfu": 0.3,
+        "started": 1.7e9,
+        "seconds_total": 9.0,
+    }
     return Measurement(status=Status.OK, throughput=throughput, **told | more)
 
 
@@ -55,11 +84,23 @@ def write_search(folder, outcomes, again=None, *, finished=True, **asked):
         asked: more of what run.yaml says was asked.
     """
     knobs = {name: sorted({config[name] for config, _ in outcomes}, key=str) for name in outcomes[0][0]}
-    asked = {"model": "made-up", "workload": {"id": "x"}, "devices": {"type": "cuda", "name": "H100", "count": 8, "used": 8}, "seed": 0} | asked
+    asked = {
+        "model": "made-up",
+        "workload": {"id": "x"},
+        "devices": {"type": "cuda", "name": "H100", "count": 8, "used": 8},
+        "seed": 0,
+    } | asked
     asked["space"] = {"knobs": [{"name": name, "values": values} for name, values in knobs.items()]}
-    with RunFolder.open(folder, asked, knobs={name: tuple(values) for name, values in knobs.items()}, make_config=Point) as run:
+    with RunFolder.open(
+        folder, asked, knobs={name: tuple(values) for name, values in knobs.items()}, make_config=Point
+    ) as run:
         for number, (config, outcome) in enumerate(outcomes):
-            run.start(Point(config), sampler="bayes" if number else "default", predicted_throughput=900.0, predicted_memory_mib=450.0)
+            run.start(
+                Point(config),
+                sampler="bayes" if number else "default",
+                predicted_throughput=900.0,
+                predicted_memory_mib=450.0,
+            )
             run.finish(number, outcome)
         for number, throughputs in (again or {}).items():
             run.remeasure(number, throughputs)

@@ -10,7 +10,12 @@ import pytest
 from redline.results import Measurement, RunFolder, Status, summary
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-ASKED = {"model": "made-up", "workload": {"id": "x"}, "space": {"knobs": [{"name": "micro_batch", "values": [1, 2, 4, 8]}]}, "seed": 0}
+ASKED = {
+    "model": "made-up",
+    "workload": {"id": "x"},
+    "space": {"knobs": [{"name": "micro_batch", "values": [1, 2, 4, 8]}]},
+    "seed": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,13 @@ def searches(tmp_path_factory, disk):
     lossy = [*plain, ({"precision": "bf16_pure"}, disk.measured(4_604_248.0))]
     out = disk.Measurement(status=Status.OOM, reason="out of memory", peak_memory_mib=2000.0)
     disk.write_search(root / "plain", plain)
-    disk.write_search(root / "team" / "simulated", lossy, simulated=True, lossy={"precision": ["bf16_pure"]}, devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64})
+    disk.write_search(
+        root / "team" / "simulated",
+        lossy,
+        simulated=True,
+        lossy={"precision": ["bf16_pure"]},
+        devices={"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64},
+    )
     disk.write_search(root / "nothing", [({"precision": each}, out) for each in ("fp32", "bf16")])
     disk.write_search(root / "stopped", plain, finished=False)
     return root
@@ -77,7 +88,9 @@ def test_no_unit_breaks_in_the_list_at_any_width(tab, searches_address, overflow
     tab.locator(".run-line").nth(3).wait_for()
     for width in (320, 390, 600, 861, 1000, 1280):
         tab.set_viewport_size({"width": width, "height": 900})
-        heights = tab.evaluate("[...document.querySelectorAll('.run-best .unit')].map((each) => each.getBoundingClientRect().height)")
+        heights = tab.evaluate(
+            "[...document.querySelectorAll('.run-best .unit')].map((each) => each.getBoundingClientRect().height)"
+        )
         assert len(heights) == 3 and max(heights) < 30, width
         assert overflow(tab) == 0
 
@@ -97,7 +110,11 @@ def test_the_list_tells_runs_of_one_model_apart(tab, searches_address):
     states = {name: line.locator(".state").inner_text() for name, line in lines.items()}
     assert states == {"plain": "finished", "team/simulated": "finished", "nothing": "no winner", "stopped": "stopped"}
     assert lines["nothing"].locator(".run-best").inner_text().split() == ["–", "2", "oom"]
-    for words, found in (("simulated", ["team/simulated"]), ("no winner", ["nothing"]), ("h100-80gb lossy", ["team/simulated"])):
+    for words, found in (
+        ("simulated", ["team/simulated"]),
+        ("no winner", ["nothing"]),
+        ("h100-80gb lossy", ["team/simulated"]),
+    ):
         tab.locator("input[type=search]").fill(words)
         assert [each.get_attribute("data-run") for each in tab.locator(".run-line").all()] == found
 
@@ -110,7 +127,10 @@ def test_a_runs_page_says_which_it_is_and_an_overlay_what_is_simulated(tab, sear
     assert "Nothing was run" in tab.locator(".verdict").inner_text()
     tab.goto(f"{searches_address}#/overlay/plain/team%2Fsimulated/nothing")
     tab.locator("#overlay-winners td").first.wait_for()
-    rows = {each.locator("th").inner_text(): each.locator("td").all_inner_texts() for each in tab.locator("#overlay-winners tbody tr").all()}
+    rows = {
+        each.locator("th").inner_text(): each.locator("td").all_inner_texts()
+        for each in tab.locator("#overlay-winners tbody tr").all()
+    }
     assert rows["Folder"] == ["plain", "team/simulated", "nothing"]
     assert rows["Devices"] == ["8 × H100", "64 × h100-80gb", "8 × H100"]
     assert rows["Numbers"] == ["measured", "simulated: predictions", "measured"]
@@ -120,7 +140,9 @@ def test_a_runs_page_says_which_it_is_and_an_overlay_what_is_simulated(tab, sear
 
 
 @pytest.mark.parametrize("page", ["run/gone", "overlay/gone/kept"])
-def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_the_list(tab, tmp_path, disk, serving, expect, page):
+def test_the_page_of_a_run_deleted_meanwhile_says_so_asks_no_more_and_leads_to_the_list(
+    tab, tmp_path, disk, serving, expect, page
+):
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / "runs" / name, 3)
     asked = []
@@ -158,7 +180,11 @@ def test_pages_fit_phone_and_desktop_in_both_schemes(tab, address, phone, deskto
     for size, scheme in ((desktop, "dark"), (phone, "light")):
         tab.set_viewport_size(size)
         tab.emulate_media(color_scheme=scheme)
-        for place, ready in (("", ".run-line"), ("#/run/first", "#timeline .plot svg"), ("#/overlay/first/second", "#overlay-winners td")):
+        for place, ready in (
+            ("", ".run-line"),
+            ("#/run/first", "#timeline .plot svg"),
+            ("#/overlay/first/second", "#overlay-winners td"),
+        ):
             tab.goto(address + place)
             tab.locator(ready).first.wait_for()
             assert overflow(tab) == 0, (size, place)
@@ -174,7 +200,14 @@ def test_a_run_filters_sorts_and_gives_table_log_and_formats(tab, address, folde
     wanted = sum(each.ok and each.config["fusion"] for each in trials)
     expect(tab.locator("#trials [role=status]")).to_have_text(f"{wanted} of 60 trials")
     tab.locator("[data-sort=step_ms]").click()
-    expect(rows.first).to_have_attribute("data-trial", str(min((t for t in trials if t.ok and t.config["fusion"]), key=lambda t: (t.measurement.step_ms, t.number)).number))
+    expect(rows.first).to_have_attribute(
+        "data-trial",
+        str(
+            min(
+                (t for t in trials if t.ok and t.config["fusion"]), key=lambda t: (t.measurement.step_ms, t.number)
+            ).number
+        ),
+    )
     with tab.expect_download() as got:
         tab.locator("text=Download the table (CSV)").click()
     assert got.value.path().read_bytes() == (folder / "first" / "trials.csv").read_bytes()
@@ -222,11 +255,22 @@ def test_a_run_is_followed_live_without_losing_ones_place(tab, tmp_path, serving
     stop, ended = threading.Event(), {}
 
     def search():
-        with RunFolder.open(tmp_path / "live", ASKED, knobs={"micro_batch": (1, 2, 4, 8), "at": None}, make_config=disk.Point) as run:
+        with RunFolder.open(
+            tmp_path / "live", ASKED, knobs={"micro_batch": (1, 2, 4, 8), "at": None}, make_config=disk.Point
+        ) as run:
             number = 0
             while not stop.is_set() and number < 60:
                 run.start(disk.Point(micro_batch=2 ** (number % 4), at=number), sampler="random")
-                run.finish(number, Measurement(status=Status.OK, throughput=100.0 + number, unit="tokens/s", peak_memory_mib=50.0 + number, seconds_total=0.4))
+                run.finish(
+                    number,
+                    Measurement(
+                        status=Status.OK,
+                        throughput=100.0 + number,
+                        unit="tokens/s",
+                        peak_memory_mib=50.0 + number,
+                        seconds_total=0.4,
+                    ),
+                )
                 ended[number] = time.time()
                 number += 1
                 stop.wait(0.4)
@@ -271,7 +315,9 @@ def test_nothing_a_run_says_is_executed(tab, tmp_path, serving, expect):
     folder = tmp_path / "runs" / "<img src=x onerror=alert(1)>"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "0.log").write_text(HOSTILE)
-    (folder / "run.yaml").write_text(f"format: 1\nstudy: x\nasked:\n  model: {HOSTILE!r}\n  space: {{knobs: [{{name: {HOSTILE!r}, values: [1], help: {HOSTILE!r}}}]}}\nenvironment: {{versions: {{x: {HOSTILE!r}}}}}\n")
+    (folder / "run.yaml").write_text(
+        f"format: 1\nstudy: x\nasked:\n  model: {HOSTILE!r}\n  space: {{knobs: [{{name: {HOSTILE!r}, values: [1], help: {HOSTILE!r}}}]}}\nenvironment: {{versions: {{x: {HOSTILE!r}}}}}\n"
+    )
     rows = [{"trial": n, "status": "ok" if n < 3 else "crash", "throughput": n + 1 if n < 3 else "", "unit": HOSTILE, "reason": HOSTILE, "sampler": HOSTILE, "log": "logs/0.log",
              "peak_memory_mib": 5 + n, "knob.a": HOSTILE if n % 2 else "plain", f"knob.{HOSTILE}": n} for n in range(5)]  # fmt: skip
     with open(folder / "trials.csv", "w", newline="") as file:

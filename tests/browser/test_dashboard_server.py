@@ -75,7 +75,9 @@ def test_a_line_tells_what_was_simulated_or_lossy_where_and_whether_anything_won
     ok = [({"precision": "bf16_pure"}, disk.measured(1000.0))]
     devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
     disk.write_search(tmp_path / "simulated", ok, simulated=True, devices=devices, lossy={"precision": ["bf16_pure"]})
-    disk.write_search(tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))])
+    disk.write_search(
+        tmp_path / "nothing", [({"precision": "bf16"}, disk.Measurement(status=Status.CRASH, reason="x"))]
+    )
     lines = {line["run"]: line for line in Library(tmp_path).lines()}
     told = {name: (line["simulated"], line["lossy"], line["devices"], line["state"]) for name, line in lines.items()}
     assert told == {
@@ -116,7 +118,12 @@ def test_a_run_whose_lock_is_held_stands_first_as_running(tmp_path, disk, open_f
 @pytest.fixture
 def open_folder():
     def open_(path):
-        asked = {"model": "made-up", "workload": {"id": "x"}, "space": {"knobs": [{"name": "micro_batch", "values": [1, 2]}]}, "seed": 0}
+        asked = {
+            "model": "made-up",
+            "workload": {"id": "x"},
+            "space": {"knobs": [{"name": "micro_batch", "values": [1, 2]}]},
+            "seed": 0,
+        }
         return RunFolder.open(path, asked, knobs={"micro_batch": (1, 2)}, make_config=dict)
 
     return open_
@@ -234,7 +241,16 @@ def test_list_run_table_log_and_exports_are_served(served):
 
 
 def test_every_answer_forbids_scripts_that_are_not_the_dashboards(served):
-    for target in ("/", "/redline.js", "/redline.css", "/icon.svg", "/api/runs", "/table?run=a", "/nowhere", "/api/run?run=no"):
+    for target in (
+        "/",
+        "/redline.js",
+        "/redline.css",
+        "/icon.svg",
+        "/api/runs",
+        "/table?run=a",
+        "/nowhere",
+        "/api/run?run=no",
+    ):
         _, headers, _ = get(served[2], target)
         for name, value in HEADERS.items():
             assert headers.get_all(name) == [value], (target, name)
@@ -255,7 +271,9 @@ def test_no_path_leads_anywhere_but_to_the_runs(served, target):
     assert b"SECRET" not in body and b"root:" not in body
 
 
-@pytest.mark.parametrize("log", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "logs/link.log", "logs", "logs/pipe"])
+@pytest.mark.parametrize(
+    "log", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "logs/link.log", "logs", "logs/pipe"]
+)
 def test_a_log_outside_of_its_run_is_not_given_out_and_a_pipe_blocks_nobody(tmp_path, disk, serving, log):
     (tmp_path / "secret.txt").write_text("SECRET")
     disk.write_run(tmp_path / "runs" / "a", 2)
@@ -297,7 +315,16 @@ def test_with_a_token_nothing_is_served_without_it(tmp_path, disk, serving):
     token = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)["token"][0]
     assert len(token) >= 32
     here = f"http://127.0.0.1:{urllib.parse.urlsplit(address).port}/"
-    for target in ("/", "/redline.js", "/api/runs", "/table?run=a", "/?token=", "/?token=wrong", f"/?token={token}x", "/?token=%ff"):
+    for target in (
+        "/",
+        "/redline.js",
+        "/api/runs",
+        "/table?run=a",
+        "/?token=",
+        "/?token=wrong",
+        f"/?token={token}x",
+        "/?token=%ff",
+    ):
         status, headers, body = get(here, target)
         assert status == 401 and b"token" in body and "set-cookie" not in headers
     status, headers, _ = get(here, f"/?token={token}")

@@ -22,7 +22,9 @@ def drawing():
 
 
 def test_nothing_but_the_drawing_layer_makes_svg_or_asks_a_canvas():
-    others = {name: asset(f"js/{name}.js") for name in (*SCRIPTS, "report") if name not in DRAWING} | {name: own(f"{name}.js") for name in PAGES}
+    others = {name: asset(f"js/{name}.js") for name in (*SCRIPTS, "report") if name not in DRAWING} | {
+        name: own(f"{name}.js") for name in PAGES
+    }
     makes = re.compile(r"createElementNS|www\.w3\.org|getContext|\bsvg\(|new Pen\b")
     assert {name: makes.findall(text) for name, text in others.items() if makes.search(text)} == {}
     assert makes.search("".join(drawing().values()))
@@ -57,11 +59,19 @@ def test_the_layer_draws_a_chart_of_anything_without_the_scripts_of_either_page(
 def test_every_figure_says_what_it_shows_to_those_who_do_not_see_it(tab, made):
     tab.goto(made.as_uri())
     tab.locator("#timeline svg.chart").wait_for()
-    told = tab.evaluate("[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])")
-    assert len(told) >= 10 and len({label for _, label in told}) == len(told) and all(len(label or "") > 10 for _, label in told)
+    told = tab.evaluate(
+        "[...document.querySelectorAll('figure svg.chart')].map((each) => [each.getAttribute('role'), each.getAttribute('aria-label')])"
+    )
+    assert (
+        len(told) >= 10
+        and len({label for _, label in told}) == len(told)
+        and all(len(label or "") > 10 for _, label in told)
+    )
     # What can be pressed is inside a group: the parts of an image are not there for a screen reader.
     assert {role for role, _ in told} == {"img", "group"}
-    assert tab.locator("svg[role=img] [role=button]").count() == 0 < tab.locator("svg[role=group] [role=button]").count()
+    assert (
+        tab.locator("svg[role=img] [role=button]").count() == 0 < tab.locator("svg[role=group] [role=button]").count()
+    )
 
 
 def test_values_of_the_parallel_coordinates_are_pressed_by_keyboard_one_after_the_other(tab, made, expect):

@@ -1,6 +1,7 @@
 """The report in a real browser: it draws, fits, copies, prints, and executes nothing it was told."""
 
 import csv
+import itertools
 import random
 import re
 
@@ -9,7 +10,18 @@ from redline.results import Status, summary
 from redline.results.report import Source, document, write_report
 from redline.results.report.page import asset
 
-SECTIONS = ["headline", "progress", "memory", "parallel", "effects", "predicted", "timeline", "failures", "trials", "space"]
+SECTIONS = [
+    "headline",
+    "progress",
+    "memory",
+    "parallel",
+    "effects",
+    "predicted",
+    "timeline",
+    "failures",
+    "trials",
+    "space",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +77,9 @@ def test_the_table_sorts_and_filters(tab, made):
     leader = summary.leaders(trials)[0]
     assert shown.first.get_attribute("data-trial") == str(leader.number)
     tab.locator("[data-sort=peak_memory_mib]").click()
-    least = min((t for t in trials if t.measurement.peak_memory_mib), key=lambda t: (t.measurement.peak_memory_mib, t.number))
+    least = min(
+        (t for t in trials if t.measurement.peak_memory_mib), key=lambda t: (t.measurement.peak_memory_mib, t.number)
+    )
     assert shown.first.get_attribute("data-trial") == str(least.number)
     tab.locator("#trials input[type=search]").fill("micro_batch=4 throughput>=2000 ok")
     wanted = [t for t in trials if t.ok and t.config["micro_batch"] == 4 and t.measurement.throughput >= 2000]
@@ -138,7 +152,11 @@ def simulated(tmp_path_factory, disk):
         for n, (precision, speed) in enumerate([("fp32", 1000.0), ("bf16", 400_000.0), ("bf16", 562_283.0), ("bf16_pure", 705_124.0)])
     ]  # fmt: skip
     devices = {"type": "cuda", "name": "h100-80gb", "count": 8, "used": 64}
-    return write_report(disk.write_search(tmp_path_factory.mktemp("simulated") / "run-7", outcomes, simulated=True, devices=devices, lossy=LOSSY))
+    return write_report(
+        disk.write_search(
+            tmp_path_factory.mktemp("simulated") / "run-7", outcomes, simulated=True, devices=devices, lossy=LOSSY
+        )
+    )
 
 
 def test_a_simulated_run_says_so_beside_its_title_in_its_verdict_and_on_its_tiles(tab, simulated, made):
@@ -201,7 +219,9 @@ BROKEN = """(words) => {
 def test_the_headline_does_not_break_inside_a_unit_on_any_phone(tab, simulated, disk, tmp_path, overflow):
     outcomes = [({"precision": "fp32"}, disk.measured(1000.0)), ({"precision": "bf16"}, disk.measured(705_123.0))]
     pages = [simulated, write_report(disk.write_search(tmp_path / "run", outcomes))]
-    disk.write_run(tmp_path / "one", 0, trials=[disk.trial(0, random.Random(1), Status.OK)])  # its throughput stands large
+    disk.write_run(
+        tmp_path / "one", 0, trials=[disk.trial(0, random.Random(1), Status.OK)]
+    )  # its throughput stands large
     pages.append(write_report(tmp_path / "one"))
     for path in pages:
         tab.goto(path.as_uri())
@@ -231,7 +251,10 @@ CLIPPED = """() => [...document.querySelectorAll("#parallel svg.chart, #effects 
 @pytest.fixture(scope="module")
 def eleven(tmp_path_factory, disk):
     rng = random.Random(3)
-    outcomes = [({name: rng.choice(values) for name, values in ELEVEN.items()}, disk.measured(1e5 * (1 + rng.random()))) for _ in range(40)]
+    outcomes = [
+        ({name: rng.choice(values) for name, values in ELEVEN.items()}, disk.measured(1e5 * (1 + rng.random())))
+        for _ in range(40)
+    ]
     return write_report(disk.write_search(tmp_path_factory.mktemp("eleven") / "run", outcomes))
 
 
@@ -242,7 +265,11 @@ def test_no_label_of_eleven_knobs_is_clipped(tab, eleven, width):
     tab.locator("#effects svg.chart").nth(len(ELEVEN) - 1).wait_for()
     assert tab.evaluate(CLIPPED) == []
     assert set(tab.locator("#parallel .axis-name").all_text_contents()) == {*ELEVEN, "tokens/s"}
-    pressable = {name: sorted(map(str, values)) for name, values in ELEVEN.items() if name in ("compile_mode", "pipeline_schedule", "attention")}
+    pressable = {
+        name: sorted(map(str, values))
+        for name, values in ELEVEN.items()
+        if name in ("compile_mode", "pipeline_schedule", "attention")
+    }
     for name, values in pressable.items():
         assert sorted(tab.locator(f"#parallel text.choice[data-knob={name}]").all_text_contents()) == values
 
@@ -252,19 +279,30 @@ def test_values_of_the_parallel_coordinates_do_not_overlap(tab, eleven, phone, d
         tab.set_viewport_size(size)
         tab.goto(eleven.as_uri())
         tab.locator("#parallel svg.chart").wait_for()
-        assert tab.evaluate("""() => {
+        assert (
+            tab.evaluate("""() => {
           const boxes = [...document.querySelectorAll("#parallel .axis-value, #parallel .axis-name")].map((each) => [each.textContent, each.getBoundingClientRect()]);
           return boxes.flatMap(([a, x], at) => boxes.slice(at + 1).filter(([, y]) => x.left < y.right - 1 && y.left < x.right - 1 && x.top < y.bottom - 4 && y.top < x.bottom - 4).map(([b]) => `${a} | ${b}`));
-        }""") == []
+        }""")
+            == []
+        )
 
 
 def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp_path, disk, simulated):
     def run(name, devices, step):
-        outcomes = [({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0)) for n in range(20)]
+        outcomes = [
+            ({"a": n}, disk.measured(1000.0 + n, devices=devices(n), started=1.7e9 + step * n, seconds_total=150.0))
+            for n in range(20)
+        ]
         return write_report(disk.write_search(tmp_path / name, outcomes))
 
     # The second is what simulated runs looked like: all at once by this machine's clock.
-    pages = [simulated, run("old", lambda n: 64, 0.01), run("mixed", lambda n: 2 ** (n % 10), 0.01), run("few", lambda n: 1 + n % 4, 150.0)]
+    pages = [
+        simulated,
+        run("old", lambda n: 64, 0.01),
+        run("mixed", lambda n: 2 ** (n % 10), 0.01),
+        run("few", lambda n: 1 + n % 4, 150.0),
+    ]
     said = ["One trial at a time", "20 trials at once", "20 trials at once", "4 devices"]
     for path, words in zip(pages, said):
         tab.goto(path.as_uri())
@@ -276,8 +314,15 @@ def test_the_timeline_stays_low_however_many_devices_and_trials_at_once(tab, tmp
 @pytest.fixture(scope="module")
 def again(tmp_path_factory, disk):
     """The default at 1000, then 3000 that becomes 2000 when measured again and still wins, and 2500 measured once."""
-    outcomes = [({"micro_batch": n, "precision": "bf16"}, disk.measured(speed)) for n, speed in enumerate((1000.0, 3000.0, 2500.0, 1500.0))]
-    return write_report(disk.write_search(tmp_path_factory.mktemp("again") / "run", outcomes, {1: [1980.0, 2020.0], 0: [1000.0, 1000.0]}))
+    outcomes = [
+        ({"micro_batch": n, "precision": "bf16"}, disk.measured(speed))
+        for n, speed in enumerate((1000.0, 3000.0, 2500.0, 1500.0))
+    ]
+    return write_report(
+        disk.write_search(
+            tmp_path_factory.mktemp("again") / "run", outcomes, {1: [1980.0, 2020.0], 0: [1000.0, 1000.0]}
+        )
+    )
 
 
 def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_is_named(tab, again):
@@ -292,7 +337,12 @@ def test_one_number_is_shown_for_a_winner_that_was_measured_again_and_the_first_
     header = tab.locator("#trials thead th").all_inner_texts()
     cells = tab.locator("#trials tr[data-trial='1'] td").all_inner_texts()
     row = dict(zip((each.strip() for each in header), cells))
-    assert (row["tokens/s"], row["First"], row["MFU"], row["Step, ms"]) == ("2,000", "3,000", "20\u00a0% of bf16", "500")
+    assert (row["tokens/s"], row["First"], row["MFU"], row["Step, ms"]) == (
+        "2,000",
+        "3,000",
+        "20\u00a0% of bf16",
+        "500",
+    )
     tab.locator("tr[data-trial='1']").click()
     told = tab.locator("dialog").inner_text()
     assert re.search(r"First\s+3,000", told) and re.search(r"Measured again\s+1,980, 2,020", told)
@@ -303,7 +353,12 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
     for name in ("progress", "memory", "parallel", "trials"):
         lead = tab.locator(f"#{name} .lead").first.inner_text()
         assert "Trial 2, above the winner, was measured once only: what is not confirmed cannot win." in lead, name
-    assert [each.get_attribute("data-trial") for each in tab.locator("#trials tbody tr[data-trial]").all()] == ["1", "0", "2", "3"]
+    assert [each.get_attribute("data-trial") for each in tab.locator("#trials tbody tr[data-trial]").all()] == [
+        "1",
+        "0",
+        "2",
+        "3",
+    ]
     for name in ("progress", "memory"):
         plot = tab.locator(f"#{name} .plot").first
         plot.locator("path.mark.once").first.wait_for(state="attached")
@@ -314,7 +369,10 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
         assert len(lines) == 2 and sum(float(to) > float(first) for _, to, first in lines) == 1
         assert "measured again, from its first value" in tab.locator(f"#{name} .legend").inner_text()
         assert "measured once" in tab.locator(f"#{name} .legend").inner_text()
-    star, best = (tab.evaluate(f"(({{ y, height }}) => ({{ y, height }}))(document.querySelector('#progress {each}').getBBox())") for each in (".star", "path.best"))
+    star, best = (
+        tab.evaluate(f"(({{ y, height }}) => ({{ y, height }}))(document.querySelector('#progress {each}').getBBox())")
+        for each in (".star", "path.best")
+    )
     # The line of the best so far ends at the winner and does not run above its star.
     assert abs(star["y"] + star["height"] / 2 - best["y"]) < 2
     tab.goto(made[0].as_uri())
@@ -322,9 +380,17 @@ def test_a_winner_that_stands_below_others_is_explained_and_they_are_drawn_as_me
 
 
 def test_of_a_tie_the_roomier_one_wins_and_that_is_said(tab, tmp_path, disk):
-    outcomes = [({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)), ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0))]
-    tab.goto(write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri())
-    assert "Trial 1 is faster than the winner by no more than the error: of equals the one with more free memory wins" in tab.locator("#progress .lead").inner_text()
+    outcomes = [
+        ({"a": 0}, disk.measured(1000.0, peak_memory_mib=100.0)),
+        ({"a": 1}, disk.measured(1010.0, peak_memory_mib=900.0)),
+    ]
+    tab.goto(
+        write_report(disk.write_search(tmp_path / "run", outcomes, {0: [990.0, 1010.0], 1: [1000.0, 1020.0]})).as_uri()
+    )
+    assert (
+        "Trial 1 is faster than the winner by no more than the error: of equals the one with more free memory wins"
+        in tab.locator("#progress .lead").inner_text()
+    )
 
 
 def test_a_spread_that_is_not_known_is_said_to_be_unknown(tab, tmp_path, disk):
@@ -337,10 +403,12 @@ def test_ticks_say_where_they_stand(tab, made):
     """A step of 2.5 is not written as 3, 5, 8, 10."""
     tab.goto(made[0].as_uri())
     script = "".join(f"{asset(f'js/{name}.js')}\n" for name in ("format", "draw/scale"))
-    labels = tab.evaluate(f"() => {{ {script}; return [[0, 20, 9], [0, 2, 9], [0, 2000, 9], [0, 0.02, 9], [0, 10, 5]].map(([a, b, n]) => {{ const s = linear(a, b, 0, 1, n); return s.ticks.map(s.label); }}); }}")
+    labels = tab.evaluate(
+        f"() => {{ {script}; return [[0, 20, 9], [0, 2, 9], [0, 2000, 9], [0, 0.02, 9], [0, 10, 5]].map(([a, b, n]) => {{ const s = linear(a, b, 0, 1, n); return s.ticks.map(s.label); }}); }}"
+    )
     for each in labels:
         values = [float(label.replace(",", "")) for label in each]
-        steps = {round(b - a, 9) for a, b in zip(values, values[1:])}
+        steps = {round(b - a, 9) for a, b in itertools.pairwise(values)}
         assert len(steps) == 1, each
 
 
@@ -373,7 +441,10 @@ def test_numbers_without_measure_break_no_figure(tab, tmp_path, overflow):
     for seed in range(12):
         rng = random.Random(seed)
         statuses = ["ok"] * rng.choice((1, 2, 3)) + ["ok", "oom", "skipped", "crash"] * rng.choice((0, 1, 3))
-        rows = [{"trial": n, "status": status} | {name: rng.choice(NUMBERS) for name in COLUMNS} for n, status in enumerate(statuses)]
+        rows = [
+            {"trial": n, "status": status} | {name: rng.choice(NUMBERS) for name in COLUMNS}
+            for n, status in enumerate(statuses)
+        ]
         with open(tmp_path / "x.csv", "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
@@ -395,7 +466,11 @@ def test_few_trials_no_success_and_none_at_all_are_pages_too(tab, tmp_path, over
         "none": [disk.trial(n, rng, status) for n, status in enumerate((Status.OOM, Status.CRASH, Status.SKIPPED))],
         "empty": [],
     }
-    words = {"one": "the default configuration: nothing else was tried", "none": "None of 3 trials succeeded", "empty": "No trials yet"}
+    words = {
+        "one": "the default configuration: nothing else was tried",
+        "none": "None of 3 trials succeeded",
+        "empty": "No trials yet",
+    }
     for name, trials in cases.items():
         disk.write_run(tmp_path / name, 0, trials=trials)
         tab.goto(write_report(tmp_path / name).as_uri())
@@ -421,7 +496,9 @@ def test_it_prints_on_pages_no_wider_than_paper_with_all_rows_of_the_table(tab, 
     path, trials = made
     tab.goto(path.as_uri())
     # What a browser does around printing, kept as it is then.
-    tab.evaluate("() => { window.printed = 0; addEventListener('beforeprint', () => { window.printed = document.querySelectorAll('#trials tr[data-trial]').length; }); }")
+    tab.evaluate(
+        "() => { window.printed = 0; addEventListener('beforeprint', () => { window.printed = document.querySelectorAll('#trials tr[data-trial]').length; }); }"
+    )
     tab.pdf(path=str(tmp_path / "report.pdf"), format="A4")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert tab.evaluate("window.printed") == len(trials)

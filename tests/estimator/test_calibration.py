@@ -24,13 +24,9 @@ def truth(plain, rng, noise_time=0.08, noise_memory=0.05, factors=None):
     """A cluster that differs from the estimate by factors on its terms, and scatters."""
     table = plain.table(CONFIGS)
     factors = factors or {"time.matmul": 1.3, "time.tensor parallel": 1.6, "memory.activations": 1.25}
-    time = sum(
-        value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("time.")
-    )
+    time = sum(value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("time."))
     memory = sum(
-        value * factors.get(name, 1.0)
-        for name, value in table.breakdown.items()
-        if name.startswith("memory.")
+        value * factors.get(name, 1.0) for name, value in table.breakdown.items() if name.startswith("memory.")
     )
     return (
         time * np.exp(noise_time * rng.standard_normal(len(time))),
@@ -150,9 +146,7 @@ def test_time_alone_is_enough(plain):
     rng = np.random.default_rng(2)
     step, _ = truth(plain, rng)
     given = [
-        Trial(
-            number=0, config=CONFIGS[at], measurement=Measurement(status=Status.OK, step_ms=float(step[at]))
-        )
+        Trial(number=0, config=CONFIGS[at], measurement=Measurement(status=Status.OK, step_ms=float(step[at])))
         for at in range(0, 40, 8)
     ]
     found = plain.calibrate(given)

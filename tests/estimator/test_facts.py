@@ -12,12 +12,12 @@ from redline.models import flops_of
 from torch import nn
 
 SHAPES = {
-    "gpt2": dict(
-        layers=12, hidden=768, heads=12, vocabulary=50257, gated=False, tied=True, positions=1024, biases=True,
-        dropout=True,
-    ),
-    "llama2-7b": dict(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=32000),
-    "llama3-8b": dict(layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256),
+    "gpt2": {
+        "layers": 12, "hidden": 768, "heads": 12, "vocabulary": 50257, "gated": False, "tied": True, "positions": 1024,
+        "biases": True, "dropout": True,
+    },
+    "llama2-7b": {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000},
+    "llama3-8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocabulary": 128256},
 }  # fmt: skip
 
 
@@ -27,9 +27,7 @@ def test_tracing_gives_the_parameters_and_flops_of_the_shape_numbers(name, tmp_p
     traced = trace_facts(workload, precision="bf16", folder=tmp_path)
     shape = ModelFacts.from_shape(**SHAPES[name])
     assert traced.parameters == shape.parameters
-    assert traced.model_flops(workload.seq_len) == pytest.approx(
-        shape.model_flops(workload.seq_len), rel=1e-9
-    )
+    assert traced.model_flops(workload.seq_len) == pytest.approx(shape.model_flops(workload.seq_len), rel=1e-9)
     assert traced.model_flops(workload.seq_len) * workload.seq_len == pytest.approx(flops_of(workload).per_sample)
     assert (traced.vocabulary, traced.tied, traced.blocks) == (shape.vocabulary, shape.tied, shape.blocks)
     block = next(part for part in traced.parts if part.role == "block")
@@ -102,9 +100,7 @@ def test_eager_attention_keeps_scores_and_sdpa_none(tmp_path):
     source = TracedFacts(workload=workload, folder=tmp_path)
     by = {
         name: next(
-            part
-            for part in source.facts(precision="fp32", attention=name, fusion=False).parts
-            if part.role == "block"
+            part for part in source.facts(precision="fp32", attention=name, fusion=False).parts if part.role == "block"
         )
         for name in ("eager", "sdpa")
     }
@@ -119,9 +115,7 @@ def test_fusion_keeps_less_and_moves_less(tmp_path):
     assert fused.notes == plain.notes
     one, other = (next(part for part in each.parts if part.role == "block") for each in (plain, fused))
     assert 0.4 < (other.saved.sequence + other.saved.sharded) / (one.saved.sequence + one.saved.sharded) < 0.9
-    assert (other.traffic.sequence + other.traffic.sharded) < 0.5 * (
-        one.traffic.sequence + one.traffic.sharded
-    )
+    assert (other.traffic.sequence + other.traffic.sharded) < 0.5 * (one.traffic.sequence + one.traffic.sharded)
     assert other.kernels < one.kernels
     assert (other.matmuls, other.parameters) == (one.matmuls, one.parameters)
 

@@ -158,9 +158,7 @@ def test_an_impossible_number_is_named_with_its_file(tmp_path, field, value):
     with pytest.raises(UsageError) as caught:
         Hardware.from_yaml(written(tmp_path, {**FULL, field: value}))
     assert "mine.yaml" in str(caught.value)
-    assert field in str(caught.value) or (
-        isinstance(value, dict) and any(key in str(caught.value) for key in value)
-    )
+    assert field in str(caught.value) or (isinstance(value, dict) and any(key in str(caught.value) for key in value))
 
 
 def test_an_unknown_field_names_the_nearest(tmp_path):

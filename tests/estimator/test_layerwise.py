@@ -53,9 +53,10 @@ def test_where_memory_is_short_something_is_gained_within_the_limit():
     assert layerwise.peak_memory_mib <= request.estimator.memory_limit_mib
     assert layerwise.throughput > uniform.estimate.throughput
     # Fewer blocks are recomputed than in the uniform winner, whose ratio is coarser.
-    assert len(layerwise.checkpointed) < 24 * uniform.config["checkpoint_ratio"] or layerwise.config[
-        "micro_batch"
-    ] != uniform.config["micro_batch"]
+    assert (
+        len(layerwise.checkpointed) < 24 * uniform.config["checkpoint_ratio"]
+        or layerwise.config["micro_batch"] != uniform.config["micro_batch"]
+    )
     assert "layer by layer" in "\n".join(layerwise.lines())
 
 
@@ -115,7 +116,15 @@ def test_the_refined_configuration_is_predicted_as_it_was_reported(asked):
 def estimator(zero=1, pp=1, **more):
     options = {"devices": 8, "seq_len": 2048, "global_batch": 256, **more}
     request = estimate_request(SHAPE, "a100-80gb", fix={"precision": "bf16", "offload": "none"}, **options)
-    base = {"tp": 1, "pp": pp, "zero": zero, "micro_batch": 4, "precision": "bf16", "attention": "sdpa", "fusion": False}
+    base = {
+        "tp": 1,
+        "pp": pp,
+        "zero": zero,
+        "micro_batch": 4,
+        "precision": "bf16",
+        "attention": "sdpa",
+        "fusion": False,
+    }
     return lambda **knobs: request.estimator({**base, **knobs})
 
 
@@ -188,7 +197,7 @@ def test_what_was_learnt_from_a_refined_trial_counts_like_any_other():
 
 
 def test_the_answer_holds_both_beside_each_other():
-    request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
+    _request, found = refined(fix={"tp": 1, "pp": 1, "zero": 1, "micro_batch": 8})
     data = found.to_dict()["layerwise"]
     assert data["gain"] == pytest.approx(data["throughput"] / found.ranked[0].estimate.throughput - 1)
     assert data["config"]["checkpoint_blocks"] and "checkpoint_ratio" not in data["config"]
@@ -201,7 +210,12 @@ def test_a_refinement_that_treats_all_blocks_alike_is_said_to_be_the_uniform_con
     base = {name: value for name, value in mixed.config.items() if name != "checkpoint_blocks"}
 
     def made(checkpointed, gathered=(), **more):
-        config = {**mixed.config, "checkpoint_blocks": "any", **({"gathered_blocks": "any"} if gathered else {}), **more}
+        config = {
+            **mixed.config,
+            "checkpoint_blocks": "any",
+            **({"gathered_blocks": "any"} if gathered else {}),
+            **more,
+        }
         return replace(mixed, config=config, checkpointed=checkpointed, gathered=gathered).amounts_to(24)
 
     every = tuple(range(24))

@@ -22,12 +22,12 @@ def test_measured_memory_lacks_gradients_and_optimizer_state_of_what_is_frozen()
                  "num_attention_heads": 4, "max_position_embeddings": 16}  # fmt: skip
     architecture = Architecture(model_type="bert", arguments=arguments, task="masked")
     made = language_model(architecture, name="wide", spec="wide", seq_len=8, global_batch=1)
-    for lora, made in ((None, made), ("r=1", with_lora(made, Lora(r=1)))):
-        with LocalRunner(made, TrialTerms(device=detect(), threads=1, plan=plan)) as runner:
+    for lora, adapted in ((None, made), ("r=1", with_lora(made, Lora(r=1)))):
+        with LocalRunner(adapted, TrialTerms(device=detect(), threads=1, plan=plan)) as runner:
             done = runner.run(TrialRequest(config=config, number=0))
         assert done.status == "ok", done.reason
         peak[lora] = done.peak_memory_mib
-    weights = sum(each.numel() for each in skeleton(made).parameters()) * 4 / 2**20
+    weights = sum(each.numel() for each in skeleton(adapted).parameters()) * 4 / 2**20
     # All of them: weights, gradients and two values each for AdamW. Adapters: weights, and some MiB of the rest.
     assert peak[None] > 3.9 * weights
     assert peak["r=1"] < 1.9 * weights

@@ -60,7 +60,9 @@ def test_a_rank_that_fails_is_named():
 
 
 def test_a_gpu_is_measured_in_a_process_of_its_own(quick, tmp_path, monkeypatch):
-    gpu = Device(type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset())
+    gpu = Device(
+        type="cuda", name="NVIDIA Unheard-of", count=1, memory_mib=24_000, capability=(9, 0), features=frozenset()
+    )
     asked = []
     written = json.dumps(asdict(measure().to_hardware().but(name="this-machine", kind="cuda")))
     monkeypatch.setattr(measuring, "detect", lambda: gpu)

@@ -25,9 +25,7 @@ def terms(shape=LLAMA2_7B, setup=None, rank="fullest", **config):
     setup = setup or TrainingSetup(seq_len=4096, devices=64, global_batch=4096, **MIXED)
     made = knob_arrays([config], setup)
     variant, _ = next(made.variants())
-    facts = ModelFacts.from_shape(**shape).facts(
-        **dict(zip(("precision", "attention", "fusion", "kernels"), variant))
-    )
+    facts = ModelFacts.from_shape(**shape).facts(**dict(zip(("precision", "attention", "fusion", "kernels"), variant)))
     found = peak_memory(facts, made, setup, Constants(), rank)
     return {name: float(value[0]) for name, value in found.items()}
 
@@ -123,19 +121,14 @@ def test_llama2_7b_under_fsdp_is_what_was_published(gpus, published_mib):
         devices=gpus, seq_len=4096, global_batch=4 * gpus, micro_batch=4, zero=3, checkpoint_ratio=0.875,
         precision="bf16_pure", parameter_dtype="fp32", gradient_dtype="fp32", reserved_memory=False,
     )  # fmt: skip
-    assert Estimator(LLAMA2_7B, "a100-80gb", setup)({}).peak_memory_mib == pytest.approx(
-        published_mib, rel=0.1
-    )
+    assert Estimator(LLAMA2_7B, "a100-80gb", setup)({}).peak_memory_mib == pytest.approx(published_mib, rel=0.1)
 
 
 @pytest.mark.parametrize("knob", ["tp", "zero", "checkpoint_ratio"])
 def test_memory_does_not_grow_with_what_saves_it(knob):
     values = {"tp": [1, 2, 4, 8], "zero": [0, 1, 2, 3], "checkpoint_ratio": [0, 0.25, 0.5, 0.75, 1.0]}[knob]
     for micro, accumulate in ((1, 1), (4, 8)):
-        found = [
-            sum(terms(micro_batch=micro, dp=8, grad_accum=accumulate, **{knob: each}).values())
-            for each in values
-        ]
+        found = [sum(terms(micro_batch=micro, dp=8, grad_accum=accumulate, **{knob: each}).values()) for each in values]
         # ZeRO 2 and 3 add a little for buckets and gathers.
         assert all(later <= earlier * 1.001 for earlier, later in itertools.pairwise(found))
 
@@ -161,21 +154,14 @@ def test_gradients_are_there_only_when_they_are():
     assert terms(GPT2, setup, micro_batch=64)["gradients"] * MIB == 50257 * 768 * 4
     assert terms(GPT2, setup, micro_batch=32)["gradients"] * MIB == 124_439_808 * 4
     # Little to keep: the peak is at the end, with all gradients.
-    assert (
-        terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB
-        == 124_439_808 * 4
-    )
+    assert terms(GPT2, setup.but(global_batch=1, seq_len=16), micro_batch=1)["gradients"] * MIB == 124_439_808 * 4
 
 
 def test_gradient_buckets_are_no_larger_than_the_gradients():
     small = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 256}
-    found = terms(
-        small, TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2
-    )
+    found = terms(small, TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
     assert 0 < found["buffers"] <= found["gradients"]
-    large = terms(
-        setup=TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2
-    )
+    large = terms(setup=TrainingSetup(seq_len=16, devices=2, global_batch=4, precision="fp32"), micro_batch=1, dp=2)
     assert large["buffers"] == pytest.approx(50)
 
 
@@ -229,9 +215,7 @@ def test_a_tied_head_is_in_both_end_stages():
     from redline.estimator.rank import local_parameters
 
     one = np.ones(1)
-    whole = sum(
-        local_parameters(stage, facts, one)[0] for stage in stages(facts, 12, "layers") if stage.first
-    )
+    whole = sum(local_parameters(stage, facts, one)[0] for stage in stages(facts, 12, "layers") if stage.first)
     last = next(stage for stage in stages(facts, 12, "layers") if stage.last)
     assert local_parameters(last, facts, one)[0] > 50257 * 768
     assert whole > 50257 * 768

@@ -13,9 +13,7 @@ from torch import nn
 
 def both(workload, **variant):
     layout = Layout.of(workload)
-    return [
-        trace(workload, layout.blocks, layout.split, every_block=every, **variant) for every in (True, False)
-    ]
+    return [trace(workload, layout.blocks, layout.split, every_block=every, **variant) for every in (True, False)]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ def terms(setup=SETUP, shape=LLAMA2_7B, hardware=A100, constants=None, **config)
     """Terms of the step, s."""
     made = knob_arrays([config], setup)
     variant, _ = next(made.variants())
-    facts = ModelFacts.from_shape(**shape).facts(
-        **dict(zip(("precision", "attention", "fusion", "kernels"), variant))
-    )
+    facts = ModelFacts.from_shape(**shape).facts(**dict(zip(("precision", "attention", "fusion", "kernels"), variant)))
     found = step_time(facts, made, setup, hardware, constants or Constants())
     return {name: float(value[0]) / 1e3 for name, value in found.items()}
 
@@ -74,9 +72,7 @@ SMALL = {"layers": 8, "hidden": 128, "heads": 4, "vocabulary": 1000}
 
 def test_on_a_core_of_their_own_ranks_of_a_pipeline_idle_on_a_shared_one_another_computes():
     config = {"pp": 2, "micro_batch": 4}
-    apart, shared = (
-        terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, **config) for cores in (2, 1)
-    )
+    apart, shared = (terms(ON_CPU, SMALL, SHARED.but(cores=cores), CPU, **config) for cores in (2, 1))
     assert apart["bubble"] > 0 == shared["bubble"]
     assert sum(shared.values()) < sum(apart.values())
     # Nothing is computed twice or less: what the stages have to do is shared out evenly.
@@ -163,6 +159,7 @@ def test_shards_are_gathered_block_by_block_and_each_block_waits_anew():
 
 def test_all_reduced_and_scattered_gradients_hide_behind_the_backward_as_the_framework_lets_them():
     setup = SETUP.but(devices=8, global_batch=64, overlap_gradients=True)
+
     def exposed(zero, **changed):  # fmt: skip
         return terms(setup, constants=Constants(**changed), dp=8, zero=zero, micro_batch=8)["data parallel"]
 
@@ -211,9 +208,7 @@ def test_interleaving_divides_the_bubble():
 
 
 def test_recomputation_is_the_share_of_the_forward_that_is_checkpointed():
-    none, half, whole = (
-        terms(dp=8, micro_batch=1, checkpoint_ratio=ratio)["recomputation"] for ratio in (0, 0.5, 1)
-    )
+    none, half, whole = (terms(dp=8, micro_batch=1, checkpoint_ratio=ratio)["recomputation"] for ratio in (0, 0.5, 1))
     assert none == 0
     assert whole == pytest.approx(2 * half)
     products = terms(dp=8, micro_batch=1)["matmul"]
@@ -221,18 +216,14 @@ def test_recomputation_is_the_share_of_the_forward_that_is_checkpointed():
 
 
 def test_accumulating_is_what_it_is_called():
-    short, long = (
-        terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n)["matmul"] for n in (2, 16)
-    )
+    short, long = (terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n)["matmul"] for n in (2, 16))
     assert long == pytest.approx(8 * short)
 
 
 def test_gradients_are_reduced_once_a_step_below_zero_2_and_every_micro_batch_above():
     reduced = {
         zero: [
-            terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)[
-                "data parallel"
-            ]
+            terms(SETUP.but(global_batch=8 * n), dp=8, micro_batch=1, grad_accum=n, zero=zero)["data parallel"]
             for n in (1, 8)
         ]
         for zero in (0, 1, 2)
@@ -303,9 +294,7 @@ def test_a_small_model_waits_for_the_host():
 
 
 def test_fusion_moves_less_memory():
-    assert (
-        terms(dp=8, micro_batch=2, fusion=True)["memory-bound"] < terms(dp=8, micro_batch=2)["memory-bound"]
-    )
+    assert terms(dp=8, micro_batch=2, fusion=True)["memory-bound"] < terms(dp=8, micro_batch=2)["memory-bound"]
 
 
 def test_an_offloaded_optimizer_costs_time_in_place_of_memory():
@@ -393,9 +382,7 @@ def test_a_bare_machine_is_enough():
         intra_node=Link(name="none", gb_per_s=1, latency_us=1), inter_node=Link(name="none", gb_per_s=1, latency_us=1),
     )  # fmt: skip
     tiny = {"layers": 2, "hidden": 32, "heads": 2, "vocabulary": 64}
-    found = Estimator(tiny, hardware, TrainingSetup(seq_len=16, global_batch=4, precision="fp32"))(
-        {"micro_batch": 2}
-    )
+    found = Estimator(tiny, hardware, TrainingSetup(seq_len=16, global_batch=4, precision="fp32"))({"micro_batch": 2})
     assert 0 < found.step_ms < 1000
     assert sorted(name for name in found.breakdown if name.startswith("time.")) == sorted(
         f"time.{name}" for name in TIME_TERMS

@@ -22,7 +22,11 @@ def fuzz(whole, root, seeds):
         said = damage(run, random.Random(seed))
         try:
             refused = read_everything(run, whole)
-            (line,) = serve_everything(root).values() if any((run / name).exists() for name in ("run.yaml", "trials.csv")) else [{}]
+            (line,) = (
+                serve_everything(root).values()
+                if any((run / name).exists() for name in ("run.yaml", "trials.csv"))
+                else [{}]
+            )
         except Exception as error:
             raise AssertionError(f"seed {seed}: {', '.join(said)}") from error
         left_out += bool(line.get("problems") or any(each.startswith("show") for each in refused))
@@ -97,7 +101,11 @@ OTHERS = [
 
 def test_a_callables_own_knobs_may_have_the_names_of_standard_ones(tmp_path):
     names = {name: None for each in OTHERS for name in each}
-    asked = {"model": "fn", "workload": {"callable": "fn"}, "space": {"knobs": [{"name": name, "values": ["a"]} for name in names]}}
+    asked = {
+        "model": "fn",
+        "workload": {"callable": "fn"},
+        "space": {"knobs": [{"name": name, "values": ["a"]} for name in names]},
+    }
     run = make_run(tmp_path / "run", asked | {"devices": ASKED["devices"]}, OTHERS)
     document(Source.read(run))
     view = View(run)

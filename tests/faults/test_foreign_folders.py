@@ -35,7 +35,9 @@ def read_all_ways(run):
 
 def redline(*arguments, cwd):
     code = "import sys; from redline.tuner.cli import main; main(sys.argv[1:])"
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, timeout=300
+    )
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -131,7 +133,10 @@ def test_links_out_of_a_run_are_not_read(whole, tmp_path, name):
     assert any("symbolic link" in each for each in problems)
 
 
-@pytest.mark.parametrize("name", [".trials.csv.tmp", ".best.yaml.tmp", ".run.yaml.tmp", ".reserve", ".lock", "study.log", "logs", "logs/9.log"])
+@pytest.mark.parametrize(
+    "name",
+    [".trials.csv.tmp", ".best.yaml.tmp", ".run.yaml.tmp", ".reserve", ".lock", "study.log", "logs", "logs/9.log"],
+)
 def test_links_in_out_are_not_followed_when_writing(whole, tmp_path, name):
     run, victim = copied(whole, tmp_path / "run"), tmp_path / "victim"
     if name == "logs":

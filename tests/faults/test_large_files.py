@@ -137,7 +137,9 @@ def many_attributes(run):
     """One trial to which another attribute is added again and again: copying all of them each time takes for ever."""
     with open(run / "study.log", "a") as file:
         for number in range(60_000):
-            file.write(json.dumps({"op_code": 8, "worker_id": "x", "trial_id": 8, "user_attr": {f"a{number}": 1}}) + "\n")
+            file.write(
+                json.dumps({"op_code": 8, "worker_id": "x", "trial_id": 8, "user_attr": {f"a{number}": 1}}) + "\n"
+            )
 
 
 def small_lists(run):

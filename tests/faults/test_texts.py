@@ -20,7 +20,12 @@ FORMULAS = ["=1+1", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "'=1", "''-x", "'", "=
 
 
 def failed(reason):
-    return Trial(number=0, config={"a": reason}, sampler=reason, measurement=Measurement(status=Status.CRASH, reason=reason, unit=reason))
+    return Trial(
+        number=0,
+        config={"a": reason},
+        sampler=reason,
+        measurement=Measurement(status=Status.CRASH, reason=reason, unit=reason),
+    )
 
 
 def is_plain(text):
@@ -65,7 +70,9 @@ def test_no_cell_is_a_formula_and_each_comes_back_as_it_was(text, tmp_path):
     assert [columns[name] for name in ("reason", "sampler", "unit", "knob.a")] == [[text]] * 4
     assert read_table(tmp_path / "trials.csv")[0].reason[0] == text
     shown = listing.write([trial], ["reason", "knob.a"], "csv")
-    assert all(not cell.startswith(("=", "+", "-", "@", "\t")) for cells in csv.reader(io.StringIO(shown)) for cell in cells)
+    assert all(
+        not cell.startswith(("=", "+", "-", "@", "\t")) for cells in csv.reader(io.StringIO(shown)) for cell in cells
+    )
 
 
 def test_negative_numbers_stay_numbers():

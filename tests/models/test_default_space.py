@@ -116,9 +116,7 @@ def test_without_a_compiler_there_is_no_fusion(cpu, compiler):
 
 def test_flash_attention_needs_half_precision(cuda, compiler, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name))
     space = default_space(workload("gpt2"), cuda())
     assert "flash_attention_2" in values(space)["attention"]
     assert space.config(attention="flash_attention_2", precision="bf16")
@@ -134,9 +132,7 @@ def test_the_default_is_what_the_trainer_runs(cpu, compiler, name):
     default = default_space(workload(name), cpu).default()
     assert default["micro_batch"] == fields["per_device_train_batch_size"].default == 8
     assert default["fused_optimizer"] is (fields["optim"].default == "adamw_torch_fused")
-    assert (
-        default["precision"] == "fp32" and fields["bf16"].default is False and fields["fp16"].default is False
-    )
+    assert default["precision"] == "fp32" and fields["bf16"].default is False and fields["fp16"].default is False
     assert default["checkpoint_ratio"] == 0 and not fields["gradient_checkpointing"].default
     assert default["fusion"] is fields["torch_compile"].default is False
     assert default["attention"] == ("eager" if name == "gpt-neo-1.3b" else "sdpa")
@@ -195,9 +191,10 @@ def test_every_order_of_a_pipeline_is_there_with_what_it_asks_for(cpu, compiler)
 def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reasons(cpu, compiler):
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
     reasons = {each.text: each.reason for each in space.constraints}
-    assert "each of 16 stages needs a repeated block, but the model has 8" in reasons[
-        "(pp != 4) | (virtual_stages not in [4])"
-    ]
+    assert (
+        "each of 16 stages needs a repeated block, but the model has 8"
+        in reasons["(pp != 4) | (virtual_stages not in [4])"]
+    )
     for knobs, why in (
         ({"pipeline_schedule": "zbv", "virtual_stages": 4, "pp": 2}, "zbv runs 2 model chunks"),
         ({"pipeline_schedule": "1f1b", "virtual_stages": 2, "pp": 2}, "1f1b runs 1 model chunk"),
@@ -265,9 +262,7 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
     task = workload("llama2-7b", global_batch=96)
     space = default_space(task, cuda(count=8), 32)
     assert space["hsdp"].values == (1, 2, 4) and space["hsdp"].default == 1
-    found = {
-        (each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1
-    }
+    found = {(each["tp"], each["pp"], each["hsdp"]) for each in space.sample(5000, seed=0) if each.get("hsdp", 1) > 1}
     # As many groups as the replicas of a stage have hosts, and two replicas or more on each.
     assert found == {(tp, pp, 4 // pp) for tp in (1, 2, 4) for pp in (1, 2)}
     for knobs, why in (
@@ -281,13 +276,13 @@ def test_pieces_are_cut_within_hosts_only_where_replicas_are_on_several(cuda, co
 
 def test_where_replicas_are_not_on_several_hosts_there_is_a_reason(cpu, cuda, compiler):
     task = workload("gpt2-tiny", global_batch=96)
-    for device, devices, why in (
+    for device, count, why in (
         (cuda(count=8), 8, "the 8 devices are on one host"),
         (cuda(count=1), 4, "each of the 4 devices is on a host of its own"),
         (cpu, 4, "which ranks share a host is not known of CPUs"),
     ):
-        assert "hsdp" not in default_space(task, device, devices).by_name
-        assert parallel.no_hsdp(devices, device) == why
+        assert "hsdp" not in default_space(task, device, count).by_name
+        assert parallel.no_hsdp(count, device) == why
 
 
 def test_a_gpu_can_keep_optimizer_state_in_host_memory(cuda, compiler):

@@ -14,9 +14,7 @@ BERT = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "num_at
 
 
 def test_a_folder_and_its_config_json_are_the_same_workload(folder):
-    path = folder(
-        "my-model", **GPT2, architectures=["GPT2LMHeadModel"], dtype="bfloat16", transformers_version="9"
-    )
+    path = folder("my-model", **GPT2, architectures=["GPT2LMHeadModel"], dtype="bfloat16", transformers_version="9")
     of_folder, of_file = workload(str(path)), workload(path / "config.json")
     assert of_folder.id == of_file.id
     assert of_folder.name == of_file.name == "my-model"
@@ -40,9 +38,7 @@ def test_a_folder_of_a_preset_s_shape_is_another_spelling_of_it(folder):
 def test_the_task_is_that_of_the_named_class(folder, architectures, task):
     made = workload(folder(**BERT, architectures=architectures))
     assert made.model.task == task
-    assert (
-        type(made.build_model()).__name__ == {"masked": "BertForMaskedLM", "causal": "BertLMHeadModel"}[task]
-    )
+    assert type(made.build_model()).__name__ == {"masked": "BertForMaskedLM", "causal": "BertLMHeadModel"}[task]
 
 
 def test_a_family_without_a_schedule_of_its_own_is_scheduled_by_what_repeats(folder, cpu):
@@ -120,17 +116,13 @@ def test_an_unknown_name_comes_with_the_nearest():
 
 
 def test_code_that_comes_with_a_model_is_never_run(folder):
-    path = folder(
-        model_type="mine", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    )
+    path = folder(model_type="mine", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
     (path / "evil.py").write_text("open(__file__ + '.ran', 'w')\n")
     with pytest.raises(WorkloadError, match="code that comes with a model is not run"):
         workload(path)
     assert not (path / "evil.py.ran").exists()
     # A known type with a map of its own is built by transformers' own code.
-    assert (
-        workload(folder(**GPT2, auto_map={"AutoModelForCausalLM": "evil.Model"})).model.model_type == "gpt2"
-    )
+    assert workload(folder(**GPT2, auto_map={"AutoModelForCausalLM": "evil.Model"})).model.model_type == "gpt2"
 
 
 @pytest.fixture
@@ -152,9 +144,7 @@ def test_without_a_network_a_hub_id_fails_at_once_and_says_so(hub, monkeypatch):
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{port}")
-    with pytest.raises(
-        WorkloadError, match=r"'owner/no-such-model' .*127\.0\.0\.1 cannot be reached.*give a folder"
-    ):
+    with pytest.raises(WorkloadError, match=r"'owner/no-such-model' .*127\.0\.0\.1 cannot be reached.*give a folder"):
         workload("owner/no-such-model")
 
 
@@ -187,9 +177,7 @@ def test_attentions_are_those_of_the_architecture_and_the_device(small, cpu, cud
     import importlib.util
 
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "flash_attn" else found(name))
     assert small("llama").model.attentions(cuda()) == ("sdpa", "eager", "flash_attention_2")
     assert small("llama").model.attentions(cuda((7, 5))) == ("sdpa", "eager")
     assert small("llama").model.attentions(cpu) == ("sdpa", "eager")

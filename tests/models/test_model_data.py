@@ -133,9 +133,9 @@ def with_tokenizer(folder):
         vocabulary = {"[UNK]": 0, "[MASK]": 5, **{word: 10 + number for number, word in enumerate(words)}}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="[UNK]", mask_token="[MASK]"
-        ).save_pretrained(path)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", mask_token="[MASK]").save_pretrained(
+            path
+        )
         return path
 
     return make

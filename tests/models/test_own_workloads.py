@@ -127,9 +127,7 @@ def first_loss(made, **knobs):
 def test_model_batch_and_loss_are_enough(cpu, seed):
     made = workload(own())
     space = make_space(made, cpu)
-    assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {
-        k.name for k in space.knobs
-    }
+    assert {"micro_batch", "checkpoint_ratio", "precision", "fused_optimizer"} <= {k.name for k in space.knobs}
     assert "attention" not in {k.name for k in space.knobs}
     assert (made.unit, made.name) == ("samples/s", "Net")
     for config in space.sample(6, seed=1):
@@ -319,9 +317,7 @@ def test_a_schedule_or_a_space_that_fails_is_told_with_its_line(cpu):
     def absent(sch, config):
         sch["blocks.0"] if config["no_such_knob"] else None
 
-    with pytest.raises(
-        WorkloadError, match=r"schedule\(sch, config\) failed: .*py:\d+: KeyError: 'no_such_knob'"
-    ):
+    with pytest.raises(WorkloadError, match=r"schedule\(sch, config\) failed: .*py:\d+: KeyError: 'no_such_knob'"):
         make_space(own(schedule=absent), cpu)
     with pytest.raises(WorkloadError, match=r"space\(device\) failed: .*py:\d+: ZeroDivisionError"):
         make_space(own(space=lambda device: 1 // 0), cpu)
@@ -402,9 +398,7 @@ def test_a_loss_over_pairs_of_samples_is_no_sum():
 
 
 def test_an_optimizer_that_is_no_optimizer_is_refused():
-    with pytest.raises(
-        WorkloadError, match=r"optimizer must return a torch\.optim\.Optimizer, but returned list"
-    ):
+    with pytest.raises(WorkloadError, match=r"optimizer must return a torch\.optim\.Optimizer, but returned list"):
         Training(own(optimizer=list), {}, CPU)
 
 

@@ -233,7 +233,7 @@ def test_the_trainer_checkpoints_a_share_where_it_can(ratio, expected, stated):
 
 
 def test_deepspeeds_batch_is_micro_times_accumulation_times_replicas():
-    made, notes = parsed("deepspeed", **{**ONE_STAGE, "offload": "none"})
+    made, _notes = parsed("deepspeed", **{**ONE_STAGE, "offload": "none"})
     assert made["train_micro_batch_size_per_gpu"] == 4
     assert made["gradient_accumulation_steps"] == 2
     assert made["train_batch_size"] == 4 * 2 * 4
@@ -272,13 +272,11 @@ def test_torchtitan_splits_the_local_batch_into_the_pipelines_micro_batches():
 
 
 def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
-    given, notes = flags("megatron", {"NUM_LAYERS": "32"}, **FULL)
+    given, _notes = flags("megatron", {"NUM_LAYERS": "32"}, **FULL)
     assert value(given, "--recompute-num-layers") == "4"  # a quarter of 32 layers over 2 stages
     assert value(given, "--recompute-method") == "block"
     assert value(given, "--micro-batch-size") == "4" and value(given, "--global-batch-size") == "32"
-    assert {"--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--optimizer-cpu-offload"} <= set(
-        given
-    )
+    assert {"--bf16", "--sequence-parallel", "--use-distributed-optimizer", "--optimizer-cpu-offload"} <= set(given)
     assert value(given, "--attention-backend") == "unfused"
     given, _ = flags("megatron", micro_batch=1, grad_accum=1, checkpoint_ratio=1.0, dp=2, zero=3)
     assert value(given, "--recompute-method") == "uniform"
@@ -288,9 +286,7 @@ def test_megatron_recomputes_the_same_number_of_layers_in_each_stage():
 
 def test_the_order_of_a_pipeline_is_kept_or_stated():
     for kind, word in (("1f1b", "1F1B"), ("gpipe", "GPipe")):
-        given, _ = flags(
-            "torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind
-        )
+        given, _ = flags("torchtitan", environment={"MODULE": "m", "CONFIG": "c"}, pp=2, pipeline_schedule=kind)
         assert value(given, "--parallelism.pipeline_parallel_schedule") == word
         for target in ("deepspeed", "megatron"):
             notes = render(target, trial(pp=2, pipeline_schedule=kind), DOCUMENT).notes
@@ -349,9 +345,7 @@ def test_adapters_are_carried_over_or_stated(target):
 
 def test_env_is_read_back_by_a_shell():
     made = render("env", trial(**FULL), DOCUMENT)
-    script = (
-        made.text + 'echo "$REDLINE_MICRO_BATCH $REDLINE_FUSION $REDLINE_CHECKPOINT_RATIO $REDLINE_DEVICES"'
-    )
+    script = made.text + 'echo "$REDLINE_MICRO_BATCH $REDLINE_FUSION $REDLINE_CHECKPOINT_RATIO $REDLINE_DEVICES"'
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert out == "4 true 0.25 16\n"
 
@@ -367,7 +361,7 @@ def test_hostile_names_stay_data(target, form, tmp_path):
     elif form == "python":
         space = {}
         exec(compile(made.text.split("import argparse")[0], "x", "exec"), space)
-        head, _, tail = made.text.partition("\nMODEL = ")
+        _head, _, tail = made.text.partition("\nMODEL = ")
         exec(compile("MODEL = " + tail.partition("\n\n\ndef main")[0], "x", "exec"), space)
         assert space["MODEL"] == name and space["CONFIG"]["attention"] == name
     else:
@@ -434,9 +428,7 @@ def test_the_winner_or_any_trial_is_chosen():
 @pytest.mark.parametrize("status", [each for each in Status if each is not Status.OK])
 def test_a_trial_that_did_not_run_to_its_end_is_exported_by_force_only(status):
     trials = [trial(0, micro_batch=1), trial(1, status, micro_batch=2)]
-    with pytest.raises(
-        UsageError, match=f"trial 1 did not run to its end, it ended as {status} .it went wrong."
-    ):
+    with pytest.raises(UsageError, match=f"trial 1 did not run to its end, it ended as {status} .it went wrong."):
         chosen_trial(trials, 1)
     assert chosen_trial(trials, 1, force=True).number == 1
 
@@ -466,13 +458,9 @@ def test_every_header_says_what_is_not_what_it_seems(target, form, case):
     assert any(said in note for note in made.notes)
     if made.comments_inside:
         head = made.text.partition("Not carried over")[0]
-        assert said in " ".join(
-            head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split()
-        )
+        assert said in " ".join(head.replace('"', " ").replace("\n", " ").replace("#", " ").replace(",  ", " ").split())
     plain_one = render(target, trial(micro_batch=1, grad_accum=1), DOCUMENT, form=form)
-    assert not any(
-        each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "another training")
-    )
+    assert not any(each in plain_one.text + " ".join(plain_one.notes) for each in ("simulated", "another training"))
 
 
 def test_lossy_values_of_a_space_of_ones_own_are_marked_too():
@@ -497,9 +485,7 @@ def test_nothing_simulated_is_called_measured(target, form):
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_plain_files_of_a_simulated_run_hold_predictions(form):
     made = yaml.safe_load(render(form, trial(micro_batch=1), SIMULATED).text)
-    assert (
-        made["simulated"] is True and made["predicted"]["throughput"] == 1000.0 and "measurement" not in made
-    )
+    assert made["simulated"] is True and made["predicted"]["throughput"] == 1000.0 and "measurement" not in made
     made = yaml.safe_load(render(form, trial(micro_batch=1), DOCUMENT).text)
     assert made["measurement"]["throughput"] == 1000.0 and not {"simulated", "predicted"} & set(made)
 
@@ -509,7 +495,7 @@ GROUPS = {"dp": 8, "zero": 3, "hsdp": 2, "micro_batch": 1, "grad_accum": 2}
 
 def test_groups_of_replicas_are_written_where_there_are_such_and_stated_where_not():
     given, notes = flags("torchtitan", **GROUPS)
-    pairs = dict(zip(given, given[1:]))
+    pairs = dict(itertools.pairwise(given))
     assert pairs["--parallelism.data_parallel_replicate_degree"] == "2"
     assert pairs["--parallelism.data_parallel_shard_degree"] == "4"
     assert "hsdp=2: torchtitan sums gradients between hosts with every micro-batch" in notes

@@ -83,10 +83,7 @@ def test_the_version_is_that_of_the_extra_and_of_the_documentation(target):
     root = Path(redline.__file__).parent
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
-    pins = [
-        line.partition(";")[0].strip()
-        for line in settings["options.extras_require"]["frameworks"].splitlines()
-    ]
+    pins = [line.partition(";")[0].strip() for line in settings["options.extras_require"]["frameworks"].splitlines()]
     assert f"{package}=={version}.*" in pins
     page = (root / "docs" / "exports.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith(f"| `{target}` |")]
@@ -141,9 +138,7 @@ def test_accelerate_loads_its_config(name, tmp_path):
     if config.get("tp", 1) > 1 or config.get("hsdp", 1) > 1:
         from accelerate import ParallelismConfig
 
-        sizes = {
-            key.removeprefix("parallelism_config_"): size for key, size in loaded.parallelism_config.items()
-        }
+        sizes = {key.removeprefix("parallelism_config_"): size for key, size in loaded.parallelism_config.items()}
         made = ParallelismConfig(**sizes)
         assert made.total_size == loaded.num_processes
         assert made.dp_replicate_size == config.get("hsdp", 1)
@@ -179,18 +174,11 @@ def test_accelerate_launches_on_the_hosts_there_are(tmp_path):
     path = tmp_path / "config.yaml"
     asked = {**DOCUMENT["asked"], "devices": {"type": "cuda", "used": 64, "per_host": 8}}
     config = {"micro_batch": 1, "grad_accum": 1, "dp": 64, "zero": 3, "precision": "bf16"}
-    made = render(
-        "accelerate", Trial(number=0, config=config, measurement=None), {"asked": asked}, file=str(path)
-    )
+    made = render("accelerate", Trial(number=0, config=config, measurement=None), {"asked": asked}, file=str(path))
     path.write_text(made.text)
     loaded = load_config_from_file(str(path))
     assert (loaded.num_machines, loaded.num_processes, loaded.main_process_ip) == (8, 64, "FIRST-HOST")
-    line = (
-        made.use[1]
-        .replace("$NODE_RANK", "3")
-        .replace("$MASTER_ADDR", "n1")
-        .replace("${MASTER_PORT:-29500}", "4321")
-    )
+    line = made.use[1].replace("$NODE_RANK", "3").replace("$MASTER_ADDR", "n1").replace("${MASTER_PORT:-29500}", "4321")
     program, command, *arguments = shlex.split(line)
     assert (program, command) == ("accelerate", "launch")
     given, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
@@ -384,9 +372,7 @@ for name, (path, replicas, started) in json.loads(sys.argv[1]).items():
         if name != "tp, pp, dp":  # which is refused
             config = export("deepspeed", name, path)
             (start,) = (
-                line
-                for line in json.loads(path.read_text())["_comment"]
-                if line.startswith("Start: deepspeed ")
+                line for line in json.loads(path.read_text())["_comment"] if line.startswith("Start: deepspeed ")
             )
             asked[name] = [str(path), config.get("dp", 1), start.split()[2:]]
     return results(code, asked, folder)
@@ -401,7 +387,7 @@ def test_deepspeed_accepts_its_config(name, deepspeed_reads):
     assert made["stage"] == config.get("zero", 0)
     assert made["bf16"] is (config.get("precision") in ("bf16", "bf16_pure"))
     assert bool(made["offload"]) is (config.get("offload") == "optimizer")
-    assert made["tp"] == (config["tp"] if "tp" in config else 0)
+    assert made["tp"] == (config.get("tp", 0))
     assert made["stages"] == config.get("pp", "auto")
     assert (made["clipping"], made["timers"]) == (0.0, False)
     kind, settings = made["optimizer"]
@@ -705,9 +691,7 @@ def test_megatron_is_told_the_models_sizes(model):
     assert made.group_query_attention is (groups != configuration.num_attention_heads)
 
 
-@pytest.mark.parametrize(
-    "model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"]
-)
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3.2-1b", "qwen2-7b", "qwen3-0.6b", "mistral-7b", "gpt2"])
 def test_megatrons_model_has_the_parameters_of_the_preset(model):
     """Counted from the flags as Megatron's GPT has them."""
     made = parse(megatron_arguments(model, "one device")[0])
@@ -747,9 +731,7 @@ def test_what_megatron_cannot_be_told_of_a_model_is_stated():
         asked = {**DOCUMENT["asked"], "shape": shape_of(architecture(model))}
         return " ".join(render("megatron", trial, {"asked": asked}).notes)
 
-    assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes(
-        "llama3-8b"
-    )
+    assert "no parallel residual" in notes("gpt-neox-20b") and "no parallel residual" not in notes("llama3-8b")
     assert "of the family opt only the sizes are known" in notes("opt-350m")
     assert "pp=3: 32 layers are no multiple of the stages" in notes("llama3-8b", pp=3)
     assert "no multiple" not in notes("llama3-8b", pp=4)

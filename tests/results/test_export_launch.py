@@ -69,9 +69,7 @@ def test_sixty_four_devices_are_eight_hosts_of_eight(target):
         )
         assert '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR"' in text
         return
-    assert f"--nnodes {hosts} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in text.replace(
-        '\\"', '"'
-    )
+    assert f"--nnodes {hosts} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in text.replace('\\"', '"')
 
 
 @pytest.mark.parametrize("target", STARTED)
@@ -184,9 +182,7 @@ def test_a_batch_script_starts_every_host_with_its_number(target, tmp_path):
     run = stage(tmp_path, target, text)
     binding, *seen = run("--more", "a b", SLURM_JOB_NODELIST="n[1-8]", SLURM_NNODES=str(hosts))
     assert binding == "--cpu-bind=none"
-    assert [line.rpartition("|")[2] for line in seen] == [
-        f"MASTER_ADDR=n1 NODE_RANK={rank}" for rank in range(hosts)
-    ]
+    assert [line.rpartition("|")[2] for line in seen] == [f"MASTER_ADDR=n1 NODE_RANK={rank}" for rank in range(hosts)]
     called = seen[0].split("|")
     assert called[0] == ("accelerate" if target == "accelerate" else "torchrun")
     assert called[called.index("--more") + 1] == "a b"
@@ -245,8 +241,7 @@ def test_one_host_is_a_master_without_workers():
     _, job = yaml.safe_load_all(made("python", "kubernetes", tp=1, pp=1, dp=8).text)
     assert set(job["spec"]["pytorchReplicaSpecs"]) == {"Master"}
     assert (
-        "nnodes"
-        not in job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][2]
+        "nnodes" not in job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"][2]
     )
 
 
@@ -268,9 +263,7 @@ def test_on_cpus_no_gpus_are_asked_for():
 
 
 @pytest.mark.parametrize("target", ["python", "trainer", "accelerate", "deepspeed", "lightning"])
-@pytest.mark.parametrize(
-    ("cores", "ranks", "each"), [(16, 2, 8), (2, 2, None), (2, 4, None), (16, 1, None)]
-)
+@pytest.mark.parametrize(("cores", "ranks", "each"), [(16, 2, 8), (2, 2, None), (2, 4, None), (16, 1, None)])
 def test_ranks_on_a_cpu_have_the_threads_they_were_measured_with(target, cores, ranks, each):
     """torchrun itself gives one to each of several ranks, and all to one alone."""
     devices = {"type": "cpu", "used": ranks, "per_host": ranks}

@@ -130,9 +130,7 @@ def test_a_table_that_cannot_be_written_is_one_warning_and_made_up_for_later(tmp
     assert list(read_table(tmp_path / "trials.csv")[0]["trial"]) == [0, 1, 2, 3, 4]
 
 
-def test_a_ledger_at_its_file_size_limit_fails_loudly_and_stays_whole(
-    tmp_path, open_run, point, ok, in_child
-):
+def test_a_ledger_at_its_file_size_limit_fails_loudly_and_stays_whole(tmp_path, open_run, point, ok, in_child):
     def run_into_the_limit():
         run = open_run(tmp_path, warn=lambda message: None)
         for number in range(2):

@@ -31,9 +31,7 @@ def written(tmp_path, make_config, ok, oom):
     def reopen(data, folder):
         folder.mkdir()
         (folder / "study.log").write_bytes(data)
-        return Ledger.open(
-            folder / "study.log", name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config
-        )
+        return Ledger.open(folder / "study.log", name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config)
 
     return path.read_bytes(), sizes, reopen
 
@@ -118,9 +116,7 @@ def test_damage_in_the_middle_is_reported_and_left_as_it_is(bad, written, tmp_pa
     assert [each.name for each in (tmp_path / "bad").iterdir()] == ["study.log"]
 
 
-def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(
-    tmp_path, knobs, make_config, point, monkeypatch
-):
+def test_the_lock_of_a_killed_process_does_not_hold_up_the_next(tmp_path, knobs, make_config, point, monkeypatch):
     path = tmp_path / "study.log"
     Ledger.open(path, name="a", metadata={"run": "1"}, knobs=knobs, make_config=make_config).close()
     os.symlink(str(path), f"{path}.lock")
@@ -151,9 +147,7 @@ def test_records_that_belong_together_are_one_write(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "study.log")
     writes = []
     append = journal._append
-    monkeypatch.setattr(
-        journal, "_append", lambda records, **more: (writes.append(records), append(records, **more))
-    )
+    monkeypatch.setattr(journal, "_append", lambda records, **more: (writes.append(records), append(records, **more)))
     journal.append_logs([{"a": 1}])
     with journal.together():
         journal.append_logs([{"b": 1}])
@@ -166,9 +160,7 @@ def test_records_that_belong_together_are_one_write(tmp_path, monkeypatch):
     assert list(journal.read_logs(0)) == [{"a": 1}, {"b": 1}, {"c": 1}, {"e": 1}]
 
 
-def test_a_relative_path_works_from_wherever_the_process_goes(
-    tmp_path, monkeypatch, knobs, make_config, point
-):
+def test_a_relative_path_works_from_wherever_the_process_goes(tmp_path, monkeypatch, knobs, make_config, point):
     monkeypatch.chdir(tmp_path)
     ledger = Ledger.open("study.log", name="a", metadata={}, knobs=knobs, make_config=make_config)
     monkeypatch.chdir("/")

@@ -29,9 +29,15 @@ ALL = Measurement(
     probe=Probe(
         quiet=Computed(loss=10.8, gradient=2.5, blocks=(1.5, 2.0), vectors=(0.1, 0.2, 0.3), samples=4),
         step=Computed(loss=10.7, gradient=1.0, blocks=(0.5, 0.6), vectors=(0.1, 0.2, 0.3), samples=32),
-        logits=(0.25, -1.5), noise=0.25, noise_numbers=64, still=("a.weight",), brought=("b",), depth=7,
-        roundoff=2.0**-8, loss_roundoff=2.0**-24,
-    ),  # fmt: skip
+        logits=(0.25, -1.5),
+        noise=0.25,
+        noise_numbers=64,
+        still=("a.weight",),
+        brought=("b",),
+        depth=7,
+        roundoff=2.0**-8,
+        loss_roundoff=2.0**-24,
+    ),
     started=1.7e9,
     seconds_total=4.0,
     seconds_overhead=0.5,

@@ -55,9 +55,7 @@ def check_what_travels(zero, fields):
     with pytest.MonkeyPatch.context() as patch:
         changed(patch, **fields)
         config = {**CONFIG, "zero": zero}
-        training = Training(
-            numerics.tiny("llama"), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2
-        )
+        training = Training(numerics.tiny("llama"), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
         patch.setattr(dist, "all_reduce", noted(dist.all_reduce))
         for name in ("all_gather_single", "all_gather_into_tensor"):
             if hasattr(dist, name):
@@ -88,7 +86,9 @@ def test_estimates_follow(monkeypatch):
 def exported(target, shape=None, **config):
     done = Measurement(status=Status.OK, throughput=1.0, unit="tokens/s", devices=2)
     trial = Trial(number=0, config={**CONFIG, **config}, sampler="bayes", measurement=done)
-    document = {"asked": {"model": "llama3-8b", "shape": shape, "seq_len": 128, "global_batch": 8, "devices": {"used": 2}}}
+    document = {
+        "asked": {"model": "llama3-8b", "shape": shape, "seq_len": 128, "global_batch": 8, "devices": {"used": 2}}
+    }
     return render(target, trial, document)
 
 
@@ -120,9 +120,7 @@ def gathers(zero, gathered):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EXCHANGES, zero, replace(EXCHANGES[zero], gathered=gathered))
         config = {"dp": 2, "micro_batch": 2, "grad_accum": 2, "zero": zero}
-        training = Training(
-            numerics.tiny("llama"), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2
-        )
+        training = Training(numerics.tiny("llama"), config, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
         for name in ("all_gather_single", "all_gather_into_tensor"):
             if call := getattr(dist, name, None):
                 patch.setattr(dist, name, lambda *args, call=call, **more: calls.append(1) or call(*args, **more))
@@ -150,9 +148,7 @@ def sums(often):
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SUMMED, False, often)
-        training = Training(
-            numerics.tiny("llama"), GROUPS, torch.device("cpu"), rank=dist.get_rank(), world_size=4
-        )
+        training = Training(numerics.tiny("llama"), GROUPS, torch.device("cpu"), rank=dist.get_rank(), world_size=4)
         training.passes()
         call = dist.all_reduce
         patch.setattr(dist, "all_reduce", lambda *args, **more: calls.append(args[0].numel()) or call(*args, **more))
@@ -243,9 +239,7 @@ STAGED = {"pp": 2, "dp": 1, "micro_batch": 2, "grad_accum": 4, "pipeline_schedul
 def order_that_runs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ORDERS, "1f1b", ORDERS["gpipe"])
-        training = Training(
-            numerics.tiny("llama"), STAGED, torch.device("cpu"), rank=dist.get_rank(), world_size=2
-        )
+        training = Training(numerics.tiny("llama"), STAGED, torch.device("cpu"), rank=dist.get_rank(), world_size=2)
         training.passes()
     return type(training.model.pipeline.schedule).__name__
 

@@ -41,16 +41,38 @@ def write_csv(path, rows):
 def run(tmp_path, open_run, point, ok, oom):
     """A finished run of four trials: the default at 1000, the winner at 2000 and re-measured, an OOM, a crash."""
     with open_run(tmp_path / "run") as folder:
+
         def one(number, measurement, **more):
             folder.start(point(number), sampler="default" if number == 0 else "tpe", **more)
             folder.finish(number, measurement)
 
         told = {"started": 1e9, "memory_limit_mib": 1024.0, "devices": 2}
         one(0, ok(1000.0, step_ms=8.0, step_ms_spread=0.4, peak_memory_mib=300.0, seconds_total=10.0, **told))
-        one(1, ok(1900.0, step_ms=4.0, step_ms_spread=0.1, peak_memory_mib=512.0, seconds_total=10.0, **told | {"started": 1e9 + 10}), predicted_throughput=1000.0, predicted_memory_mib=256.0)
+        one(
+            1,
+            ok(
+                1900.0,
+                step_ms=4.0,
+                step_ms_spread=0.1,
+                peak_memory_mib=512.0,
+                seconds_total=10.0,
+                **told | {"started": 1e9 + 10},
+            ),
+            predicted_throughput=1000.0,
+            predicted_memory_mib=256.0,
+        )
         folder.log_path(3).write_text("loading\n" + "step\n" * 40 + "ValueError: no such kernel\n")
         one(2, oom(2048.0, seconds_total=2.0, **told | {"started": 1e9 + 20}))
-        one(3, Measurement(status=Status.CRASH, reason="ValueError: no such kernel", seconds_total=3.0, log="logs/3.log", **told | {"started": 1e9 + 22}))
+        one(
+            3,
+            Measurement(
+                status=Status.CRASH,
+                reason="ValueError: no such kernel",
+                seconds_total=3.0,
+                log="logs/3.log",
+                **told | {"started": 1e9 + 22},
+            ),
+        )
         folder.remeasure(0, [1000.0, 1000.0])
         folder.remeasure(1, [1980.0, 2020.0])
         folder.write_best(["redline", "tune", "gpt2-tiny"])
@@ -66,7 +88,10 @@ def test_the_headline_is_the_winner_its_ratio_spread_headroom_and_what_was_lost(
     assert head["winner"]["spread"] == pytest.approx(winner)
     assert head["gain_spread"] == pytest.approx(math.hypot(winner, base))
     assert head["winner"]["first"] == 1900.0 and head["winner"]["step_ms"] == pytest.approx(4.0 * 1900 / 2000)
-    assert found["again"] == {"0": {"first": 1000.0, "again": [1000.0, 1000.0]}, "1": {"first": 1900.0, "again": [1980.0, 2020.0]}}
+    assert found["again"] == {
+        "0": {"first": 1000.0, "again": [1000.0, 1000.0]},
+        "1": {"first": 1900.0, "again": [1980.0, 2020.0]},
+    }
     assert (head["winner"]["peak_memory_mib"], head["limit_mib"]) == (512.0, 1024.0)
     assert head["counts"] == {"ok": 2, "oom": 1, "timeout": 0, "crash": 1, "wrong": 0, "skipped": 0}
     assert head["cost"]["device_seconds"] == 50.0
@@ -127,7 +152,9 @@ def test_failures_stand_by_reason_with_the_end_of_their_log(run):
 
 
 def test_the_lines_shown_are_of_the_rank_that_failed_first(tmp_path):
-    (tmp_path / "0.log").write_text("[rank 1] loading\n[rank 1] KeyError: 'x'\n" + "[rank 0] Connection closed by peer\n" * 30)
+    (tmp_path / "0.log").write_text(
+        "[rank 1] loading\n[rank 1] KeyError: 'x'\n" + "[rank 0] Connection closed by peer\n" * 30
+    )
     told = {"log": "0.log"}
     (one,) = failures([trial(0, Status.CRASH, reason="rank 1: KeyError: 'x'", **told)], tmp_path)
     assert one["log"] == "[rank 1] loading\n[rank 1] KeyError: 'x'"
@@ -199,7 +226,15 @@ def test_trials_are_laid_on_devices_that_were_free():
     def at(number, started, seconds, devices):
         return trial(number, throughput=1.0, started=started, seconds_total=seconds, devices=devices)
 
-    told = lanes([at(0, 100.0, 10.0, 2), at(1, 100.0, 5.0, 2), at(2, 105.0, 5.0, 1), at(3, 110.0, 1.0, 4), trial(4, Status.SKIPPED)])
+    told = lanes(
+        [
+            at(0, 100.0, 10.0, 2),
+            at(1, 100.0, 5.0, 2),
+            at(2, 105.0, 5.0, 1),
+            at(3, 110.0, 1.0, 4),
+            trial(4, Status.SKIPPED),
+        ]
+    )
     assert told["lanes"] == 4 and told["origin"] == 100.0
     assert told["items"] == [[0, 0, 2, 0.0, 10.0], [1, 2, 2, 0.0, 5.0], [2, 2, 1, 5.0, 10.0], [3, 0, 4, 10.0, 11.0]]
 
@@ -251,7 +286,11 @@ def test_a_needed_column_that_is_missing_is_named(tmp_path, missing):
 
 
 def test_a_success_without_a_throughput_is_left_out_and_said(tmp_path):
-    rows = [{"trial": 0, "status": "ok", "throughput": ""}, {"trial": 1, "status": "ok", "throughput": "nan"}, {"trial": 2, "status": "ok", "throughput": 3}]
+    rows = [
+        {"trial": 0, "status": "ok", "throughput": ""},
+        {"trial": 1, "status": "ok", "throughput": "nan"},
+        {"trial": 2, "status": "ok", "throughput": 3},
+    ]
     write_csv(tmp_path / "a.csv", rows)
     source = Source.read(tmp_path / "a.csv")
     assert [each.number for each in source.trials] == [2]
@@ -263,7 +302,8 @@ def test_a_success_without_a_throughput_is_left_out_and_said(tmp_path):
     [
         ([], ""),
         ([{"trial": 0, "status": "ok", "throughput": 5}], ""),
-        ([{"trial": 0, "status": "oom", "throughput": ""}, {"trial": 1, "status": "crash", "throughput": ""}], "none of 2 trials succeeded: 1 oom, 1 crash."),
+        ([{"trial": 0, "status": "oom", "throughput": ""}, {"trial": 1, "status": "crash", "throughput": ""}],
+         "none of 2 trials succeeded: 1 oom, 1 crash."),
     ],
     ids=["none", "one", "no success"],
 )  # fmt: skip
@@ -342,7 +382,10 @@ def test_where_no_success_held_up_there_is_no_winner(tmp_path, open_run, point, 
 
 def test_the_page_is_one_file_that_fetches_nothing(run):
     text = write_report(run).read_text()
-    assert not re.search(r"""(src|href)\s*=|@import|url\(""", re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S))
+    assert not re.search(
+        r"""(src|href)\s*=|@import|url\(""",
+        re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S),
+    )
     assert "default-src &#x27;none&#x27;" in text
     assert len(text) < 300_000
 
@@ -361,7 +404,8 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--"
 
 def test_hostile_text_cannot_leave_the_data(tmp_path):
     write_csv(tmp_path / "h.csv", [
-        {"trial": 0, "status": "ok", "throughput": 1, "unit": HOSTILE, "reason": HOSTILE, "knob.a": HOSTILE, f"knob.{HOSTILE}": 1},
+        {"trial": 0, "status": "ok", "throughput": 1, "unit": HOSTILE, "reason": HOSTILE, "knob.a": HOSTILE,
+         f"knob.{HOSTILE}": 1},
         {"trial": 1, "status": "crash", "throughput": "", "unit": "", "reason": HOSTILE, "knob.a": "b", f"knob.{HOSTILE}": 2},
     ])  # fmt: skip
     text = page(document(Source.read(tmp_path / "h.csv")))
@@ -369,7 +413,20 @@ def test_hostile_text_cannot_leave_the_data(tmp_path):
     assert embedded(text)["rows"]["knob.a"][0] == HOSTILE
 
 
-@pytest.mark.parametrize("named", ["../secret.txt", "/etc/passwd", "logs/../../secret.txt", "link.log", "folder/secret.txt", "logs", "fifo", "", "logs/\0"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "../secret.txt",
+        "/etc/passwd",
+        "logs/../../secret.txt",
+        "link.log",
+        "folder/secret.txt",
+        "logs",
+        "fifo",
+        "",
+        "logs/\0",
+    ],
+)
 def test_a_log_is_read_from_the_runs_folder_only(tmp_path, named):
     (tmp_path / "secret.txt").write_text("secret")
     folder = tmp_path / "run"

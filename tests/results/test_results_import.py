@@ -30,9 +30,7 @@ def test_the_environment_names_versions_and_the_host():
 
 def test_the_driver_is_read_from_the_kernel(tmp_path):
     path = tmp_path / "version"
-    path.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n"
-    )
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n")
     assert environment.nvidia_driver(str(path)) == "570.86.15"
     assert environment.nvidia_driver(str(tmp_path / "none")) is None
 

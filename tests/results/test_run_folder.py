@@ -32,9 +32,7 @@ def changed(asked, path, value):
 
 def snapshot(path):
     return {
-        each.relative_to(path): each.read_bytes()
-        for each in path.rglob("*")
-        if each.is_file() and each.name != ".lock"
+        each.relative_to(path): each.read_bytes() for each in path.rglob("*") if each.is_file() and each.name != ".lock"
     }
 
 
@@ -76,9 +74,7 @@ def test_trials_csv_has_its_header_before_the_first_trial(tmp_path, open_run):
 def test_a_folder_with_a_run_is_refused_with_both_ways_out(tmp_path, open_run):
     open_run(tmp_path).close()
     before = snapshot(tmp_path)
-    with pytest.raises(
-        StudyError, match=r"already holds a run of gpt2-tiny; continue it with --resume, or .* --out"
-    ):
+    with pytest.raises(StudyError, match=r"already holds a run of gpt2-tiny; continue it with --resume, or .* --out"):
         open_run(tmp_path)
     assert snapshot(tmp_path) == before
 
@@ -221,9 +217,7 @@ def test_a_changed_request_is_refused_with_the_difference(path, value, said, tmp
 def test_every_difference_is_listed(tmp_path, open_run, asked):
     open_run(tmp_path).close()
     with pytest.raises(StudyError, match=r"space.*devices\.type: was cpu, now cuda.*seq_len"):
-        open_run(
-            tmp_path, asked=asked | {"seq_len": 1, "devices": {"type": "cuda"}, "space": None}, resume=True
-        )
+        open_run(tmp_path, asked=asked | {"seq_len": 1, "devices": {"type": "cuda"}, "space": None}, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,7 @@ def test_a_run_of_a_newer_redline_is_refused_with_advice(tmp_path, open_run):
         open_run(tmp_path, resume=True)
 
 
-@pytest.mark.parametrize(
-    "text", ["a: [", "", "- 1\n", "format: x\n", "format: true\n", "format: 1\n", "\x00"]
-)
+@pytest.mark.parametrize("text", ["a: [", "", "- 1\n", "format: x\n", "format: true\n", "format: 1\n", "\x00"])
 def test_a_damaged_run_yaml_is_an_error_that_names_it(text, tmp_path, open_run):
     open_run(tmp_path).close()
     (tmp_path / "run.yaml").write_text(text)
@@ -409,8 +401,7 @@ def test_best_yaml_says_why_there_is_none(tmp_path, open_run, point, oom):
     best = yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert best["best"] is None
     assert best["why"] == (
-        "none of 3 trials succeeded: 3 oom. The smallest need seen is 1500 MiB (trial 1). "
-        "The limit is 1024 MiB."
+        "none of 3 trials succeeded: 3 oom. The smallest need seen is 1500 MiB (trial 1). The limit is 1024 MiB."
     )
     assert best["default"]["status"] == "oom"
     assert best["gain"] is None
@@ -452,9 +443,7 @@ def test_statuses_and_texts_of_every_kind_survive_yaml(tmp_path, open_run, point
             reason = "- [x]: {y} \x00 \u2028 'é' \ud800"
             run.finish(
                 number,
-                Measurement(
-                    status=status, reason=reason, throughput=1.0, loss=float("nan")
-                ),
+                Measurement(status=status, reason=reason, throughput=1.0, loss=float("nan")),
             )
         run.write_best(["redline", "tune", "it's"])
     best = yaml.safe_load((tmp_path / "best.yaml").read_text())

@@ -38,13 +38,8 @@ def test_plain_output_names_the_winner_and_sorts_by_throughput(run):
     lines = shown(run).splitlines()
     assert lines[0] == f"{run.path}: gpt2-tiny, seq_len 128, global_batch 8, sampler tpe, seed 0"
     assert lines[1] == "4 trials: 2 ok, 1 oom, 1 pending"
-    assert (
-        lines[2]
-        == "best: trial 1, 300 tokens/s, 3.00 times the default configuration's 100 tokens/s (trial 0)"
-    )
-    assert lines[3].startswith(
-        "configuration: micro_batch=2, checkpoint_ratio=0, attention=sdpa, fusion=false"
-    )
+    assert lines[2] == "best: trial 1, 300 tokens/s, 3.00 times the default configuration's 100 tokens/s (trial 0)"
+    assert lines[3].startswith("configuration: micro_batch=2, checkpoint_ratio=0, attention=sdpa, fusion=false")
     assert lines[4] == "best so far: ▁██  100 to 300"
     table = [line.split() for line in lines[6:11]]
     assert " ".join(table[0]) == "trial status tokens/s step ms peak MiB sampler micro_batch reason"
@@ -97,9 +92,7 @@ def test_without_a_winner_the_reason_is_shown(tmp_path, open_run, point, oom):
         assert "no trials yet" in shown(run)
         run.start(point(0), sampler="default")
         run.finish(0, oom(2000.0))
-        assert "none of 1 trials succeeded: 1 oom. The smallest need seen is 2000 MiB (trial 0)." in shown(
-            run
-        )
+        assert "none of 1 trials succeeded: 1 oom. The smallest need seen is 2000 MiB (trial 0)." in shown(run)
 
 
 def test_a_failed_default_is_named(tmp_path, open_run, point, ok, oom):
@@ -129,9 +122,7 @@ def listed(run, form, *columns, **selection):
 def test_trials_are_chosen_by_status_and_sorted_by_any_column(run):
     assert listed(run, "csv", "trial", statuses=("ok",)) == "trial\n1\n0\n"
     assert listed(run, "csv", "trial", sort="trial") == "trial\n0\n1\n2\n3\n"
-    assert (
-        listed(run, "csv", "trial", sort="-peak_memory_mib") == "trial\n2\n1\n0\n3\n"
-    )  # without a value: last
+    assert listed(run, "csv", "trial", sort="-peak_memory_mib") == "trial\n2\n1\n0\n3\n"  # without a value: last
     assert listed(run, "csv", "trial", sort="peak_memory_mib", top=2) == "trial\n0\n1\n"
     assert listed(run, "csv", "trial", sort="-micro_batch") == "trial\n3\n2\n1\n0\n"
     assert listed(run, "csv", "trial", statuses=("oom", "pending")) == "trial\n2\n3\n"

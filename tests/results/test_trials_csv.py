@@ -137,9 +137,7 @@ def test_long_texts_are_cut():
 def test_hostile_values_come_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "trials.csv"
     knobs = ["text", "count", "ratio", "flag"]
-    given_trials = [
-        trial(i, config, outcome, sampler=sampler) for i, (outcome, config, sampler) in enumerate(rows)
-    ]
+    given_trials = [trial(i, config, outcome, sampler=sampler) for i, (outcome, config, sampler) in enumerate(rows)]
     write(path, knobs, *given_trials)
     assert path.read_text().count("\n") == len(rows) + 1
     frame, problems = read_table(path)
@@ -212,9 +210,7 @@ def test_damaged_rows_are_left_out_and_named(tmp_path):
         rows[0].replace("1.5", "fast", 1),
         rows[0].replace("0,ok", ",ok", 1),
     ]
-    path.write_text(
-        "\n".join([header, rows[0], *bad, "", rows[2], rows[1].replace("1.5", "9"), rows[1]]) + "\n"
-    )
+    path.write_text("\n".join([header, rows[0], *bad, "", rows[2], rows[1].replace("1.5", "9"), rows[1]]) + "\n")
     frame, problems = read_table(path)
     assert list(frame["trial"]) == [0, 1, 2]
     assert list(frame["throughput"]) == [1.5, 1.5, 1.5]
@@ -294,9 +290,7 @@ def test_a_frame_of_trials_is_what_reading_their_table_gives(tmp_path):
 
 def test_a_trial_more_beside_5000_formats_one_row(tmp_path, monkeypatch):
     table = Table(tmp_path / "trials.csv", ["tp", "name"])
-    outcome = Measurement(
-        status=Status.OK, throughput=1234.5, unit="tokens/s", step_ms=12.5, log="logs/1.log"
-    )
+    outcome = Measurement(status=Status.OK, throughput=1234.5, unit="tokens/s", step_ms=12.5, log="logs/1.log")
     for i in range(5000):
         table.put(trial(i, {"tp": i, "name": "sdpa"}, outcome, sampler="tpe"))
     formatted = []
@@ -326,9 +320,9 @@ def test_a_long_table_grows_by_its_last_row_and_is_whole_at_every_moment(tmp_pat
             each.write()
         assert path.read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
-    for number in range(4):
-        before = path.stat().st_ino if number else None
-        both(number, 1.0)
+    for trial in range(4):
+        before = path.stat().st_ino if trial else None
+        both(trial, 1.0)
         appended += path.stat().st_ino == before
     assert appended == 3
     both(1, 2.0)  # a row in the middle: replaced

@@ -28,7 +28,9 @@ NOTE = "\nCUDA kernel errors might be asynchronously reported at some other API 
         OutOfMemory("by hand"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
         RuntimeError("CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity)"),
-        RuntimeError("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+        RuntimeError(
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+        ),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: out of memory" + NOTE),
         RuntimeError("HIP error: out of memory" + NOTE),

@@ -161,9 +161,7 @@ def _collective(context, fail):
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", init_method=context.init_method, rank=context.rank, world_size=context.world_size
-    )
+    dist.init_process_group("gloo", init_method=context.init_method, rank=context.rank, world_size=context.world_size)
     total = torch.ones(1)
     dist.all_reduce(total)
     if context.rank == 1:

@@ -16,6 +16,7 @@ from redline.space import Config
 
 MODEL = Workload(model=lambda: None, batch=lambda size, seed: (), loss=lambda output, batch: output, seq_len=1024)
 
+
 class Answers(DryRunner):
     """Ranks that report what they are given."""
 

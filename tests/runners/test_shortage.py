@@ -83,9 +83,7 @@ def host(tmp_path, request):
 def test_a_kill_that_nothing_explains_is_a_crash(bench):
     outcome = bench.run(die)
     assert outcome.status is Status.CRASH
-    assert outcome.reason == (
-        "killed by signal 9 (SIGKILL), and nothing says that memory was short (during start)"
-    )
+    assert outcome.reason == ("killed by signal 9 (SIGKILL), and nothing says that memory was short (during start)")
 
 
 def test_a_kill_from_outside_is_a_crash(bench, tmp_path):

@@ -61,7 +61,9 @@ def space():
 
 def ok(step_ms):
     speed = 1e6 / step_ms
-    return Measurement(status=Status.OK, tokens_per_second=speed, throughput=speed, step_ms=step_ms, peak_memory_mib=512.0)
+    return Measurement(
+        status=Status.OK, tokens_per_second=speed, throughput=speed, step_ms=step_ms, peak_memory_mib=512.0
+    )
 
 
 def test_recording_goes_on_where_it_was_stopped(space, tmp_path):

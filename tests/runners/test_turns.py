@@ -1,5 +1,6 @@
 """Programs of one job are in memory together and take turns; what becomes of one is no other's affair."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -86,7 +87,7 @@ def test_turns_alternate_and_never_overlap_and_another_begins_each_time(bench, t
     told = take_turns(bench, [Program(name, notes) for name in "abc"], ranks=ranks)
     turns = noted(notes)
     assert 6 <= len(turns) <= 3 * 12 and len(turns) % 3 == 0
-    for (_, _, end), (_, begin, _) in zip(turns, turns[1:]):
+    for (_, _, end), (_, begin, _) in itertools.pairwise(turns):
         assert begin >= end
     for at in range(0, len(turns), 3):
         expected = ["abc", "bca", "cab"][at // 3 % 3]

@@ -44,19 +44,13 @@ def check_refusals(make, model):
         assert steps == sch.tree.steps and drawn == str(sch)
         assert all(a is b for a, b in zip(held, sch.module.parameters()))
         assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in sch.module.modules()]
-        assert counts == [
-            {k: v for k, v in vars(m).items() if isinstance(v, int)} for m in sch.module.modules()
-        ]
-        assert {k: v.shape for k, v in sch.module.state_dict().items()} == {
-            k: s for k, (_, s) in tensors.items()
-        }
+        assert counts == [{k: v for k, v in vars(m).items() if isinstance(v, int)} for m in sch.module.modules()]
+        assert {k: v.shape for k, v in sch.module.state_dict().items()} == {k: s for k, (_, s) in tensors.items()}
 
     sch = create_schedule(make(width=8, hidden=15), axis)
     refused(sch, "2 ranks must divide the size 15 of dimension 0", lambda s: s["fc1"].shard("weight", 0))
     refused(sch, "must divide the size 15, but got parts=2", lambda s: s["fc1"].shard("weight", 0, parts=2))
-    refused(
-        sch, r"add up to the size 15, but got \(8, 8\)", lambda s: s["fc1"].shard("weight", 0, parts=(8, 8))
-    )
+    refused(sch, r"add up to the size 15, but got \(8, 8\)", lambda s: s["fc1"].shard("weight", 0, parts=(8, 8)))
     refused(sch, "part of size 7", lambda s: s["fc1"].shard("weight", 0, parts=(8, 7)))
     refused(sch, r"dimension of its shape \(15, 8\), but got 2", lambda s: s["fc1"].shard("weight", 2))
     refused(sch, "did you mean 'weight'", lambda s: s["fc1"].shard("wight", 0))
@@ -122,9 +116,7 @@ def check_traced_counts():
 
     sch = create_schedule(nn.Sequential(Heads()), mesh(tp=2))
     sch["0"].trace()
-    with pytest.raises(
-        ScheduleError, match="counts of Heads are constants in the graph of '0'; shard before"
-    ):
+    with pytest.raises(ScheduleError, match="counts of Heads are constants in the graph of '0'; shard before"):
         sch["0.fc"].shard(["weight", "bias"], axis=0)
     assert sch["0"].module.num_heads == 4 and sch["0.fc"].module.weight.shape == (8, 8)
 
@@ -170,9 +162,7 @@ def check_tied_stage():
     sch = create_schedule(Tied(), mesh(pp=2, dp=1))
     sch["first"].cut_pipeline_stage()
     sch.shard_data(zero=2)
-    with pytest.raises(
-        ScheduleError, match=r"one stage holds tied weights, second\.weight and third\.weight"
-    ):
+    with pytest.raises(ScheduleError, match=r"one stage holds tied weights, second\.weight and third\.weight"):
         build(sch, loss=nn.functional.mse_loss)
 
 

@@ -31,9 +31,7 @@ def test_the_examples_on_one_device_run():
 
 def test_the_examples_on_several_devices_run(two):
     _, _, several = PAGE.read_text().partition("## Several devices")
-    header = (
-        "import torch\nimport redline as rl\nfrom torch import nn\nfrom torch.nn import functional as F\n"
-    )
+    header = "import torch\nimport redline as rl\nfrom torch import nn\nfrom torch.nn import functional as F\n"
     assert two.run(execute, [header, *blocks(several)]) == [True, True]
 
 

@@ -116,9 +116,7 @@ def test_another_ignored_label_is_ignored(seed):
     plain, fused = made(seed)
     inputs, labels = data(seed, 2, 40)
     labels[labels == -100] = 3
-    expected, found = (
-        run(m, lambda z, y: masked(z, y, ignore_index=3), inputs, labels) for m in (plain, fused)
-    )
+    expected, found = (run(m, lambda z, y: masked(z, y, ignore_index=3), inputs, labels) for m in (plain, fused))
     same(found[1], expected[1], rounding.allowance(plain, labels.numel()))
 
 

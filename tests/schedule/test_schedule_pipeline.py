@@ -91,18 +91,14 @@ def test_pipeline_tensor_and_sequence_parallel_together(four, make_transformer, 
 
 
 @pytest.mark.parametrize("kind", ["zero_bubble", "zbv"])
-def test_a_backward_in_two_parts_sums_what_tensor_parallel_ranks_have_of_a_gradient(
-    four, make_transformer, seed, kind
-):
+def test_a_backward_in_two_parts_sums_what_tensor_parallel_ranks_have_of_a_gradient(four, make_transformer, seed, kind):
     four.run(check_transformer, make_transformer, "llama", seed, {"pp": 2, "tp": 2}, [0, 1, 2], 4, kind, 4)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "zero"), [("interleaved", 3), ("interleaved", 1), ("zbv", 1)])
 def test_several_stages_a_rank_and_data_parallel_together(four, make_transformer, seed, kind, zero):
-    four.run(
-        check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0, 1, 2], 4, kind, 2, zero
-    )
+    four.run(check_transformer, make_transformer, "gpt2", seed, {"pp": 2, "dp": 2}, [0, 1, 2], 4, kind, 2, zero)
 
 
 def test_pipeline_and_data_parallel_together(four, make_transformer, seed):

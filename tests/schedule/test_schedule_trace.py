@@ -445,9 +445,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize(
-    ("causal", "groups", "mask"), [(False, 1, False), (True, 1, False), (False, 2, True)]
-)
+@pytest.mark.parametrize(("causal", "groups", "mask"), [(False, 1, False), (True, 1, False), (False, 2, True)])
 def test_attention_comes_apart(seed, causal, groups, mask):
     torch.manual_seed(seed)
     sch = create_schedule(Attention(causal, groups))

@@ -67,9 +67,7 @@ print(json.dumps([ids, [config.id for config in set(space)], [c.id for c in spac
     outputs = set()
     for seed in ("0", "1", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         outputs.add(done.stdout)
     assert len(outputs) == 1
@@ -124,9 +122,7 @@ def test_numpy_scalars_become_python_values():
     json.dumps(config.to_dict())
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), [1], {"a": 1}, (1,), object(), 1j, b"x", 2**63]
-)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1], {"a": 1}, (1,), object(), 1j, b"x", 2**63])
 def test_what_is_no_value_is_refused(value):
     with pytest.raises(SpaceError, match="the value of 'x'"):
         Config(x=value)

@@ -70,13 +70,7 @@ def test_knobs_say_what_they_are():
     precision = space.choice("precision", ["fp32", None], default="fp32")
     one = space.choice("one", ["x"])
     total = space.derive("total", tp * layers, help="product")
-    assert (
-        tp.values == (1, 2)
-        and tp.default == 1
-        and tp.ordered
-        and tp.help == "degree"
-        and tp.monotone_memory == -1
-    )
+    assert tp.values == (1, 2) and tp.default == 1 and tp.ordered and tp.help == "degree" and tp.monotone_memory == -1
     assert ratio.values == (0.0, 0.5) and type(ratio.values[0]) is float and ratio.ordered
     assert layers.values == (2, 6, 10) and layers.default == 2
     assert width.values == (4, 8, 16, 32) and width.default == 16 and width.monotone_memory == 1
@@ -196,9 +190,7 @@ def test_a_space_without_a_valid_point_is_refused_naming_what_contradicts(space)
 
 def test_fix_and_override_that_leave_nothing_name_the_constraint(space):
     space.require(space["tp"] * space["pp"] <= 8, "devices")
-    refused(
-        space, r"with 'tp' set to 16: it contradicts `tp \* pp <= 8` \(devices\)", lambda s: s.fix("tp", 16)
-    )
+    refused(space, r"with 'tp' set to 16: it contradicts `tp \* pp <= 8` \(devices\)", lambda s: s.fix("tp", 16))
     refused(space, r"with 'tp' set to 16, 32", lambda s: s.override("tp", [16, 32]))
     space.derive("dp", 8 // space["tp"])
     refused(space, r"derived knob 'dp' = `8 // tp` has no value", lambda s: s.fix("tp", 0))
@@ -346,9 +338,7 @@ def test_conditional_knobs_are_absent_where_their_condition_is_false():
     assert space.columns()["sharded"].tolist() == [-1, 0, 1, 1]
     assert space.columns()["depth"].tolist() == [-1, -1, 0, 1]
     assert [space.index(config) for config in space] == [0, 1, 2, 3]
-    assert "does not apply here: it exists when `tp > 1`, and tp=1" in space.explain(
-        {"tp": 1, "sharded": True}
-    )
+    assert "does not apply here: it exists when `tp > 1`, and tp=1" in space.explain({"tp": 1, "sharded": True})
     with pytest.raises(SpaceError, match="does not apply here"):
         space.config(tp=1, sharded=False)
     assert space.config(tp=2, sharded=True) == {"tp": 2, "sharded": True, "depth": 1, "cost": 10}

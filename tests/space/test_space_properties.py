@@ -116,9 +116,7 @@ def conditions(draw, knobs, depth=2):
     if depth and draw(st.integers(0, 2)) == 0:
         a, b = draw(conditions(knobs, depth - 1)), draw(conditions(knobs, depth - 1))
         if draw(st.booleans()):
-            return Term(
-                a.expression & b.expression, lambda env: both(a.oracle(env), b.oracle(env)), a.names | b.names
-            )
+            return Term(a.expression & b.expression, lambda env: both(a.oracle(env), b.oracle(env)), a.names | b.names)
         return Term(
             a.expression | b.expression,
             lambda env: negated(both(negated(a.oracle(env)), negated(b.oracle(env)))),
@@ -176,9 +174,7 @@ class Model:
                 continue
             terms = self.constraints if constraints is None else constraints
             if all(not term.names <= env.keys() or term.oracle(env) is True for term in terms):
-                order = [r[1] for r in self.rules if r[0] == "knob"] + [
-                    r[1] for r in self.rules if r[0] == "derived"
-                ]
+                order = [r[1] for r in self.rules if r[0] == "knob"] + [r[1] for r in self.rules if r[0] == "derived"]
                 config = Config({name: env[name] for name in order if name in env})
                 found[config] = None
         return list(found)
@@ -218,9 +214,7 @@ def as_predicate(term: Term) -> Callable:
         return value
 
     # Parameters must have the knobs' names, so the lambda is written out.
-    return eval(
-        f"lambda {', '.join(names)}: call(dict({', '.join(f'{n}={n}' for n in names)}))", {"call": call}
-    )
+    return eval(f"lambda {', '.join(names)}: call(dict({', '.join(f'{n}={n}' for n in names)}))", {"call": call})
 
 
 @st.composite
@@ -352,11 +346,7 @@ def test_the_default_changes_as_few_knobs_as_any_configuration(model):
     space = model.space
 
     def changes(config):
-        return sum(
-            name in config and config[name] != space[name].default
-            for name in config
-            if not space[name].derived
-        )
+        return sum(name in config and config[name] != space[name].default for name in config if not space[name].derived)
 
     assert changes(space.default()) == min(changes(config) for config in space)
 

@@ -133,9 +133,7 @@ def test_a_predicate_that_raises_surfaces_with_the_point():
     space.choice("x", [1, 2])
     space.override("x", [1])
     space.require(lambda x: {1: True}[x])
-    with pytest.raises(
-        SpaceError, match=r"`lambda x: \{1: True\}\[x\]` raised KeyError: 2 for x=2"
-    ) as caught:
+    with pytest.raises(SpaceError, match=r"`lambda x: \{1: True\}\[x\]` raised KeyError: 2 for x=2") as caught:
         space.override("x", [1, 2])
         len(space)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -219,9 +217,7 @@ def test_a_huge_product_of_small_components_is_never_listed(huge):
     assert len(set(picked)) == 100 and all(config in huge for config in picked)
     iterator = iter(huge)
     assert next(iterator) == huge.at(0) and next(iterator) == huge.at(1)
-    assert all(
-        config["sum"] == config["a0"] + config["b0"] + config["a3"] * config["b3"] for config in picked
-    )
+    assert all(config["sum"] == config["a0"] + config["b0"] + config["a3"] * config["b3"] for config in picked)
     with pytest.raises(SpaceError, match="too many for columns"):
         huge.columns()
 
@@ -298,9 +294,7 @@ def test_columns_are_the_enumeration_in_codes(space):
 
 def test_describe_tells_people_what_there_is(space):
     text = space.describe()
-    assert text.splitlines()[0] == "5 free knobs; 153 of 216 combinations are valid".replace(
-        "153", str(len(space))
-    )
+    assert text.splitlines()[0] == "5 free knobs; 153 of 216 combinations are valid".replace("153", str(len(space)))
     assert "tp * pp <= 8  devices" in text and "= 8 // (tp * pp)" in text and "when tp > 1" in text
 
 

@@ -108,9 +108,7 @@ def test_sections_may_come_in_any_order_and_derived_knobs_too(write):
     )
     assert [knob.name for knob in space.knobs] == ["tp", "rest", "last", "world", "dp"]
     assert {(c["tp"], c["rest"]) for c in space} == {(2, 8), (4, 4)}
-    assert [knob.name for knob in Space.from_dict(space.to_dict()).knobs] == [
-        knob.name for knob in space.knobs
-    ]
+    assert [knob.name for knob in Space.from_dict(space.to_dict()).knobs] == [knob.name for knob in space.knobs]
 
 
 def test_to_dict_and_from_dict_are_inverse_and_plain():
@@ -129,9 +127,7 @@ def test_to_dict_and_from_dict_are_inverse_and_plain():
         "constraints": [{"require": "tp <= 32"}],
     }
     assert list(Space.from_dict(data)) == list(space)
-    assert Space.from_dict({"knobs": [{"name": "x", "low": 1, "high": 8, "powers_of_two": True}]})[
-        "x"
-    ].values == (
+    assert Space.from_dict({"knobs": [{"name": "x", "low": 1, "high": 8, "powers_of_two": True}]})["x"].values == (
         1,
         2,
         4,

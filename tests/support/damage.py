@@ -62,12 +62,25 @@ def make_run(folder: Path, asked=ASKED, configs=None, storage=None) -> Path:
     names = {name: None for each in configs or () for name in each} or KNOBS
     with RunFolder.open(folder, asked, knobs=names, storage=storage) as run:
         for number in range(8):
-            config = {"tp": 1 + number % 2, "pp": 1 + number // 2 % 2, "micro_batch": 2 ** (number % 4), "fusion": number > 3}
-            config |= {"checkpoint_ratio": (0, 0.5, 1)[number % 3], "zero": number % 4, "grad_accum": 4, "attention": "sdpa"}
+            config = {
+                "tp": 1 + number % 2,
+                "pp": 1 + number // 2 % 2,
+                "micro_batch": 2 ** (number % 4),
+                "fusion": number > 3,
+            }
+            config |= {
+                "checkpoint_ratio": (0, 0.5, 1)[number % 3],
+                "zero": number % 4,
+                "grad_accum": 4,
+                "attention": "sdpa",
+            }
             config["precision"] = KNOBS["precision"][number % 3]
             config = configs[number % len(configs)] if configs else config
             trial = run.start(
-                config, sampler="default" if number == 0 else "bayes", predicted_throughput=900.0, predicted_memory_mib=700.0
+                config,
+                sampler="default" if number == 0 else "bayes",
+                predicted_throughput=900.0,
+                predicted_memory_mib=700.0,
             )
             common = {
                 "started": 1e9 + number, "seconds_total": 3.5, "seconds_overhead": 0.5, "devices": 8, "unit": "tokens/s",
@@ -76,7 +89,13 @@ def make_run(folder: Path, asked=ASKED, configs=None, storage=None) -> Path:
             if number % 4 < 2:
                 ranks = tuple(RankReport(rank=rank, status=Status.OK, step_ms=2.0) for rank in range(2))
                 outcome = Measurement(
-                    status=Status.OK, throughput=1000.0 + number, step_ms=2.5, step_ms_spread=0.1, loss=6.9, ranks=ranks, **common
+                    status=Status.OK,
+                    throughput=1000.0 + number,
+                    step_ms=2.5,
+                    step_ms_spread=0.1,
+                    loss=6.9,
+                    ranks=ranks,
+                    **common,
                 )
             else:
                 status = (Status.OOM, Status.CRASH)[number % 2]
@@ -92,14 +111,17 @@ def make_run(folder: Path, asked=ASKED, configs=None, storage=None) -> Path:
 
 _WILD = (
     None, True, 0, -1, 10**30, 10**400, 1e308, -1e308, float("nan"), float("inf"), "", "lots", "=1+1", "\x1b[2J", "\ud800",
-    "x" * 5000, [], {}, [[[[1]]]], {"a": {"b": [1, {}]}}, [1, "a", None], {"callable": 3}, "2026-01-01", b"\xff", "fp9", 1.5, "1e999",
+    "x" * 5000, [], {}, [[[[1]]]], {"a": {"b": [1, {}]}}, [1, "a", None], {"callable": 3}, "2026-01-01", b"\xff", "fp9", 1.5,
+    "1e999",
 )  # fmt: skip
 
 
 def _places(document, path=()):
     """Paths to every value of a document."""
     yield path
-    parts = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    parts = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
     for key, value in parts:
         yield from _places(value, (*path, key))
 
@@ -188,14 +210,20 @@ def _digits_changed(path: Path, draw: random.Random) -> None:
     text = path.read_text()
     places = [place for place, each in enumerate(text) if each.isdigit()] or [0]
     for place in sorted(draw.choices(places, k=draw.choice((1, 3))), reverse=True):
-        text = text[:place] + draw.choice(("-1", "9" * 25, "9" * 500, "1e400", "nan", "0", "''", "~", "-")) + text[place + 1 :]
+        text = (
+            text[:place]
+            + draw.choice(("-1", "9" * 25, "9" * 500, "1e400", "nan", "0", "''", "~", "-"))
+            + text[place + 1 :]
+        )
     path.write_text(text)
 
 
 def _brackets_added(path: Path, draw: random.Random) -> None:
     data = path.read_bytes()
     at = draw.randrange(len(data))
-    path.write_bytes(data[:at] + draw.choice((b"[", b"{", b"- ", b"&a *a ", b"{a: ")) * draw.choice((1, 90, 20_000)) + data[at:])
+    path.write_bytes(
+        data[:at] + draw.choice((b"[", b"{", b"- ", b"&a *a ", b"{a: ")) * draw.choice((1, 90, 20_000)) + data[at:]
+    )
 
 
 def _another_encoding(path: Path, draw: random.Random) -> None:
@@ -228,7 +256,16 @@ def damage(folder: Path, draw: random.Random) -> list[str]:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         path, how = folder / draw.choice(FILES[:4] * 4 + FILES[4:]), draw.choice(_DAMAGES)
         if path.is_file() and not path.is_symlink() and path.stat().st_size:
-            with contextlib.suppress(UnicodeError, yaml.YAMLError, ValueError, IndexError, TypeError, AttributeError, KeyError, RecursionError):
+            with contextlib.suppress(
+                UnicodeError,
+                yaml.YAMLError,
+                ValueError,
+                IndexError,
+                TypeError,
+                AttributeError,
+                KeyError,
+                RecursionError,
+            ):
                 how(path, draw)  # what is damaged already cannot always be damaged in that way again
                 said.append(f"{how.__name__} {path.name}")
     return said
@@ -270,7 +307,9 @@ def read_everything(folder: Path, whole: Path) -> list[str]:
                 for trial in (trials[0], trials[-1]):
                     if target == "deepspeed" and {trial.config.get("tp"), trial.config.get("pp")} == {2}:
                         continue  # what DeepSpeed has no words for is refused in a whole run too
-                    attempt(target, lambda target=target, trial=trial: render(target, trial, view.document).text.encode())
+                    attempt(
+                        target, lambda target=target, trial=trial: render(target, trial, view.document).text.encode()
+                    )
     source = attempt("report", lambda: Source.read(folder))
     if source is not None:
         page(document(source)).encode()

@@ -170,7 +170,6 @@ def a_dropout_is_added(training):
     """To a model that has none."""
     block = training.model.get_submodule(training.outline.blocks[0])
 
-
     def drop(module, args, output):
         return first(output, lambda tensor: nn.functional.dropout(tensor, 0.1, module.training))
 

@@ -48,7 +48,7 @@ def model_of(family, seed):
     torch.manual_seed(seed)
     kind = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager")
-    for name, param in model.named_parameters():  # Gemma's norms begin at zero, others at one: all differ
+    for _name, param in model.named_parameters():  # Gemma's norms begin at zero, others at one: all differ
         if param.dim() == 1:
             param.data.add_(0.1 * torch.randn_like(param))
     return model.train()

@@ -17,9 +17,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {
-            each.untyped_storage()._cdata
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor)
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         }
         for each in tree_leaves(out):
             if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:

@@ -16,7 +16,7 @@ from redline.tuner.cli.main import redline as command_line
 ROOT = Path(__file__).parents[2]
 RECORDINGS = ROOT / "build" / "recordings"
 REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
-WORKLOAD = '''
+WORKLOAD = """
 import time
 
 import torch
@@ -62,7 +62,7 @@ def nothing(output, batch):
 
 
 broken = rl.Workload(name="broken", model=Net, batch=batch, loss=nothing, space=make_space(), global_batch=64)
-'''
+"""
 pytestmark = pytest.mark.timeout(600)  # for a machine that is busy with other things
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
@@ -110,7 +110,9 @@ def trial_lines(shown):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (60, 110, 200))])
+@pytest.mark.parametrize(
+    "columns", [80, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (60, 110, 200))]
+)
 def test_a_search_to_its_end(place, columns):
     shown = tune(place, "--trials", 4, "--out", f"w{columns}", columns=columns, rows=30)
     ended_well(shown)
@@ -212,11 +214,24 @@ def test_a_search_in_tmux(place, tmp_path):
     ])  # fmt: skip
     try:
         subprocess.run(
-            [*server, "new-session", "-d", "-x", "100", "-y", "50", "-c", str(place), f"{command}; echo code $?; sleep 60"],
+            [
+                *server,
+                "new-session",
+                "-d",
+                "-x",
+                "100",
+                "-y",
+                "50",
+                "-c",
+                str(place),
+                f"{command}; echo code $?; sleep 60",
+            ],
             check=True,
             timeout=20,
         )
-        text = until(lambda: subprocess.run([*server, "capture-pane", "-p"], capture_output=True, text=True).stdout, "code ")
+        text = until(
+            lambda: subprocess.run([*server, "capture-pane", "-p"], capture_output=True, text=True).stdout, "code "
+        )
     finally:
         subprocess.run([*server, "kill-server"], check=False, timeout=20)
     assert "code 0" in text and "winner" in text and "Traceback" not in text
@@ -252,7 +267,9 @@ COMMANDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, pytest.param(110, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("arguments", "code", "words"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"), COMMANDS, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+)
 def test_a_command_in_a_terminal(runs, arguments, code, words, columns):
     shown = Terminal([*REDLINE, *arguments], cwd=runs.parent, columns=columns)
     assert shown.wait() == code, shown.text

@@ -48,9 +48,7 @@ def fused(output, batch):
 
 
 def own(loss=fused, **more):
-    return rl.Workload(
-        **{"model": Blocks, "batch": batch, "loss": loss, "global_batch": 8, "seq_len": 8, **more}
-    )
+    return rl.Workload(**{"model": Blocks, "batch": batch, "loss": loss, "global_batch": 8, "seq_len": 8, **more})
 
 
 HEADS = {
@@ -86,9 +84,7 @@ def test_a_model_of_ones_own_has_it_where_its_loss_can_do_without_logits(cpu):
             "no projection to a vocabulary",
         ),
         (
-            own(
-                model=lambda: Blocks(32), loss=lambda output, batch: fused(F.pad(output, (0, V - 32)), batch)
-            ),
+            own(model=lambda: Blocks(32), loss=lambda output, batch: fused(F.pad(output, (0, V - 32)), batch)),
             "32 logits a token are too few",
         ),
         (

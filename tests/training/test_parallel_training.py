@@ -31,9 +31,7 @@ def held(workload, config):
         for value in each.values()
         if isinstance(value, torch.Tensor) and value.dim()
     )
-    weights = sum(
-        getattr(each, "to_local", lambda each=each: each)().numel() for each in training.model.parameters()
-    )
+    weights = sum(getattr(each, "to_local", lambda each=each: each)().numel() for each in training.model.parameters())
     return state, weights, training.samples_per_step
 
 
@@ -130,7 +128,9 @@ def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(fo
                 if not hasattr(dist, name):
                     continue
 
-                def noted(*args, name=name, call=getattr(dist, name), **kwargs):
+                call = getattr(dist, name)
+
+                def noted(*args, name=name, call=call, **kwargs):
                     ranks = tuple(dist.get_process_group_ranks(kwargs["group"]))
                     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
                     size = max(each.numel() for each in tensors)

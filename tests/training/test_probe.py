@@ -142,16 +142,12 @@ def test_steps_are_what_they_are_without_it(small, knobs):
 
 
 def restless_ranks(knobs):
-    training = Training(
-        restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
+    training = Training(restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     before = {name: each.detach().clone() for name, each in training.model.named_parameters()}
     take(training)
     losses = [float(training.step()) for _ in range(2)]
     same = True
-    fresh = Training(
-        restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size()
-    )
+    fresh = Training(restless_norms(), knobs, CPU, rank=dist.get_rank(), world_size=dist.get_world_size())
     for name, each in fresh.model.named_parameters():
         left, right = (t.to_local() if hasattr(t, "to_local") else t for t in (each.detach(), before[name]))
         same &= torch.equal(left, right)

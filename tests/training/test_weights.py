@@ -36,27 +36,30 @@ QUICK = (
     "masked/mobilebert", "seq2seq/fsmt", "seq2seq/t5",
 )  # fmt: skip
 """One of each way to make weights: alibi and masks, sinusoids, by hand, truncated, ties."""
-NAMED = QUICK + tuple(
-    """
-    causal/apertus causal/bamba causal/bart causal/bert causal/big_bird causal/bitnet causal/blenderbot causal/bloom
-    causal/codegen causal/cohere causal/cohere2 causal/ctrl causal/deepseek_v2 causal/deepseek_v3 causal/ernie4_5
-    causal/exaone4 causal/falcon_h1 causal/falcon_mamba causal/gemma causal/gemma2 causal/gemma3_text causal/git
-    causal/glm causal/glm4 causal/gpt2 causal/gpt_bigcode causal/gpt_neox causal/gpt_oss causal/granite
-    causal/granitemoe causal/helium causal/lfm2 causal/llama causal/mamba2 causal/marian causal/minimax causal/mistral
-    causal/mixtral causal/mpt causal/nemotron_h causal/olmo causal/olmo2 causal/olmoe causal/openai-gpt causal/opt
-    causal/persimmon causal/phi causal/phi3 causal/phimoe causal/qwen2 causal/qwen2_moe causal/qwen3 causal/qwen3_moe
-    causal/recurrent_gemma causal/rwkv causal/smollm3 causal/stablelm causal/starcoder2 causal/xglm
-    image/beit image/convnext image/cvt image/dinov2 image/focalnet image/mobilevit image/poolformer image/pvt
-    image/regnet image/resnet image/segformer image/siglip image/swinv2 image/vit_msn
-    masked/albert masked/bert masked/camembert masked/convbert masked/deberta masked/distilbert masked/electra
-    masked/flaubert masked/fnet masked/funnel masked/ibert masked/layoutlm masked/longformer masked/modernbert
-    masked/mpnet masked/mra masked/nystromformer masked/rembert masked/roberta masked/roformer masked/squeezebert
-    masked/xlm masked/yoso
-    seq2seq/bart seq2seq/bigbird_pegasus seq2seq/blenderbot seq2seq/led seq2seq/longt5 seq2seq/m2m_100 seq2seq/mbart
-    seq2seq/mt5 seq2seq/mvp seq2seq/nllb-moe seq2seq/pegasus seq2seq/plbart seq2seq/prophetnet
-    seq2seq/switch_transformers seq2seq/umt5
-    """.split()
-)  # fmt: skip
+# fmt: off
+NAMED = (
+    *QUICK,
+    "causal/apertus", "causal/bamba", "causal/bart", "causal/bert", "causal/big_bird", "causal/bitnet",
+    "causal/blenderbot", "causal/bloom", "causal/codegen", "causal/cohere", "causal/cohere2", "causal/ctrl",
+    "causal/deepseek_v2", "causal/deepseek_v3", "causal/ernie4_5", "causal/exaone4", "causal/falcon_h1",
+    "causal/falcon_mamba", "causal/gemma", "causal/gemma2", "causal/gemma3_text", "causal/git", "causal/glm",
+    "causal/glm4", "causal/gpt2", "causal/gpt_bigcode", "causal/gpt_neox", "causal/gpt_oss", "causal/granite",
+    "causal/granitemoe", "causal/helium", "causal/lfm2", "causal/llama", "causal/mamba2", "causal/marian",
+    "causal/minimax", "causal/mistral", "causal/mixtral", "causal/mpt", "causal/nemotron_h", "causal/olmo",
+    "causal/olmo2", "causal/olmoe", "causal/openai-gpt", "causal/opt", "causal/persimmon", "causal/phi",
+    "causal/phi3", "causal/phimoe", "causal/qwen2", "causal/qwen2_moe", "causal/qwen3", "causal/qwen3_moe",
+    "causal/recurrent_gemma", "causal/rwkv", "causal/smollm3", "causal/stablelm", "causal/starcoder2", "causal/xglm",
+    "image/beit", "image/convnext", "image/cvt", "image/dinov2", "image/focalnet", "image/mobilevit",
+    "image/poolformer", "image/pvt", "image/regnet", "image/resnet", "image/segformer", "image/siglip",
+    "image/swinv2", "image/vit_msn", "masked/albert", "masked/bert", "masked/camembert", "masked/convbert",
+    "masked/deberta", "masked/distilbert", "masked/electra", "masked/flaubert", "masked/fnet", "masked/funnel",
+    "masked/ibert", "masked/layoutlm", "masked/longformer", "masked/modernbert", "masked/mpnet", "masked/mra",
+    "masked/nystromformer", "masked/rembert", "masked/roberta", "masked/roformer", "masked/squeezebert", "masked/xlm",
+    "masked/yoso", "seq2seq/bart", "seq2seq/bigbird_pegasus", "seq2seq/blenderbot", "seq2seq/led", "seq2seq/longt5",
+    "seq2seq/m2m_100", "seq2seq/mbart", "seq2seq/mt5", "seq2seq/mvp", "seq2seq/nllb-moe", "seq2seq/pegasus",
+    "seq2seq/plbart", "seq2seq/prophetnet", "seq2seq/switch_transformers", "seq2seq/umt5",
+)
+# fmt: on
 
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depth)$|n_layer$")
 _EXPERTS = re.compile(r"experts$")
@@ -153,7 +156,9 @@ def assert_same(made, expected):
         other = second[name]
         assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
         assert tensor.requires_grad == other.requires_grad and isinstance(tensor, type(other)), name
-        assert torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))), name
+        assert torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))), (
+            name
+        )
     assert [list(first.values()).index(each) for each in map(_Same, first.values())] == [
         list(second.values()).index(each) for each in map(_Same, second.values())
     ]

@@ -83,9 +83,7 @@ def test_without_one_ten_trials_get_most_of_it_and_fewer_fail_than_by_chance():
 
 @pytest.mark.parametrize("kind", ["random", "reversed"])
 def test_a_wrong_prior_ends_no_worse_than_none(kind):
-    noise = {
-        config: float(np.exp(np.random.default_rng(i).normal())) for i, config in enumerate(make_space())
-    }
+    noise = {config: float(np.exp(np.random.default_rng(i).normal())) for i, config in enumerate(make_space())}
     prior = noise.__getitem__ if kind == "random" else (lambda config: 1e6 / speed(config))
     (without,), _ = reached(24, (24,), seeds=2)
     (wrong,), _ = reached(24, (24,), seeds=2, prior=prior, warn=quiet)
@@ -99,9 +97,7 @@ def test_a_stalled_run_does_not_hide_the_region_around_it():
     trials = finished(space.sample(12, 1), outcome)
     fastest = max((t for t in trials if t.ok), key=lambda t: t.measurement.throughput)
     stalled = [
-        t
-        if t is not fastest
-        else Trial(number=t.number, config=t.config, measurement=ok(speed(t.config) / 5))
+        t if t is not fastest else Trial(number=t.number, config=t.config, measurement=ok(speed(t.config) / 5))
         for t in trials
     ]
     (proposal,) = make_sampler("bayes", space, 0, prior=Estimate).propose(stalled)
@@ -118,8 +114,7 @@ def test_headroom_keeps_away_from_the_edge():
 
     trials = finished([space.config(micro_batch=n) for n in (2, 5, 9, 14, 20)], fn)
     tight, roomy = (
-        make_sampler("bayes", space, 0, headroom=headroom).propose(trials)[0]["micro_batch"]
-        for headroom in (0.0, 0.3)
+        make_sampler("bayes", space, 0, headroom=headroom).propose(trials)[0]["micro_batch"] for headroom in (0.0, 0.3)
     )
     assert 20 + 30 * roomy <= 1000 * 0.75 < 20 + 30 * tight <= 1000
 

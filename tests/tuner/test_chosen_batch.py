@@ -18,8 +18,7 @@ def test_the_commands_choose_alike_and_say_so():
     searched = resolve_task(TrainingRequest("gpt2-tiny", devices=64), simulated=h100)
     asked = estimate_request("gpt2-tiny", h100, devices=64)
     said = (
-        "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the "
-        "64 devices"
+        "global batch: 64, 1 sample a device, since none was given and gpt2-tiny's usual 32 is less than the 64 devices"
     )
     assert searched.workload.global_batch == asked.workload.global_batch == 64
     assert asked.estimator.training.global_batch == 64
@@ -36,7 +35,9 @@ def test_a_batch_that_was_asked_for_is_kept_and_one_below_the_devices_is_named()
     enough = estimate_request("gpt2-tiny", "h100-80gb", devices=64, global_batch=64)
     assert not [note for note in enough.notes if "batch" in note]
     shape = Shape(layers=4, hidden=64, heads=4, vocabulary=1000, name="small")
-    assert any(note.startswith(said) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes)
+    assert any(
+        note.startswith(said) for note in estimate_request(shape, "h100-80gb", devices=64, global_batch=16).notes
+    )
 
 
 def test_free_accumulation_has_no_batch_to_choose():
@@ -65,4 +66,7 @@ def test_an_estimate_with_free_accumulation_names_no_batch():
     assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
     found = answer(asked)
     assert found.to_dict()["global_batch"] is None and "global batch" not in render(found).splitlines()[0]
-    assert "global batch 32" in render(answer(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]
+    assert (
+        "global batch 32"
+        in render(answer(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]
+    )

@@ -1,5 +1,6 @@
 """The command line: help, exit codes, and a clear word for every bad input, without a traceback."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -71,7 +72,10 @@ BAD = [
     (["tune", "gpt2-tiny", "--devices", "100000"], "100000 devices were asked for"),
     (["tune", "gpt2-tiny", "--devices", "7", "--global-batch", "31"], "31 is not one of 7; 28 is"),
     (["tune", "llama-tiny", "--devices", "8", "--fix", "tp=8"], "8 ranks must divide the 4 key-value heads"),
-    (["tune", "gpt2-tiny", "--devices", "3", "--global-batch", "9", "--fix", "tp=3"], "must divide the 8 attention heads"),
+    (
+        ["tune", "gpt2-tiny", "--devices", "3", "--global-batch", "9", "--fix", "tp=3"],
+        "must divide the 8 attention heads",
+    ),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "pp=2", "--fix", "tp=2"], "where dp = `2 // (tp * pp)`"),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "tp=2", "--fix", "zero=3"], "zero=3 would have no effect"),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "'zero' has no value 4"),
@@ -109,7 +113,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else ""
+)
 def test_bad_input_is_refused_with_a_clear_word_and_nothing_written(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(capsys, *arguments)
@@ -155,7 +161,7 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
         out=tmp_path / "run", **asked,
     )  # fmt: skip
     words = shlex.split(yaml.safe_load((tmp_path / "run" / "best.yaml").read_text())["reproduce"])
-    pairs = list(zip(words, words[1:]))
+    pairs = list(itertools.pairwise(words))
     assert ("--set", "micro_batch=4,48") in pairs and ("--fix", "attention=eager") in pairs
     assert ("--fix", f"micro_batch={result.best.config['micro_batch']}") in pairs
     parsed = group.get_command(None, "tune").make_context("tune", words[2:])

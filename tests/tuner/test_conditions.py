@@ -18,7 +18,9 @@ def ran(throughput, load, **more):
 
 
 def trial(number, measured):
-    return Trial(number=number, config=Config(x=number), measurement=measured, sampler="default" if number == 0 else "x")
+    return Trial(
+        number=number, config=Config(x=number), measurement=measured, sampler="default" if number == 0 else "x"
+    )
 
 
 class Heard(SearchListener):
@@ -48,7 +50,9 @@ def test_while_nothing_changes_no_canary_is_run():
         measured = conditions.judge(trials, ran(100.0 + number, load))
         assert measured.machine_speed is None
         trials.append(trial(number, measured))
-    assert canary.asked == [] and heard.lines == [] and History(lambda: trials).update().best * conditions.speed == 103.0
+    assert (
+        canary.asked == [] and heard.lines == [] and History(lambda: trials).update().best * conditions.speed == 103.0
+    )
 
 
 def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():

@@ -3,6 +3,7 @@
 import math
 import random
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from redline.errors import RunnerError
@@ -164,7 +165,10 @@ def test_of_equal_ones_with_equal_memory_the_one_nearest_to_the_default_is_named
         return judged(Trial(number=number, config=Config(knobs), measurement=measured, sampler="x"), [throughput] * 2)
 
     base = trial(0, 50.0, micro_batch=1, fusion=False, zero=0)
-    far, near = trial(1, 100.0, micro_batch=8, fusion=True, zero=2), trial(2, 100.0, micro_batch=8, fusion=False, zero=0)
+    far, near = (
+        trial(1, 100.0, micro_batch=8, fusion=True, zero=2),
+        trial(2, 100.0, micro_batch=8, fusion=False, zero=0),
+    )
     from dataclasses import replace
 
     assert summary.best([replace(base, sampler="default"), far, near]).number == 2
@@ -200,6 +204,7 @@ def test_a_single_success_has_nobody_to_be_compared_with():
 @pytest.mark.parametrize("gap", [0.0, 0.03])
 def test_the_stated_error_holds(gap):
     """Of pairs that are equal, no more than 5 % are called apart in any round; of those 3 % apart, most."""
+
     def ran(throughput):
         return Measurement(status=Status.OK, throughput=throughput, step_ms=1.0, step_ms_spread=0.0196)
 
@@ -250,7 +255,7 @@ def test_where_the_load_was_steady_only_leaders_take_turns():
 
 def test_who_is_behind_takes_no_further_turns_and_whoever_might_be_ahead_does():
     first, true = [50.0, 100.0, 99.5, 99.0, 98.5], [50.0, 100.0, 80.0, 99.5, 100.0]
-    trials, stretches, _ = confirm(first, true, loads=[0.0] * 5, kind=Turns, noise=0.003)
+    _trials, stretches, _ = confirm(first, true, loads=[0.0] * 5, kind=Turns, noise=0.003)
     assert stretches[0] == [1, 2, 3, 0] and len(stretches) <= 3
     assert all(2 not in each and 0 not in each for each in stretches[1:])
     assert 4 in stretches[1]
@@ -319,6 +324,7 @@ def test_of_many_turns_only_the_middle_ones_decide_a_tie():
 
 def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
     """A load that slows the fastest one more than the others: its slope is not theirs."""
+
     def ran(throughput, load):
         return Measurement(status=Status.OK, throughput=throughput, foreign_cores=load)
 
@@ -335,7 +341,7 @@ def test_turns_under_a_load_do_not_count_where_there_were_enough_without():
 
 def test_turns_may_last_longer_where_the_time_is_enough_for_it():
     class Asked(Turns):
-        patience = []
+        patience: ClassVar[list[float]] = []
 
         def take_turns(self, requests, alone, patience_s):
             self.patience.append(patience_s)

@@ -99,7 +99,8 @@ def test_a_workload_file_is_read_before_its_agent_starts(started, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("options", "compiles"), [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)]
+    ("options", "compiles"),
+    [({}, True), ({"fix": {"fusion": False}}, False), ({"override": {"fusion": [False]}}, False)],
 )
 def test_what_compiles_is_imported_where_something_may_compile(options, compiles):
     task = resolve_task(TrainingRequest("gpt2-tiny", devices=1, **options))

@@ -56,9 +56,9 @@ def test_json_holds_what_the_text_says(capsys):
     assert best["config"]["tp"] * best["config"]["pp"] * best["config"]["dp"] == 8
     assert best["throughput"] == pytest.approx(64 * 1024 / (best["step_ms"] * 1e-3))
     assert best["memory_low"] < best["peak_memory_mib"] < best["memory_high"]
-    assert sum(
-        value for name, value in best["breakdown"].items() if name.startswith("memory.")
-    ) == pytest.approx(best["peak_memory_mib"])
+    assert sum(value for name, value in best["breakdown"].items() if name.startswith("memory.")) == pytest.approx(
+        best["peak_memory_mib"]
+    )
     assert data["valid"] == data["predicted"] >= data["fitting"]
 
 
@@ -149,9 +149,7 @@ def test_the_doctor_writes_a_file_that_estimate_takes(capsys, tmp_path, monkeypa
     code, out, _ = run(capsys, "doctor", "--measure", "--ranks", 1, "--out", path)
     assert code == 0
     assert "matrix products in fp32" in out and str(path) in out
-    code, out, _ = run(
-        capsys, "estimate", *SMALL, "--hardware", path, "--global-batch", 4, "--json", "--top", 1
-    )
+    code, out, _ = run(capsys, "estimate", *SMALL, "--hardware", path, "--global-batch", 4, "--json", "--top", 1)
     assert code == 0
     assert json.loads(out)["best"][0]["throughput"] > 0
 

@@ -207,16 +207,12 @@ def simulated(tmp_path_factory):
     config = {"tp": 4, "pp": 2, "dp": 8, "zero": 1, "precision": "bf16"}
     outcomes = (
         Measurement(status=Status.OK, throughput=1000.0, unit="tokens/s", devices=64, seconds_measure=1.0),
-        Measurement(
-            status=Status.OOM, reason="simulated: out of memory", devices=64, peak_memory_mib=90000.0
-        ),
+        Measurement(status=Status.OOM, reason="simulated: out of memory", devices=64, peak_memory_mib=90000.0),
     )
     path = tmp_path_factory.mktemp("runs") / "simulated"
     with RunFolder.open(path, asked, knobs=dict.fromkeys([*config, "micro_batch", "grad_accum"])) as run:
         for micro_batch, measured in ((1, outcomes[0]), (8, outcomes[1]), (4, None)):
-            trial = run.start(
-                {**config, "micro_batch": micro_batch, "grad_accum": 8 // micro_batch}, sampler="user"
-            )
+            trial = run.start({**config, "micro_batch": micro_batch, "grad_accum": 8 // micro_batch}, sampler="user")
             if measured is not None:
                 run.finish(trial.number, measured)
     return path

@@ -58,9 +58,7 @@ def test_a_fluke_that_a_success_contradicts_rules_nothing_out():
     assert knowledge.blocked_by(config(16, 0, 1), [OOM, smaller]) is OOM
 
 
-@pytest.mark.parametrize(
-    ("failed", "asked", "ruled_out"), [(4, 2, True), (4, 1, False), (1, 1, True), (None, 1, True)]
-)
+@pytest.mark.parametrize(("failed", "asked", "ruled_out"), [(4, 2, True), (4, 1, False), (1, 1, True), (None, 1, True)])
 def test_a_failure_while_gradients_add_up_says_nothing_of_a_single_micro_batch(failed, asked, ruled_out):
     known = config(4, 0, 0) if failed is None else Config({**config(4, 0, 0), "grad_accum": failed})
     larger = Config({**config(16, 0, 0), "grad_accum": asked})

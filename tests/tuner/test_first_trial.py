@@ -15,9 +15,7 @@ from redline.tuner.cli import main
 from redline.tuner.first_trial import first_trial, ladder
 from redline.tuner.search import Search
 
-LLAMA_8B = Shape(
-    name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256
-)
+LLAMA_8B = Shape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocabulary=128256)
 HEADROOM = 0.05
 
 
@@ -155,9 +153,7 @@ def test_at_the_smallest_micro_batch_the_fallback_is_the_next_rung_that_needs_le
     assert needs(estimate, [found.fallback])[0] < needs(estimate, [found.config])[0]
 
 
-@pytest.mark.parametrize(
-    "prior", [None, lambda config: 1.0, SimpleNamespace(table=lambda configs: np.ones(3))]
-)
+@pytest.mark.parametrize("prior", [None, lambda config: 1.0, SimpleNamespace(table=lambda configs: np.ones(3))])
 def test_without_an_estimate_trial_0_is_the_default(prior):
     space = make_space()
     found = first_trial(space, prior, HEADROOM)

@@ -33,10 +33,7 @@ def test_after_any_changes_it_is_what_a_first_look_says():
             measured = Measurement(status=status, reason="so")
             if status is Status.OK:
                 measured = Measurement(status=status, throughput=speed, machine_speed=slow, probe=probe())
-            trials = [
-                replace(each, measurement=measured) if each is trial else each
-                for each in trials
-            ]
+            trials = [replace(each, measurement=measured) if each is trial else each for each in trials]
         elif worked:
             trial = draw.choice(worked)
             again = judged(trial, (draw.uniform(1, 9),))

@@ -147,9 +147,7 @@ def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_
         "scalar": (Status.OK, 1.5, ""),
         "measurement": (Status.OK, 5.0, ""),
     }
-    result = rl.tune(
-        fn, ways(*expected), trials=len(expected), sampler="grid", isolate=isolate, out=tmp_path / "run"
-    )
+    result = rl.tune(fn, ways(*expected), trials=len(expected), sampler="grid", isolate=isolate, out=tmp_path / "run")
     for how, found in measured(result).items():
         status, throughput, reason = expected[how]
         assert (found.status, found.throughput) == (status, throughput), how
@@ -263,7 +261,10 @@ def test_what_cannot_be_sent_to_a_process_is_refused_in_words_that_name_the_way_
         ({"concurrency": 2}, r"one call at a time, but got concurrency=2"),
         ({"runner": "ray"}, r"isolate=False calls the function in this process, where the runner 'ray' has no part"),
         ({"isolate": True, "measure_time": "1s"}, r"measure_time belongs to a workload"),
-        ({"isolate": True, "ray_address": "127.0.0.1:1"}, r"ray_address=127.0.0.1:1 has no effect on the runner 'local'"),
+        (
+            {"isolate": True, "ray_address": "127.0.0.1:1"},
+            r"ray_address=127.0.0.1:1 has no effect on the runner 'local'",
+        ),
         ({"isolate": True, "runner": "rey"}, r"unknown runner 'rey'; did you mean 'ray'\?"),
     ],
 )

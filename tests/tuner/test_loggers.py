@@ -27,9 +27,7 @@ def space():
 
 
 def tuned(tmp_path, name):
-    result = rl.tune(
-        train, space(), trials=8, sampler="grid", out=tmp_path / "run", log_to=name, isolate=False
-    )
+    result = rl.tune(train, space(), trials=8, sampler="grid", out=tmp_path / "run", log_to=name, isolate=False)
     assert result.best.throughput == 800.0 and result.notes == ()
     return result, tmp_path / "run"
 

@@ -54,9 +54,7 @@ def test_a_result_without_a_winner_says_why():
     failed = Trial(number=0, config={"a": 1}, measurement=Measurement(status=Status.OOM, reason="x < y"))
     made = make_result([failed], ["a"], folder=None, ended="", interrupted=False)
     assert "none of 1 trials succeeded: 1 oom." in made._repr_html_()
-    assert (
-        "no trial has finished" in make_result([], [], folder=None, ended="", interrupted=False)._repr_html_()
-    )
+    assert "no trial has finished" in make_result([], [], folder=None, ended="", interrupted=False)._repr_html_()
 
 
 def test_the_figure_shows_every_trial_and_the_limit(result):

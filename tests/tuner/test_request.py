@@ -21,7 +21,9 @@ def test_the_sections_are_the_request_in_the_order_of_its_constructor():
 
 
 def test_every_field_is_documented_once():
-    told = re.findall(r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE)
+    told = re.findall(
+        r"^    (\w+): ", rl.tune.__doc__.partition("\nArgs:\n")[2].partition("\nReturns:")[0], re.MULTILINE
+    )
     assert sorted(told) == sorted(each.name for each in fields(Request)) and len(set(told)) == len(told)
 
 

@@ -34,7 +34,10 @@ class TestEncoding:
         assert len({code.tobytes() for code in codes}) == len(space)
         assert [encoding.decode(code) for code in codes] == list(space)
         assert encoding.valid(codes) == list(space)
-        assert encoding.valid(np.vstack([codes[-1], codes[0] + 1000, codes[0]])) == [space.at(len(space) - 1), space.at(0)]
+        assert encoding.valid(np.vstack([codes[-1], codes[0] + 1000, codes[0]])) == [
+            space.at(len(space) - 1),
+            space.at(0),
+        ]
         assert np.array_equal(encoding.listed, codes)
         assert encoding.rows(space) == list(range(len(space)))
 
@@ -55,7 +58,9 @@ class TestEncoding:
         assert encoding.decode(np.array([0, 1, 0, ABSENT])) is None
         assert encoding.decode(np.array([1, ABSENT, 0, ABSENT])) is None
         assert dict(encoding.decode(np.array([1, 1, 0, ABSENT]))) == {
-            "tp": 2, "sequence_parallel": True, "checkpoint": False
+            "tp": 2,
+            "sequence_parallel": True,
+            "checkpoint": False,
         }
 
     def test_values_the_space_does_not_know_have_no_code(self):
@@ -102,9 +107,7 @@ class TestCandidates:
         code = np.array([data.draw(st.integers(0, int(size) - 1)) for size in encoding.sizes], dtype=np.int32)
         rng = np.random.default_rng(seed)
         left = [config for config in space if config not in {trial.config for trial in trials}]
-        distance = {
-            config: encoding.distances(encoding.encode(config)[None], code)[0] for config in left
-        }
+        distance = {config: encoding.distances(encoding.encode(config)[None], code)[0] for config in left}
         candidates = remaining(encoding, trials, rng, sample=10)
         assert len(candidates) == len(left)
         chosen = candidates.closest(code, rng)
@@ -212,9 +215,13 @@ class TestObservations:
         def oom(peak):
             return Measurement(status=Status.OOM, peak_memory_mib=peak, memory_limit_mib=100.0)
 
-        measurements = [
-            ok(1.0, peak_memory_mib=peak, memory_limit_mib=100.0) for peak in (1.0, 25.0, 50.0, 99.9)
-        ] + [oom(95.0), oom(200.0), oom(4000.0), oom(None), ok(1.0)]
+        measurements = [ok(1.0, peak_memory_mib=peak, memory_limit_mib=100.0) for peak in (1.0, 25.0, 50.0, 99.9)] + [
+            oom(95.0),
+            oom(200.0),
+            oom(4000.0),
+            oom(None),
+            ok(1.0),
+        ]
         violation = self.observe(*measurements).violation
         assert violation.tolist() == pytest.approx([-3, -2, -1, -0.05, 0.25, 1, 3, 1, -1])
 

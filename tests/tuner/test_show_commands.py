@@ -23,12 +23,8 @@ def run(capsys, *arguments):
 def folder(tmp_path):
     """A run of three trials."""
     with RunFolder.open(tmp_path / "a", {"model": "gpt2-tiny", "seed": 0}, knobs=KNOBS) as made:
-        for number, (status, speed) in enumerate(
-            ((Status.OK, 100.0), (Status.OOM, None), (Status.OK, 150.0))
-        ):
-            made.start(
-                {"micro_batch": 2**number, "fusion": False}, sampler="default" if not number else "tpe"
-            )
+        for number, (status, speed) in enumerate(((Status.OK, 100.0), (Status.OOM, None), (Status.OK, 150.0))):
+            made.start({"micro_batch": 2**number, "fusion": False}, sampler="default" if not number else "tpe")
             made.finish(number, Measurement(status=status, throughput=speed, unit="tokens/s", reason=""))
     return tmp_path / "a"
 

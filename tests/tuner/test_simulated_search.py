@@ -1,6 +1,7 @@
 """`redline tune --runner simulate`, and the estimate that a search begins with."""
 
 import csv
+import itertools
 import json
 
 import pytest
@@ -14,7 +15,14 @@ from torch import nn
 
 NARROW = {
     "global_batch": 1024,
-    "fix": {"attention": "sdpa", "precision": "bf16", "fusion": False, "kernels": False, "offload": "none", "fused_optimizer": True},
+    "fix": {
+        "attention": "sdpa",
+        "precision": "bf16",
+        "fusion": False,
+        "kernels": False,
+        "offload": "none",
+        "fused_optimizer": True,
+    },
 }
 
 
@@ -72,9 +80,7 @@ def test_it_is_marked_as_simulated_wherever_it_is_shown(finished, capsys, tmp_pa
 
 def test_the_same_seed_finds_the_same(finished, tmp_path):
     first, _ = finished
-    again = rl.tune(
-        "gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, **NARROW
-    )
+    again = rl.tune("gpt2-tiny", runner="simulate", hardware="a100-40gb", devices=256, trials=6, patience=0, **NARROW)
     assert again.best.config == first.best.config
     assert again.best.throughput == pytest.approx(first.best.throughput)
 
@@ -87,7 +93,7 @@ def test_one_clock_tells_when_trials_ran_also_after_resuming(tmp_path):
     spans = [(float(row["started"]), float(row["started"]) + float(row["seconds_total"])) for row in rows]
     assert len(spans) == 8
     (first, then) = spans[:3], spans[3:]
-    for (_, end), (begin, _) in zip(first, first[1:]):
+    for (_, end), (begin, _) in itertools.pairwise(first):
         assert begin == pytest.approx(end, abs=1e-3)
     assert min(begin for begin, _ in then) == pytest.approx(first[-1][1], abs=1e-3)
     at_once = [sum(begin <= now + 1e-3 < end for begin, end in then) for now, _ in then]

@@ -74,9 +74,7 @@ def test_gains_that_keep_coming_are_waited_for():
 def test_what_never_fits_ends_in_nothing_feasible_with_the_shortfall():
     def fn(config):
         need = 3000.0 * config["micro_batch"] ** 0.5 * (1.2 - 0.5 * config["checkpoint_ratio"])
-        return Measurement(
-            status=Status.OOM, reason="does not fit", peak_memory_mib=need, memory_limit_mib=1000.0
-        )
+        return Measurement(status=Status.OOM, reason="does not fit", peak_memory_mib=need, memory_limit_mib=1000.0)
 
     result = tune(fn, make_space(), trials=100)
     assert result.best is None
@@ -172,9 +170,7 @@ def test_limits_that_agree_are_taken():
 
 
 def again(number, throughputs, peak):
-    made = Measurement(
-        status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0
-    )
+    made = Measurement(status=Status.OK, throughput=throughputs[0], peak_memory_mib=peak, memory_limit_mib=1000.0)
     return judged(Trial(number=number, config=Config({"x": number}), measurement=made), throughputs)
 
 

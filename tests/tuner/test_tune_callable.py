@@ -29,7 +29,9 @@ def speed(config):
     """Peaks at micro_batch 16 with checkpointing; runs out of memory above it."""
     if config["micro_batch"] * (2 - config["checkpoint_ratio"]) > 24:
         raise rl.OutOfMemory("does not fit")
-    return math.log2(config["micro_batch"] + 1) * (1 - 0.2 * config["checkpoint_ratio"]) * (1.1 if config["fusion"] else 1)
+    return (
+        math.log2(config["micro_batch"] + 1) * (1 - 0.2 * config["checkpoint_ratio"]) * (1.1 if config["fusion"] else 1)
+    )
 
 
 BEST = {"micro_batch": 16, "checkpoint_ratio": 0.5, "fusion": True, "grad_accum": 2}

@@ -43,12 +43,7 @@ def make_space(*extra):
 
 def speed(config, factor=1.0):
     gains = {"eager": 1.0, "sdpa": 1.3, "flash_attention_2": 2.0}
-    return (
-        factor
-        * config["micro_batch"] ** 0.5
-        * gains[config["attention"]]
-        * (1 - 0.5 * config["checkpoint_ratio"])
-    )
+    return factor * config["micro_batch"] ** 0.5 * gains[config["attention"]] * (1 - 0.5 * config["checkpoint_ratio"])
 
 
 def trials_of(configs, throughput, predicted=None, status=Status.OK, unit=""):
@@ -202,9 +197,7 @@ def test_callables_are_alike_by_their_name():
 
 def test_a_run_half_as_alike_moves_half_as_much():
     space = make_space()
-    fully, half = (
-        warm_start(space, earlier(space), asked) for asked in (HERE, other(devices={"name": "NVIDIA H100"}))
-    )
+    fully, half = (warm_start(space, earlier(space), asked) for asked in (HERE, other(devices={"name": "NVIDIA H100"})))
     configs = space.sample(20, 1)
     assert np.ptp(logs(fully, configs)) > 1
     assert logs(half, configs) == pytest.approx(0.5 * logs(fully, configs))
@@ -213,9 +206,7 @@ def test_a_run_half_as_alike_moves_half_as_much():
 def test_a_run_that_is_more_alike_outweighs_one_that_is_longer():
     space = make_space()
     unlike = trials_of(space.sample(80, 1), lambda config: 1 / speed(config))
-    mixed = WarmStart(
-        space, [taken(space, earlier(space, 30)), taken(space, unlike, other(devices={"used": 512}))]
-    )
+    mixed = WarmStart(space, [taken(space, earlier(space, 30)), taken(space, unlike, other(devices={"used": 512}))])
     configs = list(space)
     assert rank_correlation(logs(mixed, configs), [speed(each) for each in configs]) > 0.9
 

@@ -40,12 +40,8 @@ _HEBO = "pip install --no-deps HEBO==0.3.6 && pip install 'redline[hebo]'"
     epilog=EXAMPLES,
     short_help="Check versions, devices and memory, and what is missing.",
 )
-@click.option(
-    "--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file."
-)
-@click.option(
-    "--ranks", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]"
-)
+@click.option("--measure", is_flag=True, help="Measure rates, bandwidths and links, and write a hardware file.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Ranks for links.  [default: one a GPU, none on a CPU]")
 @click.option("--out", metavar="FILE", help="The hardware file, for `--hardware`.  [default: hardware.yaml]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> None:
@@ -68,9 +64,7 @@ def doctor(measure: bool, ranks: int | None, out: str | None, as_json: bool) -> 
         click.echo(f"  {name:<14} {version}")
     device = facts["device"]
     click.echo("devices")
-    click.echo(
-        f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each"
-    )
+    click.echo(f"  {device['count']} x {device['name']} ({device['type']}), {device['memory_mib']:,} MiB each")
     click.echo(f"  host memory that is free: {facts['free_host_memory_mib']:,} MiB")
     if facts["missing"]:
         click.echo("missing")
@@ -106,9 +100,7 @@ def _measured(ranks: int | None, path: Path, count: int, kind: str) -> dict[str,
     except OSError as error:
         raise UsageError(f"--out: '{path}' cannot be written: {error.strerror}") from error
     return {
-        "tflops": {
-            name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()
-        },
+        "tflops": {name: {str(size): rate for size, rate in rates.items()} for name, rates in found.tflops.items()},
         "memory_gb_per_s": found.memory_gb_per_s,
         "host_gb_per_s": found.host_gb_per_s,
         "links": {name: dict(numbers) for name, numbers in found.links.items()},
@@ -132,9 +124,7 @@ def _measured_lines(measured: dict[str, Any], path: Path) -> list[str]:
             f"{numbers['latency_us']:,.0f} us a message"
         )
     if not measured["links"]:
-        lines.append(
-            "  links: not measured with one rank; the file holds an assumption (--ranks N measures them)"
-        )
+        lines.append("  links: not measured with one rank; the file holds an assumption (--ranks N measures them)")
     if measured["hardware"]["note"]:
         lines.append(f"  {measured['hardware']['note']}")
     return [*lines, f"written to {path}: `redline estimate MODEL --hardware {path}`"]
@@ -153,13 +143,9 @@ def examine() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             disables = "`--runner ray`; `--runner local` works" if name == "ray" else "redline"
-            missing.append(
-                {"what": name, "disables": f"disables {disables}", "do": f"Install it: pip install {name}"}
-            )
+            missing.append({"what": name, "disables": f"disables {disables}", "do": f"Install it: pip install {name}"})
     if importlib.util.find_spec("hebo") is None:
-        missing.append(
-            {"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"}
-        )
+        missing.append({"what": "HEBO", "disables": "disables `--sampler hebo`", "do": f"Install it: {_HEBO}"})
     else:
         versions["HEBO"] = metadata.version("HEBO")
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:

@@ -41,30 +41,20 @@ def _shape_options(command: Any) -> Any:
         "positions": "Learned positions.  [default: 0, rotary]",
     }
     for name in reversed(SHAPE):
-        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(
-            command
-        )
+        command = click.option(f"--{name.replace('_', '-')}", type=int, metavar="N", help=helps[name])(command)
     return command
 
 
 @click.command(epilog=EXAMPLES, short_help="Predict the best configurations of a model on any hardware.")
 @options_of(ModelRequest, SpaceRequest)
-@click.option(
-    "--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]"
-)
+@click.option("--hardware", metavar="NAME|FILE", help="A name in the table or a YAML file.  [default: this machine]")
 @_shape_options
-@click.option(
-    "--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not."
-)
+@click.option("--gated/--not-gated", default=True, help="With shape numbers: a gated feed-forward network or not.")
 @click.option("--tied", is_flag=True, help="With shape numbers: the head is the embedding's matrix.")
 @click.option("--config", "config", metavar="K=V,...", help="Predict this configuration only.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many to show.")
-@click.option(
-    "--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]"
-)
-@click.option(
-    "--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials."
-)
+@click.option("--memory-limit", metavar="SIZE", help="Memory of a device, such as 40GiB.  [default: what it has]")
+@click.option("--trials-from", "trials_from", metavar="RUN", help="Correct the predictions by a run's trials.")
 @click.option("--layerwise", is_flag=True, help="Refine the winner: checkpointing chosen block by block.")
 @click.option("--explain", is_flag=True, help="What memory and time are made of.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

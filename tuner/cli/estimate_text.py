@@ -51,9 +51,7 @@ def _head(document: "EstimateDocument") -> list[str]:
         f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
     ]
     if document.plan is not None:
-        lines.append(
-            f"{document.plan.fitting:,} of {document.plan.valid:,} valid configurations are predicted to fit"
-        )
+        lines.append(f"{document.plan.fitting:,} of {document.plan.valid:,} valid configurations are predicted to fit")
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     return lines
@@ -122,8 +120,7 @@ def _config(ranked: "Ranked") -> str:
         "zero": 0,
     }
     return " ".join(
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        f"{' (lossy)' if name in ranked.lossy else ''}"
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}{' (lossy)' if name in ranked.lossy else ''}"
         for name, value in ranked.config.items()
         if not (name in quiet and value == quiet[name])
     )
@@ -141,9 +138,7 @@ def _explained(ranked: "Ranked") -> list[str]:
         ("time of a step", "time.", estimate.step_ms, "ms", 1.0),
     ):
         low, high = (
-            (estimate.memory_low, estimate.memory_high)
-            if scale > 1
-            else (estimate.step_ms_low, estimate.step_ms_high)
+            (estimate.memory_low, estimate.memory_high) if scale > 1 else (estimate.step_ms_low, estimate.step_ms_high)
         )
         lines.append(
             f"  {what}: {total / scale:,.2f} {unit}, 80 % within {low / scale:,.2f} to {high / scale:,.2f} {unit}"
@@ -155,6 +150,4 @@ def _explained(ranked: "Ranked") -> list[str]:
 def _terms(breakdown: Mapping[str, float], prefix: str, unit: str, scale: float, total: float) -> list[str]:
     terms = {name.removeprefix(prefix): value for name, value in breakdown.items() if name.startswith(prefix)}
     shown = sorted((item for item in terms.items() if item[1] > 0.0005 * total), key=lambda item: -item[1])
-    return [
-        f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in shown
-    ]
+    return [f"    {value / scale:>10,.2f} {unit}  {100 * value / total:>4.0f} %  {name}" for name, value in shown]

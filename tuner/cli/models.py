@@ -32,7 +32,10 @@ def models(as_json: bool) -> None:
             row["name"],
             row["family"],
             _count(row["parameters"]),
-            *(f"{row[key]:,}" if row[key] else "-" for key in ("layers", "hidden", "heads", "vocabulary", "seq_len", "global_batch")),
+            *(
+                f"{row[key]:,}" if row[key] else "-"
+                for key in ("layers", "hidden", "heads", "vocabulary", "seq_len", "global_batch")
+            ),
         )
     console = Console(highlight=False)
     # Where it does not fit, lines run on: a name cut short cannot be given to `redline tune`.

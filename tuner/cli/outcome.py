@@ -51,7 +51,9 @@ def _winner(result: Result, best: Candidate, console: Console) -> None:
     if tied := summary.tied(result.all_trials):
         many = "s" if len(tied) > 1 else ""
         told = ", ".join(f"{each.number} ({speed(each.throughput, '')})" for each in tied)
-        console.print(Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler"))
+        console.print(
+            Text(f"tie      with trial{many} {told}: of equals the one with more free memory, then the simpler")
+        )
     console.print()
     sides = {"winner": best}
     for name, each in ((summary.exactness(result.all_trials), exact), ("default", default)):

@@ -205,7 +205,11 @@ class TerminalListener(ProgressListener):
 
 def headline(plan: SearchPlan) -> list[str]:
     """What is tuned, on what, out of how many, by whom, and where it is kept."""
-    valid = f"{plan.valid:,} valid configurations" if plan.valid is not None else "more valid configurations than can be counted"
+    valid = (
+        f"{plan.valid:,} valid configurations"
+        if plan.valid is not None
+        else "more valid configurations than can be counted"
+    )
     trials = f", {plan.trials} trials" if plan.trials else ""
     resumed = f", resumed after {plan.done} trials" if plan.done else ""
     lines = [

@@ -4,7 +4,12 @@ import click
 
 
 @click.command(
-    epilog="\b\nExamples:\n  redline report runs/gpt2\n  redline report runs/gpt2 -o gpt2.html\n  redline report measured-elsewhere.csv\n",
+    epilog="""\b
+Examples:
+  redline report runs/gpt2
+  redline report runs/gpt2 -o gpt2.html
+  redline report measured-elsewhere.csv
+""",
     short_help="Make one HTML page of a run.",
 )
 @click.argument("run")

@@ -21,7 +21,9 @@ Examples:
 @click.option("--columns", metavar="A,B,C", help="Columns of trials.csv or knobs.  [default: those that tell]")
 @click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
 @click.option("--format", "form", default="table", show_default=True, help="table, csv, json or markdown.")
-def show(run: str, top: int | None, status: str | None, sort: str, columns: str | None, storage: str | None, form: str) -> None:
+def show(
+    run: str, top: int | None, status: str | None, sort: str, columns: str | None, storage: str | None, form: str
+) -> None:
     """Show the winner, the counts by status and the best trials of the run in folder RUN, also while it runs."""
     from ...errors import UsageError, unknown
     from ...results import View, listing

@@ -48,8 +48,7 @@ def logging_to(
         yield listener
         return
     trackers: list[TrialLogger] = [
-        import_module(f".{name}", __package__).LOGGER(where, listener.said)
-        for name, where in chosen.items()
+        import_module(f".{name}", __package__).LOGGER(where, listener.said) for name, where in chosen.items()
     ]
     try:
         yield Listeners([listener, *trackers])

@@ -98,11 +98,7 @@ def metrics_of(trial: Trial) -> dict[str, float]:
         "predicted_memory_mib": trial.predicted_memory_mib,
     }
     found = {name: own[name] if name in own else getattr(measured, name) for name in METRICS}
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if value is not None and math.isfinite(float(value))
-    }
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(float(value))}
 
 
 def knobs_of(trial: Trial) -> dict[str, bool | int | float | str]:

@@ -39,9 +39,7 @@ class MLflowLogger(TrialLogger):
         found = self._client.get_experiment_by_name(name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(name)
         tags = {"redline.where": plan.where, "redline.sampler": plan.sampler, "redline.runner": plan.runner}
-        self._run = self._client.create_run(
-            self._experiment, run_name=self.folder.name, tags=tags
-        ).info.run_id
+        self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
 
     def log(self, trial: Trial, metrics: Mapping[str, float], best: float | None) -> None:
         status = str(trial.measured.status)
@@ -51,9 +49,7 @@ class MLflowLogger(TrialLogger):
             "redline.sampler": trial.sampler,
             "redline.reason": fold(trial.measured.reason)[:500],
         }
-        run = self._client.create_run(
-            self._experiment, run_name=f"trial {trial.number}", tags=tags
-        ).info.run_id
+        run = self._client.create_run(self._experiment, run_name=f"trial {trial.number}", tags=tags).info.run_id
         for knob, chosen in knobs_of(trial).items():
             self._client.log_param(run, knob, chosen)
         for name, value in metrics.items():

@@ -22,9 +22,7 @@ class TensorBoardLogger(TrialLogger):
         try:
             import tensorboard  # noqa: F401
         except ImportError as error:
-            raise MissingDependency(
-                "--log-to tensorboard needs TensorBoard: pip install tensorboard"
-            ) from error
+            raise MissingDependency("--log-to tensorboard needs TensorBoard: pip install tensorboard") from error
 
     def open(self, plan: SearchPlan) -> None:
         from torch.utils.tensorboard import SummaryWriter

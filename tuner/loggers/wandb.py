@@ -55,9 +55,7 @@ class WandbLogger(TrialLogger):
         import wandb
 
         columns = list(dict.fromkeys(name for row in self._rows for name in row))
-        cells = [
-            [None if row.get(name) is None else str(row[name]) for name in columns] for row in self._rows
-        ]
+        cells = [[None if row.get(name) is None else str(row[name]) for name in columns] for row in self._rows]
         self._run.log({"trials": wandb.Table(columns=columns, data=cells)})
         self._run.summary.update(headline_of(result))
         if result.best is not None:

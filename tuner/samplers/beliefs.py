@@ -276,9 +276,7 @@ class Beliefs:
             estimate = np.where(np.isfinite(estimate), estimate, middle)
             basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
             beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
-        mixture = limit_model(
-            beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at
-        )
+        mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
         if limit is not None:
             self.need = mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
@@ -329,9 +327,7 @@ class Beliefs:
         logs = logs[-200:]
         kernel = Kernel(Scales(length=1.0, joint=0.2, additive=0.7), points.shape[1])
         none, noise = np.zeros((len(rows), 0)), np.full(len(rows), 0.2**2)
-        posterior = Posterior(
-            kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0))
-        )
+        posterior = Posterior(kernel, points[rows], logs - logs.mean(), noise, none, at, np.zeros((len(at), 0)))
         return np.exp(posterior.mean)
 
 

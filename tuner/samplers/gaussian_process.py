@@ -173,9 +173,7 @@ class _Evidence:
         distance = np.sqrt(squares.sum(axis=0))
         decay = np.exp(-_SQRT5 * distance)
         all_of_them = (1.0 + _SQRT5 * distance + 5.0 / 3.0 * distance**2) * decay
-        added = (
-            matern(scaled)[self.pairs].mean(axis=0) if self.columns else np.ones((self.n, self.n))
-        )
+        added = matern(scaled)[self.pairs].mean(axis=0) if self.columns else np.ones((self.n, self.n))
         covariance = self.fixed + joint * all_of_them + additive * added
         covariance[np.diag_indices(self.n)] += (noise + self.extra) * self.inflation + _JITTER
         try:
@@ -231,9 +229,7 @@ def fit_scales(
     inflation = np.ones(len(values)) if inflation is None else inflation
     if len(values) > limit:
         rows = np.argsort(values, kind="stable")[np.linspace(0, len(values) - 1, limit).astype(int)]
-        points, values, basis, extra, inflation = (
-            each[rows] for each in (points, values, basis, extra, inflation)
-        )
+        points, values, basis, extra, inflation = (each[rows] for each in (points, values, basis, extra, inflation))
     evidence = _Evidence(points, values, basis, prior, extra, inflation)
     if len(values) < 2:
         return prior, -evidence(evidence.centre)[0]

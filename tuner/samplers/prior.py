@@ -99,9 +99,7 @@ class Prior:
 
     def __init__(self, source: Any, *, warn: Callable[[str], None] | None = None) -> None:
         if not callable(source) and not hasattr(source, "table"):
-            raise UsageError(
-                f"a prior must be callable as prior(config) -> Estimate or throughput, but got {source!r}"
-            )
+            raise UsageError(f"a prior must be callable as prior(config) -> Estimate or throughput, but got {source!r}")
         self.source = source
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
         self._said = False

@@ -89,9 +89,7 @@ class Mixture:
             posterior.observe(index, float(noise[index]))
 
 
-def throughput_model(
-    beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray
-) -> Mixture:
+def throughput_model(beliefs: Sequence[Belief], points: np.ndarray, values: np.ndarray, at: np.ndarray) -> Mixture:
     """The models of log throughput given measured ones.
 
     Args:
@@ -110,9 +108,7 @@ def throughput_model(
         scales, score, inflation = _robust_scales(points, residual, basis, belief.scales, own[:count])
         kernel = Kernel(scales, points.shape[1])
         noise = ((scales.noise**2 + own[:count]) * inflation)[kept]
-        posteriors.append(
-            Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, belief.basis[count:])
-        )
+        posteriors.append(Posterior(kernel, points[kept], residual[kept], noise, basis[kept], at, belief.basis[count:]))
         means.append(belief.mean[count:])
         evidence.append(score + np.log(belief.weight))
         noises.append(np.full(len(at), scales.noise**2))
@@ -240,9 +236,7 @@ def _kept(values: np.ndarray, limit: int) -> np.ndarray:
     if len(order) <= limit:
         return np.arange(len(values))
     rest = order[limit // 2 :]
-    return np.sort(
-        np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]])
-    )
+    return np.sort(np.concatenate([order[: limit // 2], rest[np.linspace(0, len(rest) - 1, limit // 2).astype(int)]]))
 
 
 def _evenly(rows: np.ndarray) -> np.ndarray:

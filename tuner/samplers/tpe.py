@@ -46,9 +46,7 @@ class _ConfinedTPE(OptunaTPESampler):
     """TPE that prefers, among the points it draws, those that can be proposed."""
 
     def __init__(self, candidates: Candidates, *, seed: int) -> None:
-        super().__init__(
-            seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True, n_ei_candidates=64
-        )
+        super().__init__(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True, n_ei_candidates=64)
         self._candidates = candidates
 
     # Optuna calls this with the points it drew. Were it not to any longer, `closest` would still see to it
