@@ -131,9 +131,9 @@ class Space:
         """Declares a condition that every configuration meets.
 
         Args:
-            rule: an expression, its text, a callable that names knobs as parameters and returns a truth, or
-                what another knob has as its `when`.
-                `ZeroDivisionError` counts as false; any other exception surfaces with the values it came for.
+            rule: an expression, its text, another knob's `when`, or a callable that names knobs as parameters
+                and returns a truth. `ZeroDivisionError` counts as false; any other exception surfaces with
+                the values it came for.
             reason: why, for people; `explain` quotes it.
 
         Raises:

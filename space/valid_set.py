@@ -169,14 +169,15 @@ class ValidSet:
         # Configurations that lack the same knobs are made together, and put back in order.
         masks = np.stack([codes[name] < 0 for name in lacking])
         patterns, which = np.unique(masks, axis=1, return_inverse=True)
-        out: list[Config] = [None] * count  # type: ignore[list-item]
+        made: list[Config] = []
+        order: list[np.ndarray] = []
         for at, pattern in enumerate(patterns.T):
             places = np.flatnonzero(which.ravel() == at)
             here = {name: column[places] for name, column in codes.items()}
             absent = frozenset(compress(lacking, pattern))
-            for place, config in zip(places.tolist(), self._made(here, absent, len(places))):
-                out[place] = config
-        return out
+            made += self._made(here, absent, len(places))
+            order.append(places)
+        return [made[at] for at in np.argsort(np.concatenate(order)).tolist()]
 
     def _made(self, codes: dict[str, np.ndarray], absent: frozenset[str], count: int) -> list[Config]:
         """The configurations with these codes, which all lack the knobs `absent` and what depends on them."""
