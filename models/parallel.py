@@ -256,6 +256,11 @@ def _order(space: Space) -> None:
             whole | ~space["fusion"],
             "zero_bubble and zbv cannot divide the backward pass of a compiled block",
         )
+    if "kernels" in names:
+        space.require(
+            whole | ~space["kernels"],
+            "zero_bubble and zbv cannot divide the backward pass of a loss whose gradients are formed once",
+        )
 
 
 def _sequence_parallel(space: Space, devices: int, seq_len: int | None, support: Support) -> None:

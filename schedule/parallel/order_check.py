@@ -9,6 +9,7 @@ NOT_SPLIT = {
     "compile": _WHOLE,
     "fuse": _WHOLE,
     "checkpoint": "it would be recomputed for each of them",
+    "fused_loss": "its gradients are formed once, in the forward pass",
 }
 """Why what a primitive makes of a model does not go with a backward pass in two parts."""
 

@@ -202,6 +202,7 @@ def test_stages_beyond_the_blocks_and_knobs_beside_a_divided_backward_have_reaso
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "zero": 2}, "in which ZeRO 2 and 3 reduce them"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "fusion": True}, "backward pass of a compiled block"),
         ({"pipeline_schedule": "zero_bubble", "pp": 2, "checkpoint_ratio": 1.0}, "recompute a block"),
+        ({"pipeline_schedule": "zbv", "pp": 2, "kernels": True}, "gradients are formed once"),
     ):
         with pytest.raises(SpaceError, match=why):
             space.config(micro_batch=1, **knobs)
