@@ -1,5 +1,7 @@
 """The house as docs/architecture.md draws it: rooms stand on floors, and no files import each other in a circle."""
 
+import re
+
 import pytest
 from house import ROOT, graph, importers, sources
 
@@ -110,3 +112,10 @@ def test_what_runs_up_or_in_a_circle_is_found(tmp_path):
     found = graph(tmp_path)
     assert upward(found) == ["redline.space.knob imports redline.models.workload"]
     assert circles(found) == [["redline.models.batches", "redline.models.workload"]]
+
+
+def test_the_glossary_names_files_that_are_there_and_no_word_twice():
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert len(rows) > 30
+    assert [where for _, where in rows if not (ROOT / where).exists()] == []
+    assert len({word for word, _ in rows}) == len(rows)
