@@ -7,7 +7,7 @@ import pytest
 import redline as rl
 import yaml
 from redline.estimator import Shape
-from redline.estimator.document import answer
+from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
@@ -172,10 +172,10 @@ def test_mfu_says_against_which_precision(capsys):
 def test_an_estimate_names_both():
     shape = Shape(layers=8, hidden=1024, heads=16, vocabulary=32000, name="small")
     how = {"devices": 2, "seq_len": 1024, "global_batch": 64, "fix": {"tp": 1, "pp": 1}}
-    found = answer(estimate_request(shape, H100, allow="lossy", **how), top=3)
+    found = estimate_document(estimate_request(shape, H100, allow="lossy", **how), top=3)
     assert [each.lossy for each in found.ranked] == [("precision",)] * 3
     assert found.plan.best_exact.config["precision"] == "bf16"
-    alone = answer(estimate_request(shape, H100, **how), top=1)
+    alone = estimate_document(estimate_request(shape, H100, **how), top=1)
     assert found.plan.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
     assert alone.plan.best_exact is None and alone.ranked[0].lossy == ()
     said = found.to_dict()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from redline.estimator import Shape
-from redline.estimator.document import answer
+from redline.estimator.document import estimate_document
 from redline.estimator.hardware import find_hardware
 from redline.estimator.request import estimate_request
 from redline.models.request import TrainingRequest
@@ -64,9 +64,11 @@ def test_space_and_estimate_print_what_was_chosen(capsys):
 def test_an_estimate_with_free_accumulation_names_no_batch():
     asked = estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2, override={"grad_accum": [1, 2]})
     assert asked.global_batch is None and asked.space["grad_accum"].values == (1, 2)
-    found = answer(asked)
+    found = estimate_document(asked)
     assert found.to_dict()["global_batch"] is None and "global batch" not in render(found).splitlines()[0]
     assert (
         "global batch 32"
-        in render(answer(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[0]
+        in render(estimate_document(estimate_request("gpt2-tiny", find_hardware("h100-80gb"), devices=2))).splitlines()[
+            0
+        ]
     )

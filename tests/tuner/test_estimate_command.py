@@ -5,7 +5,7 @@ import json
 import pytest
 from redline.errors import UsageError
 from redline.estimator import Shape
-from redline.estimator.document import answer
+from redline.estimator.document import estimate_document
 from redline.estimator.request import estimate_request
 from redline.tuner.cli import main
 
@@ -26,7 +26,7 @@ def question():
 
 
 def test_the_best_are_ranked_by_predicted_throughput_and_fit(question):
-    found = answer(question, top=4)
+    found = estimate_document(question, top=4)
     speeds = [each.estimate.throughput for each in found.ranked]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 4
     assert all(each.estimate.fits for each in found.ranked)

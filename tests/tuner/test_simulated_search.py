@@ -177,7 +177,7 @@ def test_a_machine_that_cannot_be_measured_ends_no_search(monkeypatch):
     def fails(*_):
         raise rl.RunnerError("measuring this machine failed: no driver")
 
-    monkeypatch.setattr("redline.estimator.question.machine_of", fails)
+    monkeypatch.setattr("redline.estimator.request.machine_of", fails)
     said = []
     made = predicting.estimate_to_begin_with(
         rl.workload("gpt2-tiny"), rl.Space(), said.append, devices=1, hardware=None, memory_limit_mib=None
