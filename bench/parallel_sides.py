@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redline.models import Workload
-from redline.models.batches import make_batch, part, to_device
+from redline.models.batches import batch_slice, make_batch, to_device
 from redline.runners.dry_run import join
 from redline.runners.rank import RankContext
 
@@ -76,8 +76,8 @@ class Side:
         """A replica's micro-batches of a step."""
         whole = make_batch(self.workload, self.workload.global_batch, step % 8)
         size = self.workload.global_batch // context.world_size
-        mine = to_device(part(whole, context.rank * size, (context.rank + 1) * size), device)
-        return [part(mine, at, at + self.micro_batch) for at in range(0, size, self.micro_batch)]
+        mine = to_device(batch_slice(whole, context.rank * size, (context.rank + 1) * size), device)
+        return [batch_slice(mine, at, at + self.micro_batch) for at in range(0, size, self.micro_batch)]
 
     def autocast(self, device: Any) -> contextlib.AbstractContextManager:
         import torch
@@ -207,7 +207,7 @@ class TensorParallel(Side):
             batch = to_device(make_batch(self.workload, whole, number % 8), device)
             for at in range(0, whole, self.micro_batch):
                 with self.autocast(device):
-                    loss = model(**part(batch, at, at + self.micro_batch)).loss * self.micro_batch / whole
+                    loss = model(**batch_slice(batch, at, at + self.micro_batch)).loss * self.micro_batch / whole
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
