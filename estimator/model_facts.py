@@ -285,66 +285,81 @@ def facts_of(shape: Shape, *, precision: str, attention: str, fusion: bool, kern
     Saved activations are those of Korthikanti et al., arXiv:2205.05198, section 4, generalised to grouped key
     and value heads, gated feed-forward networks and rotary positions. Without `fusion` or `kernels` norms and
     activation functions are the chains of plain operators that transformers runs, which keep more and read
-    memory more often; with either they are one kernel each.
+    memory more often; with either they are one kernel each. In the functions below, b and r are the bytes of a value in
+    products and in the residual stream, and `lean` is with either.
     """
     if attention not in ("eager", *FLASH):
         raise UsageError(unknown("attention", attention, ("eager", *FLASH)))
-    lean = fusion or kernels
-    b = bytes_of(precision)
     # Under autocast the residual stream and the norms stay fp32, products and attention are half.
-    r = 2 if precision == "bf16_pure" else 4
-    h, v = shape.hidden, shape.vocabulary
-    block = _block(shape, b, r, attention, lean)
-    norm_parameters = h * (2 if shape.biases else 1)
-    parts = [
-        Part(
-            name="embedding",
-            role="embedding",
-            parameters=v * h + shape.positions * h,
-            sharded=v * h,
-            saved=PerToken(whole=8.0, sequence=h if shape.dropout else 0.0),
-            traffic=PerToken(sequence=2.0 * r * h),
-            kernels=4.0 if shape.positions else 2.0,
-        ),
-        block,
-        Part(
-            name="norm",
-            role="norm",
-            parameters=norm_parameters,
-            saved=PerToken(sequence=_norm_saved(h, b, r, shape.biases, lean)),
-            traffic=PerToken(sequence=_norm_traffic(h, b, r, lean)),
-            kernels=1.0 if lean or shape.biases else 6.0,
-        ),
-        Part(
-            name="head",
-            role="head",
-            parameters=0 if shape.tied else v * h,
-            sharded=0 if shape.tied else v * h,
-            matmuls=(Matmul(k=h, n=v, split="column"),),
-            saved=PerToken(),
-            kernels=1.0,
-        ),
-        Part(
-            name="loss",
-            role="loss",
-            # The products' output, its fp32 copy and the log-probabilities that backward needs.
-            saved=PerToken(sharded=float(v * (4 if b == 4 else 2 + 4 + (0 if lean else 4)))),
-            # Their gradient in fp32, and in the precision of the head.
-            transient=PerToken(sharded=float(v * (4 + (0 if lean else b)))),
-            traffic=PerToken(sharded=float(v * (b + (8 if lean else 16)))),
-            kernels=3.0 if lean else 8.0,
-        ),
-    ]
+    b, r, lean = bytes_of(precision), 2 if precision == "bf16_pure" else 4, fusion or kernels
     return ModelFacts(
         name=shape.name,
-        parts=tuple(parts),
+        parts=(
+            _embedding(shape, r),
+            _block(shape, b, r, attention, lean),
+            _last_norm(shape, b, r, lean),
+            _head(shape),
+            _loss(shape, b, lean),
+        ),
         precision=precision,
         attention=attention,
         fusion=fusion,
         kernels=kernels,
         tied=shape.tied,
-        vocabulary=v,
+        vocabulary=shape.vocabulary,
         shape=shape,
+    )
+
+
+def _embedding(shape: Shape, r: int) -> Part:
+    h, v = shape.hidden, shape.vocabulary
+    return Part(
+        name="embedding",
+        role="embedding",
+        parameters=v * h + shape.positions * h,
+        sharded=v * h,
+        saved=PerToken(whole=8.0, sequence=h if shape.dropout else 0.0),
+        traffic=PerToken(sequence=2.0 * r * h),
+        kernels=4.0 if shape.positions else 2.0,
+    )
+
+
+def _last_norm(shape: Shape, b: int, r: int, lean: bool) -> Part:
+    h = shape.hidden
+    return Part(
+        name="norm",
+        role="norm",
+        parameters=h * (2 if shape.biases else 1),
+        saved=PerToken(sequence=_norm_saved(h, b, r, shape.biases, lean)),
+        traffic=PerToken(sequence=_norm_traffic(h, b, r, lean)),
+        kernels=1.0 if lean or shape.biases else 6.0,
+    )
+
+
+def _head(shape: Shape) -> Part:
+    weights = 0 if shape.tied else shape.vocabulary * shape.hidden
+    return Part(
+        name="head",
+        role="head",
+        parameters=weights,
+        sharded=weights,
+        matmuls=(Matmul(k=shape.hidden, n=shape.vocabulary, split="column"),),
+        saved=PerToken(),
+        kernels=1.0,
+    )
+
+
+def _loss(shape: Shape, b: int, lean: bool) -> Part:
+    v = shape.vocabulary
+    return Part(
+        name="loss",
+        role="loss",
+        # The products' output, its fp32 copy and the log-probabilities that backward needs.
+        saved=PerToken(sharded=float(v * (4 if b == 4 else 2 + 4 + (0 if lean else 4)))),
+        # Their gradient in fp32, and in the precision of the head.
+        transient=PerToken(sharded=float(v * (4 + (0 if lean else b)))),
+        traffic=PerToken(sharded=float(v * (b + (8 if lean else 16)))),
+        kernels=3.0 if lean else 8.0,
     )
 
 

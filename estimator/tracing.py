@@ -67,10 +67,7 @@ def trace(
 
     from .._torch import FakeTensorMode
 
-    config: Mapping[str, Any] = {**workload.probe, "precision": precision}
-    if isinstance(workload.model, Architecture):
-        name = attention or workload.model.default_attention
-        config = {**config, "attention": name if name in ("eager", "sdpa") else "sdpa"}
+    config = _traced_config(workload, precision, attention)
     batch = make_batch(workload, samples, 0)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), quiet():
@@ -100,6 +97,14 @@ def trace(
             except _FAILURES as error:
                 recorder.failed(error)
     return recorder.trace(stand_ins.segments(recorder.segments))
+
+
+def _traced_config(workload: Workload, precision: str, attention: str | None) -> dict[str, Any]:
+    if not isinstance(workload.model, Architecture):
+        return {**workload.probe, "precision": precision}
+    name = attention or workload.model.default_attention
+    traced = name if name in ("eager", "sdpa") else "sdpa"
+    return {**workload.probe, "precision": precision, "attention": traced}
 
 
 def fake_model(workload: Workload, config: Mapping[str, Any], fake: Any) -> "nn.Module":
