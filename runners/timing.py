@@ -162,88 +162,124 @@ def measure(
         settled: called once, when every rank has made a step without compiling.
         turns: when it may run; it warms up as it would alone.
     """
-    begin = time.perf_counter()
-    compiling = _Compiling(plan.compile_max_steps)
-
-    def timed(count: int) -> tuple[list[float], float]:
-        """Milliseconds of so many steps without compilation, and seconds of all such steps so far."""
-        while True:
-            before = compiled()
-            marks = [clock.mark()]
-            for _ in range(count):
-                step()
-                marks.append(clock.mark())
-            *times, elapsed, within = agree([*clock.read(marks), time.perf_counter() - begin, compiled() - before])
-            if not compiling.left_out(count, elapsed, within):
-                return times, elapsed - compiling.seconds
-
-    warm: list[float] = []
-    while True:
-        times, elapsed = timed(1)
-        if not warm:
-            settled()
-        warm += times
-        if len(warm) < plan.warmup_min_steps:
-            continue
-        if len(warm) >= plan.warmup_max_steps or elapsed >= plan.warmup_seconds:
-            break
-        if len(warm) > 1 and abs(warm[-1] - warm[-2]) <= plan.steady_within * warm[-1]:
-            break
-        # Far slower than the best even now: no further warming will make it the winner.
-        if best_step_ms is not None and min(warm[-2:]) > 3 * best_step_ms and len(warm) > plan.warmup_min_steps:
-            break
-    seconds_warmup = elapsed
-
-    if best_step_ms is not None:
-        steady = min(warm[1:] or warm)
-        if steady > plan.slow_factor * best_step_ms:
-            tail = warm[1:] or warm
-            median, half = median_interval(tail)
-            return Timing(
-                step_ms=median,
-                spread_ms=half,
-                steps=len(tail),
-                warmup_steps=len(warm) - len(tail),
-                seconds_warmup=seconds_warmup,
-                seconds_measure=0.0,
-                seconds_compile=compiling.seconds,
-                stopped_early=f"stopped early: {steady / best_step_ms:.1f} times the step time of the best so far",
-            )
-
-    taken: list[float] = []
+    timed = _Timed(step, clock, agree, compiled, plan.compile_max_steps)
+    warm = _warm_up(timed, plan, best_step_ms, settled)
+    seconds_warmup = timed.seconds
+    tail = warm[1:] or warm
+    if best_step_ms is not None and min(tail) > plan.slow_factor * best_step_ms:
+        median, half = median_interval(tail)
+        return Timing(
+            step_ms=median,
+            spread_ms=half,
+            steps=len(tail),
+            warmup_steps=len(warm) - len(tail),
+            seconds_warmup=seconds_warmup,
+            seconds_measure=0.0,
+            seconds_compile=timed.seconds_compile,
+            stopped_early=f"stopped early: {min(tail) / best_step_ms:.1f} times the step time of the best so far",
+        )
     in_turns: list[float] = []
-    if turns is not None:
-        turns.end()
-    while turns is not None and not agree([0.0 if turns.wait() else 1.0])[0]:
-        turns.begin()
-        expected_ms = statistics.median(taken or warm[-1:])
-        times, elapsed = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
-        turns.end()
-        taken += times
-        in_turns.append(statistics.median(times))
-        median, half = median_interval(taken)
-    while turns is None:
-        expected_ms = statistics.median(taken or warm[-1:])
-        chunk = max(1, min(50, int(clock.chunk_seconds * 1e3 / max(expected_ms, 1e-6))))
-        times, elapsed = timed(min(chunk, plan.max_steps - len(taken)))
-        taken += times
-        median, half = median_interval(taken)
-        if len(taken) < plan.min_steps:
-            continue
-        if len(taken) >= plan.max_steps or elapsed - seconds_warmup >= plan.seconds:
-            break
-        if len(taken) >= 6 and half <= plan.precision * median:
-            break
+    if turns is None:
+        taken = _alone(timed, plan, clock.chunk_seconds, warm[-1])
+    else:
+        taken, in_turns = _in_turns(timed, turns, agree, warm[-1])
+    median, half = median_interval(taken)
     return Timing(
         step_ms=median,
         spread_ms=half,
         steps=len(taken),
         warmup_steps=len(warm),
         seconds_warmup=seconds_warmup,
-        seconds_measure=elapsed - seconds_warmup,
-        seconds_compile=compiling.seconds,
+        seconds_measure=timed.seconds - seconds_warmup,
+        seconds_compile=timed.seconds_compile,
         turns_ms=tuple(in_turns),
     )
+
+
+class _Timed:
+    """Steps without compilation, and how long they took; see `measure`."""
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        clock: Clock,
+        agree: Callable[[list[float]], list[float]],
+        compiled: Callable[[], float],
+        compile_max_steps: int,
+    ) -> None:
+        self._step, self._clock, self._agree, self._compiled = step, clock, agree, compiled
+        self._compiling = _Compiling(compile_max_steps)
+        self._begin = time.perf_counter()
+        self.seconds = 0.0
+        """From the beginning to the last of them, without those in which some rank compiled."""
+
+    @property
+    def seconds_compile(self) -> float:
+        """Of the steps in which some rank compiled."""
+        return self._compiling.seconds
+
+    def __call__(self, count: int) -> list[float]:
+        """Runs so many steps; of each the milliseconds on the slowest rank."""
+        while True:
+            before = self._compiled()
+            marks = [self._clock.mark()]
+            for _ in range(count):
+                self._step()
+                marks.append(self._clock.mark())
+            times = self._clock.read(marks)  # waits for the device
+            elapsed, within = time.perf_counter() - self._begin, self._compiled() - before
+            *times, elapsed, within = self._agree([*times, elapsed, within])
+            if not self._compiling.left_out(count, elapsed, within):
+                self.seconds = elapsed - self._compiling.seconds
+                return times
+
+
+def _warm_up(timed: _Timed, plan: TimingPlan, best_step_ms: float | None, settled: Callable[[], None]) -> list[float]:
+    """Steps until their time is steady, ms each."""
+    warm = timed(1)
+    settled()
+    while True:
+        if len(warm) >= plan.warmup_min_steps:
+            if len(warm) >= plan.warmup_max_steps or timed.seconds >= plan.warmup_seconds:
+                return warm
+            if len(warm) > 1 and abs(warm[-1] - warm[-2]) <= plan.steady_within * warm[-1]:
+                return warm
+            # Far slower than the best even now: no further warming will make it the winner.
+            if best_step_ms is not None and min(warm[-2:]) > 3 * best_step_ms and len(warm) > plan.warmup_min_steps:
+                return warm
+        warm += timed(1)
+
+
+def _alone(timed: _Timed, plan: TimingPlan, chunk_seconds: float, expected_ms: float) -> list[float]:
+    """Steps until their median is known, ms each."""
+    begin, taken = timed.seconds, list[float]()
+    while True:
+        chunk = max(1, min(50, int(chunk_seconds * 1e3 / max(expected_ms, 1e-6))))
+        taken += timed(min(chunk, plan.max_steps - len(taken)))
+        expected_ms, half = median_interval(taken)
+        if len(taken) < plan.min_steps:
+            continue
+        if len(taken) >= plan.max_steps or timed.seconds - begin >= plan.seconds:
+            return taken
+        if len(taken) >= 6 and half <= plan.precision * expected_ms:
+            return taken
+
+
+def _in_turns(
+    timed: _Timed, turns: Turns, agree: Callable[[list[float]], list[float]], expected_ms: float
+) -> tuple[list[float], list[float]]:
+    """Steps for as long as there are turns, ms each, and the median of each turn; there is one turn at least."""
+    taken: list[float] = []
+    medians: list[float] = []
+    turns.end()
+    while not agree([0.0 if turns.wait() else 1.0])[0]:
+        turns.begin()
+        times = timed(max(1, round(turns.seconds * 1e3 / max(expected_ms, 1e-6))))
+        turns.end()
+        taken += times
+        medians.append(statistics.median(times))
+        expected_ms = statistics.median(taken)
+    return taken, medians
 
 
 class _Compiling:
