@@ -96,44 +96,15 @@ def default_space(
         monotone_memory=1,
     )
     if "checkpoint_ratio" in facts.followed and facts.blocks:
-        offered = ratios(facts.blocks)
-        space.choice(
-            "checkpoint_ratio",
-            offered,
-            default=0.0,
-            others=[count / facts.blocks for count in range(facts.blocks + 1) if count / facts.blocks not in offered],
-            help=f"share of the {facts.blocks} repeated blocks whose activations are recomputed",
-            monotone_memory=-1,
-        )
-    eight = not (float8_obstacle(device) or facts.parallel.float8(1))
-    tried, possible = precisions(device, lossy="lossy" in allow, float8=eight)
-    words = "number format of the arithmetic"
-    if "bf16_pure" in tried:
-        words += "; bf16_pure is lossy, without fp32 master weights"
-    if "fp8" in tried:
-        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
-    space.choice("precision", tried, default="fp32", others=possible, help=words)
+        _checkpointing(space, facts.blocks)
+    float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
+    _precision(space, *precisions(device, lossy="lossy" in allow, float8=float8))
     if isinstance(workload.model, Architecture):
-        names = workload.model.attentions(device)
-        attention = space.choice(
-            "attention",
-            names,
-            default=workload.model.default_attention,
-            others=(),
-            help="implementation of attention in transformers",
-        )
-        if "flash_attention_2" in names:
-            space.require(
-                (attention != "flash_attention_2") | (space["precision"] != "fp32"),
-                "flash attention has no float32",
-            )
+        _attention(space, workload.model, device)
     if "fusion" in facts.followed and fusion_obstacle(device) is None:
         space.flag("fusion", help="compile each repeated block")
     if "kernels" in facts.followed:
-        words = "compute the loss from hidden states, never holding all logits"
-        if not liger_obstacle(device.type):
-            words += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
-        space.flag("kernels", help=words)
+        _kernels(space, device)
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     together = micro * space["dp"] if devices > 1 else micro
@@ -154,6 +125,44 @@ def default_space(
             help="what gradients travel in between replicas; bf16 is lossy",
         )
     return space
+
+
+def _checkpointing(space: Space, blocks: int) -> None:
+    offered = ratios(blocks)
+    space.choice(
+        "checkpoint_ratio",
+        offered,
+        default=0.0,
+        others=[count / blocks for count in range(blocks + 1) if count / blocks not in offered],
+        help=f"share of the {blocks} repeated blocks whose activations are recomputed",
+        monotone_memory=-1,
+    )
+
+
+def _precision(space: Space, tried: Sequence[str], possible: Sequence[str]) -> None:
+    words = "number format of the arithmetic"
+    if "bf16_pure" in tried:
+        words += "; bf16_pure is lossy, without fp32 master weights"
+    if "fp8" in tried:
+        words += "; fp8 (a scale a tensor) and fp8_rowwise are lossy, products in 8 bits, for use with fusion"
+    space.choice("precision", tried, default="fp32", others=possible, help=words)
+
+
+def _attention(space: Space, model: Architecture, device: Device) -> None:
+    names = model.attentions(device)
+    words = "implementation of attention in transformers"
+    attention = space.choice("attention", names, default=model.default_attention, others=(), help=words)
+    if "flash_attention_2" in names:
+        space.require(
+            (attention != "flash_attention_2") | (space["precision"] != "fp32"), "flash attention has no float32"
+        )
+
+
+def _kernels(space: Space, device: Device) -> None:
+    words = "compute the loss from hidden states, never holding all logits"
+    if not liger_obstacle(device.type):
+        words += "; norms, gated feed-forward parts and rotary embeddings by Liger-Kernel"
+    space.flag("kernels", help=words)
 
 
 def fix_knob(space: Space, name: str, value: Any) -> None:
