@@ -228,9 +228,15 @@ class _Table:
         return name in self._names
 
     def _get(self, name: str, default: Any) -> "np.ndarray | list[Any]":
-        if self._columns:
-            return self._columns.get(name, np.full(self.size, default))
-        return [row.get(name, default) for row in self._rows]
+        """A knob of every configuration. What one lacks is None, or in a column NaN."""
+        if not self._columns:
+            return [default if row.get(name) is None else row[name] for row in self._rows]
+        if name not in self._columns:
+            return np.full(self.size, default)
+        column = self._columns[name]
+        if column.dtype.kind not in "fO":
+            return column
+        return [default if each is None or each != each else each for each in column]
 
     def numbers(self, name: str, kind: type, default: Any) -> np.ndarray:
         try:
@@ -246,16 +252,13 @@ class _Table:
 
     def words(self, name: str, default: Any) -> np.ndarray:
         got = self._get(name, default)
-        if isinstance(default, bool):
-            return np.asarray(got, dtype=bool)
-        # A table has something for a conditional knob where it does not apply, too: None or NaN.
-        return np.asarray([default if each is None or each != each else each for each in got], dtype=object)
+        return np.asarray(got, dtype=bool if isinstance(default, bool) else object)
 
     def texts(self, name: str) -> np.ndarray:
         if self._columns and name not in self._columns:
             return np.full(self.size, None, dtype=object)
         got = np.empty(self.size, dtype=object)
-        got[:] = [None if each is None or each != each else str(each) for each in self._get(name, None)]
+        got[:] = [None if each is None else str(each) for each in self._get(name, None)]
         return got
 
     def refuse(self, bad: np.ndarray, rule: str, found: np.ndarray | None = None) -> None:

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
 from redline.errors import UsageError
@@ -209,3 +210,14 @@ def test_an_impossible_shape_is_an_error_in_words(shape, words):
 def test_a_model_of_another_kind_is_an_error():
     with pytest.raises(UsageError, match="model must be a workload"):
         Estimator(3, "h100", SETUP)
+
+
+@pytest.mark.parametrize(
+    "knob", [{"sequence_parallel": True}, {"fusion": True}, {"attention": "sdpa"}, {"virtual_stages": 2}]
+)
+def test_what_a_table_has_where_a_conditional_knob_does_not_apply_is_the_setups_value(knob):
+    estimator = made()
+    split = {"tp": 2, "pp": 2, "pipeline_schedule": "interleaved", "micro_batch": 1}
+    configs = [{**split, **knob}, {"tp": 2, "pp": 1, "micro_batch": 1}]
+    table = estimator.table(pd.DataFrame(configs))
+    np.testing.assert_allclose(table.step_ms, [estimator(each).step_ms for each in configs])
