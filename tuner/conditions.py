@@ -1,7 +1,9 @@
 """Whether the machine is as fast as it was when the search began: the default configuration tells."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from ..results import Measurement, Trial
 from ..runners.load import CHANGED_CORES
@@ -37,7 +39,8 @@ class Conditions:
     """Hears when the machine has become slower or faster."""
     speed: float = 1.0
     """How fast the canary ran last over how fast it ran at first."""
-    _load: float | None = None
+    _seen: list[tuple[float, float]] = field(default_factory=list)
+    """Others' load and the canary's speed, of every time that it was measured; the last is the newest."""
     _told: float = 1.0
 
     def judge(self, trials: Sequence[Trial], measured: Measurement) -> Measurement:
@@ -49,18 +52,27 @@ class Conditions:
         """
         canary = next((trial for trial in trials if trial.ok), None)
         if canary is None:
-            self._load = measured.foreign_cores
+            self._seen = [] if measured.foreign_cores is None else [(measured.foreign_cores, 1.0)]
             return measured
         load = measured.foreign_cores
-        if load is None or self._load is None:
+        if load is None or not self._seen:
             return measured
-        if abs(load - self._load) > CHANGED_CORES:
+        if abs(load - self._seen[-1][0]) > CHANGED_CORES:
             again = self.measure(canary)
-            if again.ok:
+            if again.ok and again.foreign_cores is not None:
                 self.speed = again.reached / (canary.first or canary.throughput)
-                self._load = again.foreign_cores
+                self._seen.append((again.foreign_cores, self.speed))
                 self._say(canary)
-        return measured if self.speed == 1.0 else replace(measured, machine_speed=self.speed)
+        speed = self._at(load)
+        return measured if speed == 1.0 else replace(measured, machine_speed=speed)
+
+    def _at(self, load: float) -> float:
+        """How fast the canary would have run under a load: the load may have gone before it ran again."""
+        for seen, speed in reversed(self._seen):
+            if abs(seen - load) <= CHANGED_CORES:
+                return speed
+        known = dict(sorted(dict(self._seen).items()))  # the newest of equal loads
+        return float(np.interp(load, list(known), list(known.values())))
 
     def _say(self, canary: Trial) -> None:
         if abs(self.speed / self._told - 1) > WORTH_SAYING:

@@ -72,6 +72,19 @@ def test_a_trial_under_another_load_is_judged_by_a_canary_run_beside_it():
     assert History(lambda: trials).update().best * conditions.speed == pytest.approx(150.0)
 
 
+def test_a_load_that_is_gone_when_the_canary_runs_again_is_not_taken_for_none():
+    """Trial 0 beside a busy core, trial 1 beside the last of it, the canary after it: 1.8 times as fast, as trial 1 was not."""
+    conditions = Conditions(Canary(ran(180.0, 0.0), ran(140.0, 0.5)), Heard())
+    trials = [trial(0, conditions.judge([], ran(100.0, 1.2)))]
+    trials.append(trial(1, conditions.judge(trials, ran(170.0, 0.9))))
+    assert trials[1].measurement.machine_speed == pytest.approx(1.2)
+    # Under a load in between, and one beyond all that was seen.
+    trials.append(trial(2, conditions.judge(trials, ran(210.0, 0.05))))
+    assert trials[2].measurement.machine_speed == 1.8
+    trials.append(trial(3, conditions.judge(trials, ran(200.0, 0.4))))
+    assert trials[3].measurement.machine_speed == 1.4 == conditions.speed
+
+
 def test_a_canary_that_fails_changes_nothing():
     conditions = Conditions(Canary(Measurement(status=Status.CRASH, reason="gone")), Heard())
     trials = [trial(0, conditions.judge([], ran(100.0, 0.0)))]
