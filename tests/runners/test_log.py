@@ -1,5 +1,8 @@
 """A trial's log on a disk that is full: it ends there, and the trial goes on."""
 
+import os
+from pathlib import Path
+
 import pytest
 from redline.runners.log import LogFile
 
@@ -9,3 +12,4 @@ def test_a_full_disk_ends_the_log_and_nothing_else(head):
     with LogFile("/dev/full", head=head, tail=8) as log:
         log.write(b"beginning, middle and end")
         log.write(b"and more", rank=1)
+    assert "/dev/full" not in [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
