@@ -257,11 +257,3 @@ def _nearest(space: Space, values: Mapping[str, Any]) -> Config:
         if found[name] != values[name]:
             raise SpaceError(f"{name} follows from the other knobs and is {found[name]}, but {values[name]} was given")
     return found
-
-
-def devices_of(configs: Sequence[Mapping[str, Any]]) -> int:
-    """Devices that configurations need: the most of tp * pp * dp."""
-    return max(
-        (int(each.get("tp", 1)) * int(each.get("pp", 1)) * int(each.get("dp", 1)) for each in configs),
-        default=1,
-    )

@@ -23,19 +23,9 @@ from .runner import Runner, TrialRequest
 
 OBJECTIVES = ("throughput", "tokens_per_second", "samples_per_second", "step_ms")
 RESULTS = {
-    *OBJECTIVES,
-    *(
-        "status",
-        "reason",
-        "unit",
-        "peak_memory_gib",
-        "peak_memory_mib",
-        "memory_limit_mib",
-        "mfu_percent",
-        "mfu",
-    ),
-    *("step_ms_spread", "seconds_total", "measured", "loss", "trial"),
-}
+    *OBJECTIVES, "status", "reason", "unit", "peak_memory_gib", "peak_memory_mib", "memory_limit_mib", "mfu_percent", "mfu",
+    "step_ms_spread", "seconds_total", "measured", "loss", "trial",
+}  # fmt: skip
 MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "pp": -1}
 """Knobs of which more needs more memory (1) or less (-1)."""
 

@@ -80,14 +80,3 @@ def layers_of(module: nn.Module, kind: type[Any] = Layer) -> list[Any]:
     if not isinstance(forward, Forward):
         return []
     return [each for each in forward.layers if isinstance(each, kind)]
-
-
-def remove_layer(module: nn.Module, layer: Layer) -> None:
-    """Takes a layer off; the last one taken off restores the module's own forward."""
-    forward = module.__dict__["forward"]
-    forward.layers.remove(layer)
-    if not forward.layers:
-        if forward.original is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = forward.original
