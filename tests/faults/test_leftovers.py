@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from processes import running
 from redline import scratch
 from redline.scratch import OWNER, YOUNG_S, Scratch, sweep
 
@@ -53,7 +54,7 @@ def test_an_agent_whose_starter_is_killed_takes_its_folder_with_it(driver, tempo
     started, agent = driver
     assert [each.name[:14] for each in temporary.iterdir()] == ["redline-agent-"]
     started.kill()
-    wait_until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not running(agent))
     assert list(temporary.iterdir()) == []
 
 

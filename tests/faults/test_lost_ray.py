@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 import yaml
+from processes import left_of
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +81,6 @@ def named(family, name):
     raise AssertionError(f"no {name} among {family}")
 
 
-def left_of(family):
-    _, alive = psutil.wait_procs(family, timeout=30)
-    return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
 HITS = {
     "the head is killed": ("gcs_server", signal.SIGKILL),
     "the head stands still": ("gcs_server", signal.SIGSTOP),
@@ -142,7 +138,7 @@ def test_a_cluster_that_is_lost_for_good_ends_the_search_with_what_was_found(sea
         cluster.kill()
         cluster.communicate()
         for each in nodes:
-            if each.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         place.cleanup()
     assert out.startswith("RunnerError"), errors

@@ -7,8 +7,8 @@ import sys
 import time
 
 import cloudpickle
-import psutil
 import pytest
+from processes import left_of
 from redline.errors import RunnerError
 from redline.results import Status
 from redline.runners import host
@@ -41,12 +41,6 @@ def wait_for(file):
     return file.read_text()
 
 
-def gone(pids):
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs([each for each in alive if each.status() != psutil.STATUS_ZOMBIE], timeout=30)
-    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
-
 @pytest.mark.parametrize("stops", ["the supervisor", "the supervisor and its rank"])
 def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(agent, tmp_path, stops):
     told = tmp_path / "pids"
@@ -64,7 +58,7 @@ def test_a_trial_whose_supervisor_stands_still_is_a_timeout_and_leaves_nothing(a
     assert time.monotonic() - begin >= 1 + SOON_S
     assert outcome.status is Status.TIMEOUT
     assert outcome.reason == "no result within 1 s; its supervisor said nothing for 2 s more and was ended"
-    assert gone([int(each) for each in told.read_text().split()])
+    assert left_of(told.read_text().split()) == []
     assert run(agent, lambda context: 7).ranks[0].report == 7
 
 
@@ -86,7 +80,7 @@ def test_an_agent_that_stands_still_is_replaced(agent, size):
     ballast = bytes(size)
     with pytest.raises(RunnerError, match="took no job within 2 s and was ended"):
         run(agent, lambda context: len(ballast))
-    assert gone([first])
+    assert left_of([first]) == []
     assert run(agent, lambda context: len(ballast)).ranks[0].report == size
     assert agent.pid != first
 
@@ -95,7 +89,7 @@ def test_an_agent_that_stands_still_while_it_starts_is_started_again(agent):
     first = agent.pid
     os.kill(first, signal.SIGSTOP)
     agent.wait_ready()
-    assert gone([first]) and agent.pid != first
+    assert left_of([first]) == [] and agent.pid != first
 
 
 def test_an_agent_that_stands_still_when_it_is_closed_is_ended(agent, monkeypatch):
@@ -103,4 +97,4 @@ def test_an_agent_that_stands_still_when_it_is_closed_is_ended(agent, monkeypatc
     agent.wait_ready()
     os.kill(agent.pid, signal.SIGSTOP)
     agent.close()
-    assert gone([agent.pid])
+    assert left_of([agent.pid]) == []

@@ -5,6 +5,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 import pytest
+from processes import left_of
 from redline.runners.host import HostAgent
 from redline.runners.job import Job, Outcome, Rendezvous
 
@@ -39,9 +40,7 @@ class Bench:
 
     def left_behind(self) -> list[psutil.Process]:
         """Processes below the agent, which must be none between trials (but for a moment's reaping)."""
-        agent = psutil.Process(self.agent.pid)
-        _, alive = psutil.wait_procs(agent.children(recursive=True), timeout=60)
-        return [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+        return left_of(psutil.Process(self.agent.pid).children(recursive=True), timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import time
 import cloudpickle
 import psutil
 import pytest
+from processes import left_of
 from redline.results import Status
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -287,7 +288,7 @@ def test_grandchildren_are_killed_wherever_they_hide(bench, tmp_path):
 
     outcome = bench.run(program)
     assert outcome.status is Status.OK
-    assert not psutil.pid_exists(int(pids.read_text()))
+    assert left_of([pids.read_text()]) == []
     assert [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep] == []
 
 
@@ -315,8 +316,7 @@ def test_a_client_that_is_killed_takes_its_trials_with_it(tmp_path):
     family = [rank, *rank.parents()[:2]]  # the rank, its supervisor, the agent
     driver.kill()
     driver.wait()
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert alive == []
+    assert left_of(family, timeout=60) == []
 
 
 def test_the_agent_never_initialises_cuda(bench):

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from processes import left_of
 from pseudo_terminal import Terminal
 from redline.tuner.cli.main import redline as command_line
 
@@ -366,7 +367,6 @@ def test_a_terminal_that_goes_away_ends_the_search_with_what_was_found(place, te
     os.close(shown.fd)  # from which the kernel sends SIGHUP
     _, status = os.waitpid(shown.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 130
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert alive == []
+    assert left_of(family) == []
     best = yaml.safe_load((place / term / "best.yaml").read_text())
     assert best["best"]["trial"] == 0

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 import yaml
+from processes import left_of
 
 WORKLOAD = '''
 import os
@@ -137,10 +138,6 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def left_of(pids):
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
 def test_a_run_ends_with_the_winner_its_gain_and_its_files(folder):
     done = tune(folder, "mlp", "--trials", 6)
     assert done.returncode == 0, done.stderr
@@ -238,14 +235,11 @@ def wait_for_rows(folder, count, process):
 def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
     process = start(folder, "slow", "--trials", 5)
     wait_for_rows(folder, 2, process)
-    family = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     before = rows(folder)
-    end = time.monotonic() + 60
-    while left_of(family) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert left_of(family) == []
+    assert left_of(family, timeout=60) == []
 
     refused = tune(folder, "slow", "--trials", 5)
     assert refused.returncode == 2
@@ -273,14 +267,14 @@ def test_kill_9_and_resume_lose_nothing_and_repeat_nothing(folder):
 def test_ctrl_c_keeps_what_was_found_and_exits_130(folder, number):
     process = start(folder, "slow", "--trials", 9)
     wait_for_rows(folder, 1, process)
-    family = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
+    family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, out
     assert "Interrupted" in out
     assert "winner" in out
     assert "Traceback" not in out
-    assert left_of(family) == []
+    assert left_of(family, timeout=0) == []
     assert (folder / "run" / "best.yaml").exists()
 
 
