@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
+from frameworks import CONSTANTS
 from redline.errors import RedlineError
 from redline.estimator import (
     Estimator,
@@ -46,7 +47,6 @@ from redline.estimator import (
     TrainingSetup,
     find_hardware,
 )
-from redline.estimator.constants import PROFILES
 from redline.results import Measurement, Status, Trial
 
 KNOBS = (
@@ -160,7 +160,6 @@ def training_of(data: Mapping[str, Any], seq_len: int, gpus: Any, framework: str
         virtual_stages=int(data.get("virtual_stages", 2 if pipeline == "interleaved" else 1)),
         balance="cost" if nanotron else "layers",
         reported_rank="first" if nanotron else "fullest",
-        framework=framework,
     )
     return setup, notes
 
@@ -179,11 +178,11 @@ def own(about: Mapping[str, Any]) -> tuple[Hardware, TrainingSetup]:
     )
 
 
-def load(path: Path, framework: str | None = None) -> Surface:
+def load(path: Path) -> Surface:
     """A table with its estimator."""
     about = yaml.safe_load(path.with_suffix(".yaml").read_text())
     words = f"{about.get('name', '')} {about.get('source', '')}".lower()
-    named = next((name for name in PROFILES if name in words), "redline")
+    framework = next((name for name in CONSTANTS if name in words), "redline")
     table = pd.read_csv(path)
     if "numbers" in about["hardware"]:
         device, setup, notes, more = *own(about), [], []
@@ -191,13 +190,13 @@ def load(path: Path, framework: str | None = None) -> Surface:
     else:
         device, notes = hardware_of(about["hardware"])
         setup, more = training_of(
-            about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework or named
+            about["training"], about["model"]["seq_len"], about["hardware"].get("gpus"), framework
         )
     samples = table["micro_batch"] * table["grad_accum"] * table["dp"]
     if "step_ms" not in table:
         table["step_ms"] = samples * setup.seq_len / table["tokens_per_second"] * 1e3
     table["throughput"] = samples * setup.seq_len / table["step_ms"] * 1e3
-    estimator = Estimator(shape_of(about["model"]), device, setup)
+    estimator = Estimator(shape_of(about["model"]), device, setup, constants=CONSTANTS.get(framework))
     return Surface(path.stem, table, estimator, (*notes, *more))
 
 

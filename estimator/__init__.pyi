@@ -1,8 +1,7 @@
 from .constants import Constants as Constants
 from .estimate import Estimate as Estimate, EstimateTable as EstimateTable
 from .estimator import Estimator as Estimator
-from .hardware import DEVICES as DEVICES, Hardware as Hardware, Link as Link, find_hardware as find_hardware
-from .model_facts import (
+from .facts.model_facts import (
     Attention as Attention,
     FactsSource as FactsSource,
     Matmul as Matmul,
@@ -11,4 +10,5 @@ from .model_facts import (
     PerToken as PerToken,
     Shape as Shape,
 )
+from .hardware import DEVICES as DEVICES, Hardware as Hardware, Link as Link, find_hardware as find_hardware
 from .setup import TrainingSetup as TrainingSetup

@@ -3,7 +3,6 @@
 They were fitted to measured runs (docs/estimator.md says which, and what runs left out say of them).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,42 +117,6 @@ class Constants:
         return replace(self, **changes)
 
 
-# Their constants were fitted to runs of theirs, which leaves less to doubt.
-_FITTED = Constants(
-    compute_std=0.07, launch_std=0.12, link_std=0.15, stall_std=0.25, time_noise=0.07, network_noise=0.14
-)
-PROFILES: Mapping[str, Constants] = {
-    "redline": Constants(),
-    "megatron": replace(
-        _FITTED,
-        launch_us=30.0,
-        # The vocabulary-parallel loss is a chain of plain operators in fp32.
-        loss_traffic=2.0,
-        overlap=0.1,
-        sharded_overlap=0.1,
-        straggler_ms=10.0,
-    ),
-    "nanotron": replace(
-        _FITTED,
-        slack=0.12,
-        slack_lasting=0.1,
-        loss_factor=2.5,
-        workspace_mib=350.0,
-        launch_us=32.0,
-        overlap=0.35,
-        # Its ZeRO 1 scatters gradients after the backward.
-        sharded_overlap=0.05,
-        straggler_ms=22.0,
-        ring_step_with_pipeline_us=260.0,
-        stall_ms=265.0,
-        stall_nodes=34.0,
-        stalls_without_zero=True,
-        stall_least=0.02,
-        stall_fatal=0.3,
-        retry_factor=3.0,
-    ),
-}
-"""Constants by the framework that trains."""
 CPU = Constants(
     # A rank's memory counts from the fork: what is left are pools of threads and of operators.
     context_mib=0.0,

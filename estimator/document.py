@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError
 from ..models.spaces import lossy_of_space
 from ..results.lossy import lossy_in, lossy_values
-from .concurrent_tracing import trace_concurrently, variants_of
-from .garbage import without_garbage_collection
+from .facts.concurrent import trace_concurrently, variants_of
+from .facts.model_facts import ModelFacts
+from .facts.traced import TracedFacts
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, refine, relatives
-from .model_facts import ModelFacts
 from .planning import Plan, Ranked, checked_config, plan
 from .request import EstimateRequest
-from .traced_facts import TracedFacts
 
 if TYPE_CHECKING:
     from ..results import Trial
@@ -96,7 +95,6 @@ def _plain(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-@without_garbage_collection()
 def estimate_document(
     request: EstimateRequest,
     *,

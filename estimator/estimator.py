@@ -9,22 +9,23 @@ import numpy as np
 
 from ..errors import UsageError
 from ..results.measurement import Status
-from .calibration import Correction, fit
-from .constants import CPU, PROFILES, Constants
-from .estimate import Estimate, EstimateTable
-from .groups import (
+from .calibration import (
     MEMORY_GROUPS,
+    Correction,
     corrected_memory,
     corrected_time,
+    fit,
     leaves_node,
     memory_groups,
     time_groups,
     time_names,
 )
+from .constants import CPU, Constants
+from .estimate import Estimate, EstimateTable
+from .facts.model_facts import FactsSource, ModelFacts, Variant
 from .hardware import Hardware, find_hardware
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import MEMORY_TERMS, peak_memory
-from .model_facts import FactsSource, ModelFacts, Variant
 from .setup import TrainingSetup
 from .time import BINDS, TIME_TERMS, stall_chance, step_time
 
@@ -62,8 +63,7 @@ class Estimator:
         self.hardware = _hardware(hardware)
         self.source, setup, self.unit = _source(model, setup, self.hardware)
         self.training = setup
-        own_cpu = self.hardware.kind == "cpu" and setup.framework == "redline"
-        self.constants = constants or (CPU if own_cpu else PROFILES[setup.framework])
+        self.constants = constants or (CPU if self.hardware.kind == "cpu" else Constants())
         if setup.seq_len is None:
             self.unit = "samples/s"
         self._facts: dict[Variant, ModelFacts] = {}
@@ -352,7 +352,7 @@ def _source(
 
         model = workload(model, seq_len=setup.seq_len, global_batch=setup.global_batch)
     if isinstance(model, Workload):
-        from .traced_facts import TracedFacts
+        from .facts.traced import TracedFacts
 
         setup = replace(
             setup,

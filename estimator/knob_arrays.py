@@ -11,7 +11,7 @@ from ..models.families.standard import BLOCK_KNOBS
 from ..models.parallel import CHUNKED, PIPELINES
 from ..orders import ORDERS
 from ..results.meaning import REDUCED, hsdp_obstacle
-from .model_facts import Variant
+from .facts.model_facts import Variant
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {

@@ -19,11 +19,11 @@ from ..models import Workload
 from ..models.families.standard import BLOCK_KNOBS, StandardSchedule
 from ..models.parallel import SPLITTING
 from ..space import Config, Space, Value
+from .calibration import MEMORY_GROUPS, TIME_GROUPS
 from .estimator import Estimator
-from .groups import MEMORY_GROUPS, TIME_GROUPS
+from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import stage_peak
-from .model_facts import ModelFacts
 from .planning import Ranked
 from .stages import Stage, stages
 from .time import stage_times

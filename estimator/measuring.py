@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device, detect, usable_cores
 from ..errors import RunnerError
 from ..scratch import Scratch
-from . import facts_cache
+from .facts import disk_cache
 from .hardware import SLOWEST_GB_PER_S, SLOWEST_TFLOPS, Hardware, Link, recognise
 
 if TYPE_CHECKING:
@@ -184,9 +184,9 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
         return known.but(memory_gib=device.memory_mib / 1024, devices_per_node=max(1, device.count))
     from ..models.fingerprint import digest
 
-    what = {"device": device.to_dict(), "cores": usable_cores(), "version": facts_cache.VERSION}
+    what = {"device": device.to_dict(), "cores": usable_cores(), "version": disk_cache.VERSION}
     name = Path("hardware", f"{digest(what)}.json")
-    found = facts_cache.load_json(name, folder)
+    found = disk_cache.load_json(name, folder)
     if isinstance(found, dict):
         kept = Hardware.from_mapping(found["hardware"], name="this-cpu", where=f"the cached measurement {name}")
         if time.time() - found.get("measured", 0) < (BUSY_AGE_S if kept.note else MAX_AGE_S):
@@ -199,7 +199,7 @@ def this_machine(folder: Path | None = None, settle: Callable[[], None] = lambda
         made = Hardware.from_mapping(json.loads(written), name="this-machine", where="a short measurement")
     else:
         made = measure(short=True).to_hardware()
-    facts_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
+    disk_cache.store_json(name, {"measured": time.time(), "hardware": asdict(made)}, folder)
     return made
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from .constants import Constants
+from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays
-from .model_facts import ModelFacts
 from .rank import MIB, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
 from .stages import Stage, staged, waiting

@@ -14,8 +14,8 @@ from ..results.lossy import Lossy, lossy_in
 from ..space import Config, Space
 from .estimate import Estimate, EstimateTable
 from .estimator import Estimator
+from .facts.model_facts import Shape
 from .hardware import Hardware
-from .model_facts import Shape
 
 MAX_CONFIGS = 1_000_000
 """Configurations that are predicted at once; of a larger space as many are drawn."""

@@ -6,8 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from ..results.meaning import EXCHANGES, FORMATS
+from .facts.model_facts import ModelFacts, Part, PerToken
 from .knob_arrays import KnobArrays
-from .model_facts import ModelFacts, Part, PerToken
 from .setup import OPTIMIZERS, TrainingSetup
 from .stages import Stage, in_flight
 

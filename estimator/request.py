@@ -11,9 +11,8 @@ from ..models.global_batch import too_few
 from ..models.request import TrainingRequest, resolve
 from ..space import Space
 from .estimator import Estimator
-from .garbage import without_garbage_collection
+from .facts.model_facts import Shape
 from .hardware import Hardware, find_hardware
-from .model_facts import Shape
 from .planning import device_of, shape_space
 from .setup import TrainingSetup
 
@@ -45,7 +44,6 @@ class EstimateRequest:
     """What was assumed."""
 
 
-@without_garbage_collection()
 def estimate_request(
     target: str | Path | Workload | Shape,
     hardware: str | Path | Hardware | None = None,

@@ -7,7 +7,6 @@ from typing import Any
 from ..errors import UsageError, unknown
 from ..models.parallel import PIPELINES
 from ..results.meaning import BUCKET_MIB, FORMATS
-from .constants import PROFILES
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0, "adafactor": 0}
 """States a parameter has in each optimizer, each of the size of the master weights."""
@@ -88,8 +87,6 @@ class TrainingSetup:
     """Selective recomputation: scores of eager attention are never kept (arXiv:2205.05198)."""
     reported_rank: str = "fullest"
     """Whose peak memory a measurement states: the `fullest` rank's, or that of the `first` stage."""
-    framework: str = "redline"
-    """Whose constants hold: a name in `constants.PROFILES`."""
     reserved_memory: bool = True
     """Whether the measured peak is what the allocator reserved; False: what live tensors took."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -122,8 +119,6 @@ class TrainingSetup:
             raise UsageError(f"TrainingSetup: memory_limit_mib must be positive, but got {self.memory_limit_mib!r}")
         if self.reported_rank not in ("fullest", "first"):
             raise UsageError(f"TrainingSetup: {unknown('reported_rank', self.reported_rank, ('fullest', 'first'))}")
-        if self.framework not in PROFILES:
-            raise UsageError(f"TrainingSetup: {unknown('framework', self.framework, PROFILES)}")
         if not self.bucket_mib > 0:
             raise UsageError(f"TrainingSetup: bucket_mib must be positive, but got {self.bucket_mib!r}")
 
@@ -132,7 +127,7 @@ class TrainingSetup:
         """Whether replicas exchange what redline's own training exchanges, in its formats (`results/meaning.py`).
         Conventions of another framework are not that."""
         given = (self.parameter_dtype, self.gradient_dtype, self.reduce_dtype)
-        return self.framework == "redline" and given == (None,) * 3 and self.master_weights in (None, "none")
+        return given == (None,) * 3 and self.master_weights in (None, "none")
 
     def but(self, **changes: Any) -> "TrainingSetup":
         """A copy with some fields changed."""

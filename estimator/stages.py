@@ -9,8 +9,8 @@ import numpy as np
 from ..errors import ScheduleError, UsageError
 from ..orders import Placement
 from ..results.meaning import recomputed, stage_sizes
+from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays, Split
-from .model_facts import ModelFacts, Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import numpy as np
 from ..results.meaning import EXCHANGES, REDUCED, SUMMED, formats_of
 from .collectives import Group, group
 from .constants import Constants
+from .facts.model_facts import Matmul, ModelFacts, Part
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
-from .model_facts import Matmul, ModelFacts, Part
 from .rank import BYTES, Formats, Rank, cut, gathered_at, per_token
 from .setup import TrainingSetup
 from .stages import Stage, crossings, idle_slot, staged

@@ -323,7 +323,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
-            float8=lambda ranks: unconvertible(blocks),
+            float8=lambda ranks: unconvertible(each.module for each in blocks),
             sequence_parallel=ignored("sequence_parallel"),
             zero="",
             offload="",

@@ -82,7 +82,7 @@ class Precision:
         from ..models.families.standard import unconvertible
         from ..schedule.primitives.float8 import convertible
 
-        if why := unconvertible(blocks):
+        if why := unconvertible(each.module for each in blocks):
             raise WorkloadError(f"precision={self._name}: {why}")
         for each in blocks:
             if convertible(each.module):

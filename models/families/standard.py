@@ -1,6 +1,6 @@
 """What every family's schedule does with the standard knobs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -115,19 +115,18 @@ class StandardSchedule:
             sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
         """
         trials = _Trials(self, sch)
-        cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else ("", ""))
+        cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
-        narrow = cache(trials.float8)
         return Support(
-            tp=lambda ranks: cut(ranks)[0],
+            tp=lambda ranks: cut(ranks).obstacle,
             pp=staged,
-            sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True)[0],
+            sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero="",
             offload="",
             zero_in_stages=trials.tied_stages() if not staged(2) else "",
             kernels=trials.kernels(),
-            float8=lambda ranks: cut(ranks)[0] or narrow(ranks),
-            padding=lambda ranks: cut(ranks)[1],
+            float8=lambda ranks: cut(ranks).obstacle or cut(ranks).float8,
+            padding=lambda ranks: cut(ranks).padding,
         )
 
     def no_kernels(self, sch: "Schedule") -> str:
@@ -148,6 +147,18 @@ class StandardSchedule:
         if self.stage_ends is not None:
             return self.stage_ends(sch, stages)
         return even_ends(blocks, stages)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """What became of a model that was to be cut over tensor-parallel ranks."""
+
+    obstacle: str = ""
+    """Why it cannot be; empty where it can."""
+    padding: str = ""
+    """What is filled up with zeros; empty for nothing."""
+    float8: str = ""
+    """Why nothing in its blocks can be computed in 8 bits then; empty where something can."""
 
 
 class _Trials:
@@ -172,29 +183,34 @@ class _Trials:
         model = meta_copy(self._whole)
         return model, shorten(model, self._paths)
 
-    def cut(self, ranks: int, sequence_parallel: bool = False) -> tuple[str, str]:
-        """Why the model cannot be cut over so many ranks, empty where it can; and what is padded then."""
+    def cut(self, ranks: int, sequence_parallel: bool = False) -> _Cut:
+        """The model cut over so many ranks."""
         model, paths = self._short
         try:
-            return "", self._cut(model, paths, ranks, sequence_parallel)
+            return self._cut(model, paths, ranks, sequence_parallel)
         except (ScheduleError, LookupError, AttributeError):  # also of a block that is not there
             pass
         try:
-            return "", self._cut(self._whole, self._paths, ranks, sequence_parallel)
+            return self._cut(self._whole, self._paths, ranks, sequence_parallel)
         except ScheduleError as error:
-            return str(error), ""
+            return _Cut(obstacle=str(error))
 
-    def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> str:
+    def uncut(self) -> _Cut:
+        """The model as it is."""
+        return _Cut(float8=unconvertible(self._whole.get_submodule(path) for path in self._paths))
+
+    def _cut(self, model: "nn.Module", paths: list[str], ranks: int, sequence_parallel: bool) -> _Cut:
         from ...schedule import create_schedule
         from ...schedule.parallel.partition import meta_copy, units_of
         from ...schedule.parallel.planned import PlannedMesh
         from ...schedule.primitives.sync import check_synced
 
         tried = create_schedule(meta_copy(model), PlannedMesh(tp=ranks))
-        self._schedule._cut(tried, [tried[path] for path in paths], sequence_parallel)
+        blocks = [tried[path] for path in paths]
+        self._schedule._cut(tried, blocks, sequence_parallel)
         check_synced(tried)
         units_of(tried.tree)
-        return _padding(tried)
+        return _Cut(padding=_padding(tried), float8=unconvertible((each.module for each in blocks), ranks))
 
     def staged(self, stages: int) -> str:
         """Why the model cannot be divided into so many pipeline stages; empty where it can."""
@@ -235,19 +251,8 @@ class _Trials:
             return str(error)
         return ""
 
-    def float8(self, ranks: int) -> str:
-        """Why nothing can be computed in 8 bits where the model is cut over so many ranks, which it can be."""
-        from ...schedule import create_schedule
-        from ...schedule.parallel.partition import meta_copy
-        from ...schedule.parallel.planned import PlannedMesh
 
-        tried = create_schedule(meta_copy(self._whole), PlannedMesh(tp=ranks))
-        if ranks > 1:
-            self._schedule._cut(tried, [tried[path] for path in self._paths], False)
-        return unconvertible([tried[path] for path in self._paths], ranks)
-
-
-def unconvertible(blocks: "Sequence[Schedule]", ranks: int = 1) -> str:
+def unconvertible(blocks: "Iterable[nn.Module]", ranks: int = 1) -> str:
     """Why nothing in repeated blocks can be computed in 8 bits; empty where something can.
 
     Args:
@@ -256,7 +261,7 @@ def unconvertible(blocks: "Sequence[Schedule]", ranks: int = 1) -> str:
     """
     from ...schedule.primitives.float8 import obstacle
 
-    why = obstacle(each.module for each in blocks)
+    why = obstacle(blocks)
     return f"{why} in its repeated blocks{f' cut over {ranks} ranks' if ranks > 1 else ''}" if why else ""
 
 

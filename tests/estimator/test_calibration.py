@@ -115,7 +115,7 @@ def test_intervals_contain_80_percent_of_what_follows_the_model(plain):
             ("network", constants.network_std), ("activations", constants.activation_std),
             ("static", constants.static_std), ("overhead", constants.overhead_std),
         )}  # fmt: skip
-        from redline.estimator.groups import leaves_node, memory_groups, time_groups
+        from redline.estimator.calibration import leaves_node, memory_groups, time_groups
         from redline.estimator.knob_arrays import knob_arrays
 
         cols = knob_arrays(CONFIGS, plain.training)

@@ -6,8 +6,9 @@ import threading
 import pytest
 import redline as rl
 import torch
-from redline.estimator import ModelFacts, facts_cache
-from redline.estimator.traced_facts import TracedFacts, TracingError, trace_facts
+from redline.estimator import ModelFacts
+from redline.estimator.facts import concurrent, disk_cache
+from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
 from redline.models import flops_of
 from torch import nn
 
@@ -170,7 +171,7 @@ def test_a_model_that_cannot_be_traced_says_where_and_what_is_known(tmp_path):
 def test_facts_come_back_from_the_disk_as_they_were(tmp_path, monkeypatch):
     workload = rl.workload("gpt2-tiny")
     first = trace_facts(workload, precision="bf16", folder=tmp_path)
-    monkeypatch.setattr("redline.estimator.traced_facts._trace", None)
+    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)
     assert trace_facts(workload, precision="bf16", folder=tmp_path) == first
     with pytest.raises(TypeError):  # another variant is not on the disk
         trace_facts(workload, precision="fp32", folder=tmp_path)
@@ -193,43 +194,43 @@ def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path):
 
 def test_writers_at_the_same_time_leave_a_whole_file(tmp_path):
     facts = ModelFacts.from_shape(layers=2, hidden=64, heads=4, vocabulary=100)
-    threads = [threading.Thread(target=facts_cache.store, args=("key", facts, tmp_path)) for _ in range(8)]
+    threads = [threading.Thread(target=disk_cache.store, args=("key", facts, tmp_path)) for _ in range(8)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    found = facts_cache.load("key", tmp_path)
+    found = disk_cache.load("key", tmp_path)
     assert found is not None and found.parts == facts.parts
     assert [each.name for each in (tmp_path / "facts").iterdir()] == ["key.json"]
 
 
 def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monkeypatch):
-    from redline.estimator import TrainingSetup, concurrent_tracing
-    from redline.estimator.traced_facts import TracedFacts
+    from redline.estimator import TrainingSetup
+    from redline.estimator.facts.traced import TracedFacts
 
     workload = rl.workload("gpt2-tiny")
     space = rl.Space()
     space.choice("precision", ["fp32", "bf16"])
-    variants = concurrent_tracing.variants_of(space, TrainingSetup())
+    variants = concurrent.variants_of(space, TrainingSetup())
     assert variants == [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)]
     source = TracedFacts(workload, folder=tmp_path / "ahead")
-    monkeypatch.setattr(concurrent_tracing, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent_tracing.threading, "active_count", lambda: 1)
-    concurrent_tracing.trace_concurrently(source, variants)
-    monkeypatch.setattr("redline.estimator.traced_facts._trace", None)  # nothing is left to trace
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    concurrent.trace_concurrently(source, variants)
+    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)  # nothing is left to trace
     made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
     monkeypatch.undo()
     assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
 
 
 def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_path, monkeypatch):
-    from redline.estimator import concurrent_tracing
-    from redline.estimator.traced_facts import TracedFacts
+    from redline.estimator.facts import concurrent
+    from redline.estimator.facts.traced import TracedFacts
 
     source = TracedFacts(rl.Workload(model=Reads, batch=own_batch, loss=own_loss), folder=tmp_path)
-    monkeypatch.setattr(concurrent_tracing, "usable_cores", lambda: 2)
-    monkeypatch.setattr(concurrent_tracing.threading, "active_count", lambda: 1)
-    concurrent_tracing.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
     for _ in range(2):
         with pytest.raises(TracingError, match="683 parameters"):
             source.facts(precision="fp32", attention="sdpa", fusion=False)

@@ -7,7 +7,7 @@ import redline as rl
 import torch
 from live import Live
 from redline.estimator import Estimator, TrainingSetup
-from redline.estimator.traced_facts import TracedFacts, trace_facts
+from redline.estimator.facts.traced import TracedFacts, trace_facts
 from redline.schedule.unformed import most_chunk
 from torch.nn import functional as F
 
@@ -43,7 +43,7 @@ def test_products_and_parameters_are_the_same_and_logits_are_not_kept(folder, na
 def test_facts_with_kernels_follow_from_those_without_and_are_not_traced_again(folder, monkeypatch):
     source = TracedFacts(rl.workload("gpt2-tiny"), folder=folder)
     plain = source.facts(precision="fp32", attention="sdpa", fusion=False)
-    monkeypatch.setattr("redline.estimator.traced_facts._trace", None)
+    monkeypatch.setattr("redline.estimator.facts.traced._trace", None)
     assert source.is_known(("fp32", "sdpa", False, True))
     fused = source.facts(precision="fp32", attention="sdpa", fusion=False, kernels=True)
     assert fused.kernels and part(fused, "block") == part(plain, "block")

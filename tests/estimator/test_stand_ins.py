@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 import redline as rl
 import torch
-from redline.estimator.traced_facts import Layout, TracingError, trace_facts
-from redline.estimator.tracing import trace
+from redline.estimator.facts.traced import Layout, TracingError, trace_facts
+from redline.estimator.facts.tracing import trace
 from redline.models.presets import PRESETS
 from torch import nn
 

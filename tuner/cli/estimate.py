@@ -1,7 +1,5 @@
 """`redline estimate`: the best configurations, predicted without a device."""
 
-import atexit
-import gc
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +78,6 @@ def estimate(
     from ...estimator.request import estimate_request
     from ..budget import parse_memory
     from . import estimate_text
-
-    # At its end Python would look for cycles among all that torch and transformers are made of: a second, for nothing.
-    atexit.register(gc.freeze)
 
     sizes = {name: options.pop(name) for name in SHAPE}
     shape = _shape(options, sizes, gated, tied)

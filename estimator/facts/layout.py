@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..errors import ScheduleError
-from ..models import Workload
-from ..models.families import StandardSchedule, generic_schedule
-from ..models.skeleton import skeleton
+from ...errors import ScheduleError
+from ...models import Workload
+from ...models.families import StandardSchedule, generic_schedule
+from ...models.skeleton import skeleton
 from .step_trace import Product
 
 if TYPE_CHECKING:
-    from ..schedule import Schedule
+    from ...schedule import Schedule
 
 _TRIED_RANKS = (2, 3, 5)
 """Tensor-parallel degrees at which a schedule is asked what it cuts; 25 heads, as of gpt2-xl, want the 5."""
@@ -35,7 +35,7 @@ class Layout:
         Raises:
             WorkloadError: the model cannot be built.
         """
-        from ..schedule import create_schedule
+        from ...schedule import create_schedule
 
         sch = create_schedule(skeleton(workload, workload.probe))
         schedule = workload.schedule if isinstance(workload.schedule, StandardSchedule) else generic_schedule
@@ -61,10 +61,10 @@ class Layout:
 
 
 def _cuts(schedule: StandardSchedule, sch: "Schedule") -> dict[str, int] | None:
-    from ..schedule import create_schedule
-    from ..schedule.parallel.partition import meta_copy
-    from ..schedule.parallel.planned import PlannedMesh
-    from ..schedule.parallel.sharding import shards_of
+    from ...schedule import create_schedule
+    from ...schedule.parallel.partition import meta_copy
+    from ...schedule.parallel.planned import PlannedMesh
+    from ...schedule.parallel.sharding import shards_of
 
     if schedule.tensor_parallel is None:
         return None

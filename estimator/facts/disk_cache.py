@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..models.fingerprint import digest
+from ...models.fingerprint import digest
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken
 
 VERSION = 3

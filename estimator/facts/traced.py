@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import WorkloadError
-from ..models import Workload
-from ..models.architecture import Architecture
-from . import facts_cache
-from .fused_loss_facts import unformed
-from .garbage import without_garbage_collection
+from ...errors import WorkloadError
+from ...models import Workload
+from ...models.architecture import Architecture
+from . import disk_cache
+from .fused_loss import unformed
 from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
 from .step_trace import AttentionCall, Segment, StepTrace, Tally
@@ -73,9 +72,7 @@ class TracedFacts:
         if formed in self._known:
             return True
         named = {"precision": precision, "attention": attention, "fusion": fusion}
-        found = facts_cache.load(
-            facts_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder
-        )
+        found = disk_cache.load(disk_cache.key_of(self.workload.id, {**named, "device": self.device_type}), self.folder)
         if found is not None:
             self._known[formed] = found
         return found is not None
@@ -133,17 +130,16 @@ def trace_facts(
         )
         return unformed(formed)
     variant = {"precision": precision, "attention": attention, "fusion": fusion, "device": device_type}
-    key = facts_cache.key_of(workload.id, variant)
-    found = facts_cache.load(key, folder) if cached else None
+    key = disk_cache.key_of(workload.id, variant)
+    found = disk_cache.load(key, folder) if cached else None
     if found is not None:
         return found
     made = _trace(workload, precision, attention, fusion, device_type, {} if steps is None else steps)
     if cached:
-        facts_cache.store(key, made, folder)
+        disk_cache.store(key, made, folder)
     return made
 
 
-@without_garbage_collection()
 def _trace(
     workload: Workload,
     precision: str,
@@ -184,7 +180,7 @@ def _trace(
 
         facts = replace(facts, notes=(*facts.notes, f"backward cannot be traced: {seen.operator} ({seen.error})"))
     if fusion:
-        from .compiled_facts import fused
+        from .compiled import fused
 
         facts = fused(facts, workload, seen, layout, precision)
     return facts

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
-from ..device import usable_cores
-from ..errors import WorkloadError
-from ..space import Space
+from ...device import usable_cores
+from ...errors import WorkloadError
+from ...space import Space
+from ..setup import TrainingSetup
 from .model_facts import ModelFacts, Variant
-from .setup import TrainingSetup
-from .traced_facts import TracedFacts
+from .traced import TracedFacts
 
 _VARIANT = ("precision", "attention", "fusion", "kernels")
 

@@ -24,7 +24,7 @@ OPERATORS = 20.0
 
 def unformed(facts: ModelFacts) -> ModelFacts:
     """The facts with the logits unformed, from those with them; as they are where there is no vocabulary."""
-    from ..schedule.unformed import most_chunk
+    from ...schedule.unformed import most_chunk
 
     head = _head(facts)
     if head is None:
