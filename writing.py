@@ -159,14 +159,14 @@ class Reserve:
         return was
 
 
-def plain(value: Any) -> Any:
+def as_data(value: Any) -> Any:
     """`value` in what YAML and JSON know: dict, list, str, int, float, bool, None.
 
     Raises:
         TypeError: there is something else in it.
     """
     if isinstance(value, enum.Enum):
-        return plain(value.value)
+        return as_data(value.value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -174,13 +174,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): as_data(each) for key, each in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted(plain(each) for each in value)
+        return sorted(as_data(each) for each in value)
     if isinstance(value, Sequence):
-        return [plain(each) for each in value]
+        return [as_data(each) for each in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return plain(value.tolist())
+        return as_data(value.tolist())
     raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as YAML")
 
 
@@ -190,5 +190,5 @@ def write_yaml(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written; the old file is untouched.
     """
-    text = yaml.safe_dump(plain(document), sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.safe_dump(as_data(document), sort_keys=False, allow_unicode=True, width=110)
     write_atomic(path, text.encode("utf-8", "backslashreplace"))

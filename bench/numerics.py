@@ -112,7 +112,7 @@ def serve(rank: int, size: int, store: str, cells: list[tuple[str, str]], answer
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     for family, combination in cells:
         try:
-            answers.put(numerics.check(family, combination))
+            answers.put(numerics.compare_cell(family, combination))
         except Exception:
             answers.put(f"rank {rank}: {traceback.format_exc()}")
             return

@@ -13,8 +13,8 @@ from .facts.model_facts import ModelFacts
 from .facts.traced import TracedFacts
 from .knob_arrays import knob_arrays
 from .layerwise import Layerwise, refine, relatives
-from .planning import Plan, Ranked, checked_config, plan
 from .request import EstimateRequest
+from .survey import Ranked, Survey, checked_config, survey
 
 if TYPE_CHECKING:
     from ..results import Trial
@@ -28,7 +28,7 @@ class EstimateDocument:
     """What was asked."""
     ranked: tuple[Ranked, ...]
     """The configurations to show, the fastest first; empty where none fits."""
-    plan: Plan | None
+    survey: Survey | None
     """All of the space; None where one configuration was asked for."""
     facts: ModelFacts
     """The model's facts, in the variant of the first configuration."""
@@ -48,20 +48,20 @@ class EstimateDocument:
             "devices": self.request.devices,
             "seq_len": self.request.estimator.training.seq_len,
             "global_batch": self.request.global_batch,
-            "memory_limit_mib": _plain(self.request.estimator.memory_limit_mib),
+            "memory_limit_mib": _finite(self.request.estimator.memory_limit_mib),
             "learned_from": self.learned_from,
             "best": [entry(each) for each in self.ranked],
             "notes": [*self.request.notes, *self.facts.notes],
         }
-        if self.plan is not None:
+        if self.survey is not None:
             out |= {
-                "valid": self.plan.valid,
-                "predicted": self.plan.predicted,
-                "fitting": self.plan.fitting,
-                "ruled_out": dict(self.plan.out),
+                "valid": self.survey.valid,
+                "predicted": self.survey.predicted,
+                "fitting": self.survey.fitting,
+                "ruled_out": dict(self.survey.out),
             }
-        if self.plan is not None and self.plan.best_exact is not None:
-            out["best_exact"] = entry(self.plan.best_exact)
+        if self.survey is not None and self.survey.best_exact is not None:
+            out["best_exact"] = entry(self.survey.best_exact)
         if self.reference is not None:
             out["least_memory"] = entry(self.reference)
         if self.layerwise is not None:
@@ -75,23 +75,23 @@ def entry(ranked: Ranked) -> dict[str, Any]:
     return {
         "config": ranked.config.to_dict(),
         "lossy": lossy_values(ranked.config, ranked.lossy),
-        "throughput": _plain(estimate.throughput),
+        "throughput": _finite(estimate.throughput),
         "unit": estimate.unit,
-        "step_ms": _plain(estimate.step_ms),
-        "step_ms_low": _plain(estimate.step_ms_low),
-        "step_ms_high": _plain(estimate.step_ms_high),
-        "peak_memory_mib": _plain(estimate.peak_memory_mib),
-        "memory_low": _plain(estimate.memory_low),
-        "memory_high": _plain(estimate.memory_high),
+        "step_ms": _finite(estimate.step_ms),
+        "step_ms_low": _finite(estimate.step_ms_low),
+        "step_ms_high": _finite(estimate.step_ms_high),
+        "peak_memory_mib": _finite(estimate.peak_memory_mib),
+        "memory_low": _finite(estimate.memory_low),
+        "memory_high": _finite(estimate.memory_high),
         "fits": estimate.fits,
-        "probability_fits": _plain(estimate.probability_fits),
-        "mfu": _plain(estimate.mfu),
+        "probability_fits": _finite(estimate.probability_fits),
+        "mfu": _finite(estimate.mfu),
         "binds": estimate.binds,
-        "breakdown": {name: _plain(value) for name, value in estimate.breakdown.items()},
+        "breakdown": {name: _finite(value) for name, value in estimate.breakdown.items()},
     }
 
 
-def _plain(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
@@ -129,7 +129,7 @@ def estimate_document(
     else:
         if isinstance(estimator.source, TracedFacts):
             trace_concurrently(estimator.source, variants_of(request.space, estimator.training))
-        whole = plan(estimator, request.space, top=top)
+        whole = survey(estimator, request.space, top=top)
         ranked = whole.best
         reference = whole.smallest if not ranked else None
     first = ranked[0] if ranked else reference
@@ -140,7 +140,7 @@ def estimate_document(
     return EstimateDocument(
         request=request,
         ranked=ranked,
-        plan=whole,
+        survey=whole,
         facts=facts,
         learned_from=learned,
         layerwise=refined,

@@ -271,9 +271,9 @@ class _Table:
 
     def show(self, at: int) -> str:
         if self._columns:
-            return str({name: _plain(value[at]) for name, value in self._columns.items()})
+            return str({name: _item(value[at]) for name, value in self._columns.items()})
         return str(dict(self._rows[at]))
 
 
-def _plain(value: Any) -> Any:
+def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value

@@ -24,8 +24,8 @@ from .estimator import Estimator
 from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays, knob_arrays
 from .memory import stage_peak
-from .planning import Ranked
 from .stages import Stage, stages
+from .survey import Ranked
 from .time import stage_times
 
 CHECKPOINT_KNOB, GATHERED_KNOB = BLOCK_KNOBS

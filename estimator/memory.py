@@ -11,7 +11,7 @@ import numpy as np
 from .constants import Constants
 from .facts.model_facts import ModelFacts
 from .knob_arrays import KnobArrays
-from .rank import MIB, Rank, cut, gathered_at, per_token
+from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
 from .stages import Stage, staged, waiting
 
@@ -82,7 +82,7 @@ def _beside(rank: Rank) -> np.ndarray:
 
 def _shares(rank: Rank, what: str) -> np.ndarray:
     """Among how many replicas `what` is cut: all, or those of a group (HSDP), as ZeRO's stage says."""
-    return np.where(cut(what, rank.cols.zero), rank.cols.shares.astype(float), 1.0)
+    return np.where(shared(what, rank.cols.zero), rank.cols.shares.astype(float), 1.0)
 
 
 def _states(rank: Rank) -> dict[str, np.ndarray]:

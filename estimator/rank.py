@@ -52,7 +52,7 @@ def formats(setup: TrainingSetup, precision: str) -> Formats:
     )
 
 
-def cut(what: str, zero: np.ndarray) -> np.ndarray:
+def shared(what: str, zero: np.ndarray) -> np.ndarray:
     """Where replicas share `what` among them: booleans, of the shape of `zero`."""
     return np.array([what in each.cut for each in EXCHANGES.values()])[zero]
 

@@ -13,8 +13,8 @@ from ..space import Space
 from .estimator import Estimator
 from .facts.model_facts import Shape
 from .hardware import Hardware, find_hardware
-from .planning import device_of, shape_space
 from .setup import TrainingSetup
+from .survey import device_of, shape_space
 
 DEFAULT_SEQ_LEN = 4096
 """Tokens of a sequence of a model of which only shape numbers are given."""

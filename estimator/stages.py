@@ -49,7 +49,7 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)
-def cut(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
+def stage_blocks(blocks: int, pp: int, balance: str, head: float) -> tuple[int, ...]:
     """Blocks of each of `pp` stages.
 
     `layers` spreads them evenly. `cost` fills a stage until it holds its
@@ -89,7 +89,7 @@ def stages(
     back = tuple(part for part in facts.parts if part.role in ("norm", "head", "loss", "other"))
     block_cost = sum(part.count * _cost(part) for part in kinds) / max(blocks, 1)
     head = sum(_cost(part) for part in back) / block_cost if block_cost else 0.0
-    counts = cut(blocks, pp * chunks, balance, head)
+    counts = stage_blocks(blocks, pp * chunks, balance, head)
     placed = Placement(pp * chunks, pp, v_shaped)
     held: dict[tuple[int, tuple[int, ...], bool, bool], list[tuple[int, tuple[int, ...]]]] = {}
     for rank in range(pp):

@@ -17,7 +17,7 @@ from .constants import Constants
 from .facts.model_facts import Matmul, ModelFacts, Part
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
-from .rank import BYTES, Formats, Rank, cut, gathered_at, per_token
+from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
 from .stages import Stage, crossings, idle_slot, staged
 
@@ -261,7 +261,7 @@ class _Rank(Rank):
     @cached_property
     def owned(self) -> np.ndarray:
         """Parameters that the rank updates."""
-        return self.weights / np.where(cut("optimizer", self.cols.zero), self.cols.shares, 1.0)
+        return self.weights / np.where(shared("optimizer", self.cols.zero), self.cols.shares, 1.0)
 
     @cached_property
     def states(self) -> np.ndarray:

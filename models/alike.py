@@ -13,7 +13,7 @@ FOLLOWED = 3
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_id")
 """Attributes that say which block it is; what they decide when a block is built shows in its other
 attributes."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def stand_ins_for(model: "nn.Module", blocks: Sequence[str]) -> dict[str, str]:
@@ -66,25 +66,25 @@ def described(block: "nn.Module", index: int) -> Hashable:
                 continue
             if hasattr(value, "to_dict") and not isinstance(value, type):
                 configs[id(value)] = value
-            attributes.append((name, _plain(value)))
+            attributes.append((name, _hashable(value)))
         out.append((path, type(module), tuple(attributes)))
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         out.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     for config in configs.values():
         for name, value in sorted(vars(config).items()):
             if isinstance(value, list | tuple) and len(value) > index:
-                out.append((name, _plain(value[index])))
+                out.append((name, _hashable(value[index])))
     return tuple(out)
 
 
-def _plain(value: Any) -> Hashable:
+def _hashable(value: Any) -> Hashable:
     """Something hashable that is equal where the value is; of what is no plain data, the thing itself."""
     import torch
 
-    if isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
+    if isinstance(value, (*_SCALARS, torch.dtype, torch.device)):
         return type(value).__name__, value
     if isinstance(value, list | tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(_hashable(each) for each in value)
     if isinstance(value, Mapping):
-        return tuple((str(key), _plain(each)) for key, each in value.items())
+        return tuple((str(key), _hashable(each)) for key, each in value.items())
     return id(value)

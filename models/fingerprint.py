@@ -23,15 +23,15 @@ def of_callable(function: Any) -> Any:
     if function is None:
         return None
     if isinstance(function, functools.partial):
-        return [of_callable(function.func), _plain(function.args), _plain(function.keywords)]
+        return [of_callable(function.func), _as_data(function.args), _as_data(function.keywords)]
     if inspect.ismethod(function):
-        return [of_callable(function.__func__), _plain(vars(function.__self__))]
+        return [of_callable(function.__func__), _as_data(vars(function.__self__))]
     if inspect.isfunction(function):
-        cells = [_plain(_content(cell)) for cell in function.__closure__ or ()]
-        return [_text(function), _plain(function.__defaults__), _plain(function.__kwdefaults__), cells]
+        cells = [_as_data(_content(cell)) for cell in function.__closure__ or ()]
+        return [_text(function), _as_data(function.__defaults__), _as_data(function.__kwdefaults__), cells]
     if inspect.isclass(function):
         return [function.__qualname__, _text(function)]
-    return [_text(type(function)), _plain(getattr(function, "__dict__", {}))]
+    return [_text(type(function)), _as_data(getattr(function, "__dict__", {}))]
 
 
 def _text(thing: Any) -> str:
@@ -54,13 +54,13 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _as_data(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _as_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_plain(each) for each in value]
+        items = [_as_data(each) for each in value]
         return sorted(items, key=repr) if isinstance(value, set | frozenset) else items
     if inspect.isfunction(value) or inspect.isclass(value):
         return _text(value)

@@ -113,7 +113,7 @@ def compare(views: Sequence[View]) -> Comparison:
     if len(views) < 2:
         raise UsageError(f"a comparison needs two runs or more, but got {len(views)}")
     sides = tuple(Side(name=str(view.path), trials=tuple(view.trials()), document=view.document) for view in views)
-    _check(sides)
+    _check_same_knobs(sides)
     return Comparison(
         sides=sides,
         knobs=tuple(_knobs(sides)),
@@ -155,7 +155,7 @@ def _knob_sets(side: Side) -> set[str]:
     return names | {name for trial in side.trials for name in trial.config}
 
 
-def _check(sides: Sequence[Side]) -> None:
+def _check_same_knobs(sides: Sequence[Side]) -> None:
     first = _knob_sets(sides[0])
     for side in sides[1:]:
         own = _knob_sets(side)

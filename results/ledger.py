@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._optuna import study_ids
 from ..errors import StudyError, unknown
 from ..reading import path_of, read_named
-from ..writing import plain
+from ..writing import as_data
 from .again import judged
 from .distributions import distribution
 from .lossy import Lossy, lossy_in
@@ -111,7 +111,7 @@ class Ledger:
         with quiet(), contained(where):
             storage, journal = open_storage(source, mend=True)
             try:
-                study_id = open_study(storage, where, name, plain(metadata), exist_ok)
+                study_id = open_study(storage, where, name, as_data(metadata), exist_ok)
                 return cls(
                     stored(storage, study_id, name),
                     where=where,
@@ -207,7 +207,7 @@ class Ledger:
         """
         import optuna
 
-        values = plain(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+        values = as_data(config.to_dict() if hasattr(config, "to_dict") else dict(config))
         attributes: dict[str, Any] = {"config": values, "sampler": sampler}
         if hasattr(config, "id"):
             attributes["config_id"] = config.id

@@ -49,7 +49,7 @@ class RankReport:
     """CUDA: times the allocator had to flush its cache to go on; above 0 the trial ran close to OOM."""
 
     def __post_init__(self) -> None:
-        _check(self, _names(RankReport))
+        _check_types(self, _names(RankReport))
 
 
 _STATUSES = frozenset(Status)
@@ -97,7 +97,7 @@ def _from_json(cls: type, data: Any) -> dict[str, Any]:
     return values
 
 
-def _check(made: "Measurement | RankReport", names: Iterable[str]) -> None:
+def _check_types(made: "Measurement | RankReport", names: Iterable[str]) -> None:
     """Has every field of a measurement or a rank's report be of its type, whoever made it: numbers of numpy and torch
     become Python's, and texts are cut where they are endless.
 
@@ -193,7 +193,7 @@ class Measurement:
     """One report a rank that got to report."""
 
     def __post_init__(self) -> None:
-        _check(self, _names(Measurement))
+        _check_types(self, _names(Measurement))
         if not isinstance(self.probe, Probe | None):
             raise UsageError(f"probe must be a redline.results.probe.Probe, but got {shown(self.probe)}")
         if not isinstance(self.ranks, tuple) or not all(isinstance(each, RankReport) for each in self.ranks):

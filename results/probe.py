@@ -73,7 +73,7 @@ class Probe:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; numbers JSON has no word for are the texts `nan`, `inf`, `-inf`."""
-        return _plain(self)
+        return _as_data(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Probe":
@@ -95,11 +95,11 @@ _LISTS = ("logits", "blocks", "vectors")
 _COMPUTED = ("quiet", "step")
 
 
-def _plain(value: Any) -> Any:
+def _as_data(value: Any) -> Any:
     if isinstance(value, Probe | Computed):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: _as_data(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_as_data(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

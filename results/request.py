@@ -11,7 +11,7 @@ import yaml
 
 from ..errors import StudyError
 from ..reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_inside
-from ..writing import plain
+from ..writing import as_data
 from . import environment, schema, table
 from .names import LEDGER, RUN, TABLE
 from .storage import without_password
@@ -44,10 +44,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(document, dict):
         found = "nothing" if document is None else f"a {type(document).__name__}"
         raise StudyError(f"'{path}' should hold a mapping and holds {found}; restore it or start with another --out")
-    return check(document, path)
+    return known_parts(document, path)
 
 
-def check(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+def known_parts(document: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
     """What this redline knows of a run.yaml's document, and which parts of it were left out, in words.
 
     Raises:
@@ -76,7 +76,7 @@ def begin(path: Path, asked: Mapping[str, Any], storage: str | None) -> dict[str
         "study": path.resolve().name or "redline",
         "storage": storage and without_password(storage),
         "created": _now(),
-        "asked": plain(asked),
+        "asked": as_data(asked),
         "environment": environment.describe(),
     }
 
@@ -110,7 +110,7 @@ def resume(path: Path, asked: Mapping[str, Any], storage: str | None) -> tuple[d
             f"'{path}' cannot be resumed: its ledger {LEDGER} is missing and {TABLE} has trials that "
             "would be lost; restore it or give another --out"
         )
-    asked = plain(asked)
+    asked = as_data(asked)
     refused = conflicts(document["asked"], asked)
     if storage is not None and without_password(storage) != stored:
         refused.append(f"storage: was {stored or LEDGER}, now {without_password(storage)}")
@@ -162,7 +162,7 @@ def _binding(asked: Mapping[str, Any], key: str) -> Any:
         # How a cluster shares them among its hosts is found out only when its runner has started.
         value = {name: each for name, each in value.items() if name != "per_host"}
     # What YAML makes of it, so that a tuple equals the list it was written as.
-    return yaml.safe_load(yaml.safe_dump(plain(value)))
+    return yaml.safe_load(yaml.safe_dump(as_data(value)))
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:

@@ -89,7 +89,7 @@ class RunFolder:
         lock = None
         try:
             lock = FolderLock(path)
-            resumed = cls.check(path, asked, storage=storage, resume=resume)
+            resumed = cls.resumable(path, asked, storage=storage, resume=resume)
             document, notes = (
                 request.resume(path, asked, storage) if resumed else (request.begin(path, asked, storage), [])
             )
@@ -137,7 +137,9 @@ class RunFolder:
         return folder
 
     @staticmethod
-    def check(path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False) -> bool:
+    def resumable(
+        path: str | Path, asked: Mapping[str, Any], *, storage: str | None = None, resume: bool = False
+    ) -> bool:
         """Whether `path` holds the run that is to be taken up; changes nothing.
 
         Args:

@@ -283,18 +283,18 @@ def _cells(text: str, count: int, checked: Sequence[tuple[int, str]]) -> tuple[l
         value = cells[place]
         if name == "status":
             if value not in _STATUSES:
-                return cells, f"status '{_cut(value)}' is none of {', '.join(Status)}"
+                return cells, f"status '{_shortened(value)}' is none of {', '.join(Status)}"
         elif value == "" and name != "trial":
             continue
         elif name in INTEGERS:
             if not _COUNT.fullmatch(value):
-                return cells, f"{name} '{_cut(value)}' is not a whole number"
+                return cells, f"{name} '{_shortened(value)}' is not a whole number"
         elif value not in _UNREAL and not _REAL.fullmatch(value):
-            return cells, f"{name} '{_cut(value)}' is not a number"
+            return cells, f"{name} '{_shortened(value)}' is not a number"
     return cells, None
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 

@@ -182,10 +182,10 @@ class DryRuns(Work):
             tflops = slowest.flops_per_step / slowest.step_ms * 1e3 / 1e12 / terms.devices
         retries = sum(each.allocation_retries for each in reports)
         probe = truth.together([each.probe for each in reports], [each.first for each in reports])
-        wrong = truth.check(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
+        wrong = truth.why_wrong(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
         notes = [wrong or slowest.note]
         if request.reference is not None and not wrong:
-            notes.append(truth.why_not(probe, request.reference))
+            notes.append(truth.why_incomparable(probe, request.reference))
         if retries and not wrong:
             notes.append(f"near OOM: {retries} allocation retries")
         seconds_build = slowest.seconds_build + slowest.seconds_compile

@@ -38,12 +38,12 @@ def together(parts: Sequence[ProbePart], firsts: Sequence[StepPart | None] = ())
     )
 
 
-def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
+def why_wrong(probe: Probe, reference: Reference | None, *, loss: float, last_loss: float) -> str:
     """Why a candidate computes something else than the reference, or an empty string.
 
     Args:
         probe: what the candidate computed.
-        reference: what it must be; without one to be compared with (`why_not`), all must be finite.
+        reference: what it must be; without one to be compared with (`why_incomparable`), all must be finite.
         loss: of the first training step.
         last_loss: of the last.
     """
@@ -53,7 +53,7 @@ def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: 
             return f"loss is {value} at {what}"
     if not _quiet(probe).finite:
         return f"what it computes is not finite: the gradient's norm is {probe.quiet.gradient}"
-    if reference is None or why_not(probe, reference):
+    if reference is None or why_incomparable(probe, reference):
         return ""
     expected = reference.probe
     rounding = partial(Tolerance.of_summaries, probe, expected, size=expected.logits_size)
@@ -69,7 +69,7 @@ def check(probe: Probe, reference: Reference | None, *, loss: float, last_loss: 
     return wrong.said if wrong is not None else ""
 
 
-def why_not(probe: Probe, reference: Reference) -> str:
+def why_incomparable(probe: Probe, reference: Reference) -> str:
     """Why a candidate cannot be compared with the reference, or an empty string."""
     expected = reference.probe
     mine, others = probe.quiet.samples, expected.quiet.samples

@@ -114,7 +114,7 @@ class _Rules:
         finally:
             for tensor in kept:
                 tensor.__dict__.pop("_is_hf_initialized", None)
-        self.check()
+        self.check_initialised()
         _cut(self.root, self.paths)
 
     def adopted(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ class _Rules:
         if reset is not None:
             reset()
 
-    def check(self) -> None:
+    def check_initialised(self) -> None:
         """Refuses what no rule has given a value."""
         missed = [path for tensor, path in self.paths.items() if tensor.numel() and self.recording.lacks(tensor)]
         if missed:

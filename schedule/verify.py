@@ -66,10 +66,10 @@ def verify(
     target = torch.device(device) if device is not None else home(before.module)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _check(before, sch.copy(), example_inputs, loss, tolerance, target, seed)
+        _compare(before, sch.copy(), example_inputs, loss, tolerance, target, seed)
 
 
-def _check(
+def _compare(
     before: Schedule,
     after: Schedule,
     inputs: Any,

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Any
 
 from ..errors import SpaceError, unknown
-from .values import Value, plain
+from .values import Value, python_scalar
 
 
 class Config(Mapping[str, Value]):
@@ -34,7 +34,7 @@ class Config(Mapping[str, Value]):
         for name in merged:
             if not isinstance(name, str):
                 raise SpaceError(f"a knob's name is a text, but got {name!r}")
-        _set_row(self, tuple([plain(value, f"the value of '{name}'") for name, value in merged.items()]))
+        _set_row(self, tuple([python_scalar(value, f"the value of '{name}'") for name, value in merged.items()]))
         _set_places(self, {name: at for at, name in enumerate(merged)})
 
     @property

@@ -19,7 +19,7 @@ from .expression import Expression
 from .knob import DerivedKnob
 from .operators import UNDEFINED, Column
 from .rules import Predicate, Rule, settled, truth
-from .structure import Check, Lookup, Ranges, Step, Structure, plan
+from .structure import Check, Join, Lookup, Ranges, Structure, join_order
 from .values import Value
 
 MAX_ROWS = 5_000_000
@@ -90,7 +90,7 @@ class Component:
         self.checks = [check for check in structure.checks if check.bases & members]
         self.interned = {check.computes: Interned() for check in self.checks if check.computes}
         self._alive = {name: self._unary(name) for name in names}
-        self._steps = plan(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
+        self._joins = join_order(structure, names, self.checks, {name: len(self._alive[name]) for name in names})
         self._hulls = {name: structure.knobs[name].hull(alive) for name, alive in self._alive.items() if len(alive)}
 
     def enumerate(self) -> Table:
@@ -132,29 +132,29 @@ class Component:
         if any(not len(self._alive[name]) and self.structure.knobs[name].when is None for name in self.names):
             return Table(0, {name: np.zeros(0, np.int32) for name in (*self.names, *self.interned)})
         with np.errstate(all="ignore"):
-            for step in self._steps:
+            for join in self._joins:
                 if thin is not None:
-                    most = min(keep, max(16, MAX_ROWS // 2 // max(1, len(self._alive[step.name]))))
+                    most = min(keep, max(16, MAX_ROWS // 2 // max(1, len(self._alive[join.name]))))
                     if table.rows > most:
                         table = table.take(thin(table, most))
-                pairs += table.rows * len(self._alive[step.name])
+                pairs += table.rows * len(self._alive[join.name])
                 if pairs > MAX_PAIRS:
                     raise self._too_large()
-                table = self._extend(table, step, bounded=thin is None)
+                table = self._extend(table, join, bounded=thin is None)
         if thin is not None and table.rows > keep:
             table = table.take(thin(table, keep))
         return table
 
-    def _extend(self, table: Table, step: Step, *, bounded: bool) -> Table:
-        alive = self._alive[step.name]
-        active = self._active(table, step.name)
-        computed = [check.computes for check in step.opaque if check.computes]
+    def _extend(self, table: Table, join: Join, *, bounded: bool) -> Table:
+        alive = self._alive[join.name]
+        active = self._active(table, join.name)
+        computed = [check.computes for check in join.opaque if check.computes]
         parts, total = [], 0
         if active is not None:
             absent = table.take(np.flatnonzero(~active))
             table = table.take(np.flatnonzero(active))
             if absent.rows:
-                absent.codes[step.name] = np.full(absent.rows, _ABSENT, alive.dtype)
+                absent.codes[join.name] = np.full(absent.rows, _ABSENT, alive.dtype)
                 for name in computed:
                     absent.codes[name] = np.full(absent.rows, _ABSENT, np.int32)
                 parts.append(absent)
@@ -162,13 +162,13 @@ class Component:
         chunk = max(1, _CHUNK // max(1, len(alive)))
         for start in range(0, table.rows, chunk):
             piece = table.take(slice(start, min(start + chunk, table.rows)))
-            parts.append(self._pair(piece, step))
+            parts.append(self._pair(piece, join))
             total += parts[-1].rows
             if bounded and total > MAX_ROWS:
                 raise self._too_large()
         if len(parts) == 1:
             return parts[0]
-        names = [*table.codes, step.name, *computed]
+        names = [*table.codes, join.name, *computed]
         if not parts:
             return Table(0, {name: np.zeros(0, np.int32) for name in names})
         return Table(total, {name: np.concatenate([part.codes[name] for part in parts]) for name in names})
@@ -184,19 +184,19 @@ class Component:
         out[rows] = self._true(table.take(rows), when)
         return out
 
-    def _pair(self, table: Table, step: Step) -> Table:
-        alive = self._alive[step.name]
+    def _pair(self, table: Table, join: Join) -> Table:
+        alive = self._alive[join.name]
         ok: np.ndarray | None = None
-        if step.complete or step.partial:
-            lookup = Lookup(self.structure, self._grid(table, step.name, alive))
-            ranges = Ranges(lookup, {name: self._hulls[name] for name in step.open if name in self._hulls})
-            for check in step.complete:
-                ok = self._narrow(ok, table, step, check, self._evaluated(check, lookup))
-            for check in step.partial:
-                ok = self._narrow(ok, table, step, check, _possible(check, ranges))
+        if join.complete or join.partial:
+            lookup = Lookup(self.structure, self._grid(table, join.name, alive))
+            ranges = Ranges(lookup, {name: self._hulls[name] for name in join.open if name in self._hulls})
+            for check in join.complete:
+                ok = self._narrow(ok, table, join, check, self._evaluated(check, lookup))
+            for check in join.partial:
+                ok = self._narrow(ok, table, join, check, _possible(check, ranges))
                 if check.total is not None:
-                    mask = self._divides(check.factors, check.total, step, lookup)
-                    ok = self._narrow(ok, table, step, check, mask)
+                    mask = self._divides(check.factors, check.total, join, lookup)
+                    ok = self._narrow(ok, table, join, check, mask)
         if ok is None:
             rows = np.repeat(np.arange(table.rows), len(alive))
             codes = np.tile(alive, table.rows)
@@ -204,8 +204,8 @@ class Component:
             rows, columns = np.nonzero(np.broadcast_to(ok, (table.rows, len(alive))))
             codes = alive[columns]
         out = table.take(rows)
-        out.codes[step.name] = codes
-        for check in step.opaque:
+        out.codes[join.name] = codes
+        for check in join.opaque:
             out = self._apply(out, check)
         return out
 
@@ -221,11 +221,11 @@ class Component:
         return load
 
     def _narrow(
-        self, ok: np.ndarray | None, table: Table, step: Step, check: Check, mask: np.ndarray | None
+        self, ok: np.ndarray | None, table: Table, join: Join, check: Check, mask: np.ndarray | None
     ) -> np.ndarray | None:
         if mask is None:
             return ok
-        present = self._present(table, check.conditionals - {step.name})
+        present = self._present(table, check.conditionals - {join.name})
         if present is not None:
             mask = mask | ~present[:, None]
         return mask if ok is None else ok & mask
@@ -249,11 +249,11 @@ class Component:
         return _holding(check.rule.columns(lookup))
 
     def _divides(
-        self, factors: Sequence[Expression], total: Expression, step: Step, lookup: Lookup
+        self, factors: Sequence[Expression], total: Expression, join: Join, lookup: Lookup
     ) -> np.ndarray | None:
         """Where the product of the factors chosen so far divides the total; None where that is not known."""
-        chosen = [each for each in factors if each.names and step.open.isdisjoint(self.structure.bases_of(each.names))]
-        if not chosen or not step.open.isdisjoint(self.structure.bases_of(total.names)):
+        chosen = [each for each in factors if each.names and join.open.isdisjoint(self.structure.bases_of(each.names))]
+        if not chosen or not join.open.isdisjoint(self.structure.bases_of(total.names)):
             return None
         product = chosen[0]
         for each in chosen[1:]:

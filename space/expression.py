@@ -27,7 +27,7 @@ from .operators import (
     outward,
     union,
 )
-from .values import FLAG, INTEGER, TEXT, coerce, is_number, kind_of, plain
+from .values import FLAG, INTEGER, TEXT, coerce, is_number, kind_of, python_scalar
 
 MAX_DEPTH = 200
 """Deepest nesting of an expression."""
@@ -82,7 +82,7 @@ class Expression:
         if missing:
             raise SpaceError(f"`{self}` needs a value for {', '.join(missing)}")
         if not any(isinstance(values[name], np.ndarray) for name in self.names):
-            value = self.scalar({name: plain(values[name]) for name in self.names}.__getitem__)
+            value = self.scalar({name: python_scalar(values[name]) for name in self.names}.__getitem__)
             return None if value is UNDEFINED else value
         arrays = {name: _as_column(values[name]) for name in self.names}
         with np.errstate(all="ignore"):
@@ -151,7 +151,7 @@ class Constant(Expression):
     """A value written in an expression."""
 
     def __init__(self, value: Any) -> None:
-        self.value = plain(value, "a value in an expression")
+        self.value = python_scalar(value, "a value in an expression")
         self.kind = kind_of(self.value)
         if is_number(self.value) and self.value < 0:
             self.precedence = UNARY

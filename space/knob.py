@@ -20,7 +20,7 @@ from .values import (
     kind_of_all,
     listing,
     nearest,
-    plain,
+    python_scalar,
 )
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Knob(Expression):
         self.name = check_name(name)
         self.names = (self.name,)
         self._what = f"knob '{name}'"
-        given = self._plain(values, "values")
-        extra = self._plain(others, "others") if others is not None else None
+        given = self._scalars(values, "values")
+        extra = self._scalars(others, "others") if others is not None else None
         if not given:
             raise SpaceError(f"{self._what} has no values; give at least one")
         self.kind = kind_of_all([*given, *(extra or ())], self._what)
@@ -107,7 +107,7 @@ class Knob(Expression):
 
     def set_values(self, values: Sequence[Any]) -> None:
         """Replaces the values; a default that is gone becomes the nearest value that is left."""
-        chosen = self._unique(self._plain(values, "values"))
+        chosen = self._unique(self._scalars(values, "values"))
         if self.others is not None:
             known = dict.fromkeys((*self.others, *self.values))
             if strange := [value for value in chosen if value not in known]:
@@ -134,14 +134,14 @@ class Knob(Expression):
         values = self._array[codes]
         return outward(values.min(), values.max())
 
-    def _plain(self, values: Any, what: str) -> list[Value]:
+    def _scalars(self, values: Any, what: str) -> list[Value]:
         if isinstance(values, set | frozenset):
             raise SpaceError(f"{self._what}: {what} must be a list, which has an order, but got a set")
         if isinstance(values, str | bytes | Expression) or not hasattr(values, "__iter__"):
             raise SpaceError(f"{self._what}: {what} must be a list, but got {values!r}")
         if hasattr(values, "__len__") and len(values) > MAX_VALUES:
             raise SpaceError(f"{self._what}: at most {MAX_VALUES} values, but got {len(values)}; use a larger step")
-        return [plain(each, f"{self._what}: a value") for each in values]
+        return [python_scalar(each, f"{self._what}: a value") for each in values]
 
     def _unknown(self, value: Value, known: Sequence[Value]) -> SpaceError:
         near = nearest(value, known)

@@ -12,7 +12,7 @@ from ..errors import SpaceError, unknown
 from .expression import Expression
 from .grammar import parse
 from .operators import UNDEFINED
-from .values import FLAG, Value, article, plain
+from .values import FLAG, Value, article, python_scalar
 
 
 class RuleError(SpaceError):
@@ -179,7 +179,7 @@ def settled(rule: Predicate, result: Any) -> Any:
     if result is None or result is UNDEFINED or (isinstance(result, float) and result - result != 0):
         return UNDEFINED
     try:
-        return plain(result, f"what `{rule.text}` returns")
+        return python_scalar(result, f"what `{rule.text}` returns")
     except SpaceError as error:
         raise RuleError(str(error)) from None
 

@@ -289,7 +289,7 @@ class Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Join:
     """One join."""
 
     name: str
@@ -304,9 +304,9 @@ class Step:
     """Checks with a Python function in them whose knobs are all joined from here on, in order."""
 
 
-def plan(
+def join_order(
     structure: Structure, names: Sequence[str], checks: Sequence[Check], sizes: Mapping[str, int]
-) -> tuple[Step, ...]:
+) -> tuple[Join, ...]:
     """The joins of a component, so ordered that the rules bind early.
 
     Always next is the smallest knob of the rule that is cheapest to complete: whose open knobs have the
@@ -314,7 +314,7 @@ def plan(
     """
     place = {name: at for at, name in enumerate(names)}
     joined: set[str] = set()
-    steps = []
+    joins = []
     while len(joined) < len(names):
         name = _next(structure, place, checks, sizes, joined)
         joined.add(name)
@@ -324,8 +324,8 @@ def plan(
         # Those about this knob alone have chosen its values beforehand.
         complete = tuple(check for check in plain if check.bases <= joined and check.bases != {name})
         partial = tuple(check for check in plain if not check.bases <= joined and check.conditionals <= joined)
-        steps.append(Step(name, frozenset(place) - joined, complete, partial, opaque))
-    return tuple(steps)
+        joins.append(Join(name, frozenset(place) - joined, complete, partial, opaque))
+    return tuple(joins)
 
 
 def _next(

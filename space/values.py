@@ -18,7 +18,7 @@ NUMERIC = frozenset({INTEGER, NUMBER})
 _ARTICLE = {FLAG: "a flag", INTEGER: "an integer", NUMBER: "a number", TEXT: "text"}
 
 
-def plain(value: Any, what: str = "value") -> Value:
+def python_scalar(value: Any, what: str = "value") -> Value:
     """The Python scalar behind `value`; numpy's scalars become Python's.
 
     Raises:
@@ -89,7 +89,7 @@ def coerce(value: Any, kind: str | None, what: str) -> Value:
     Raises:
         SpaceError: `value` is of another kind. True is not 1, and '2' is not 2.
     """
-    value = plain(value, what)
+    value = python_scalar(value, what)
     given = kind_of(value)
     if kind is None or given == kind:
         return value

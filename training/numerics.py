@@ -176,7 +176,7 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def check(family: str, combination: str, seed: int = 0) -> "Comparison":
+def compare_cell(family: str, combination: str, seed: int = 0) -> "Comparison":
     """One cell, on every rank of an initialised process group of the right size; all call it alike."""
     return departure(tiny(family, combination), COMBINATIONS[combination], seed)
 

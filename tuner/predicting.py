@@ -140,7 +140,7 @@ def refiner(
     def refined(trials: Sequence[Trial]) -> Refinement | None:
         from ..estimator.knob_arrays import knob_arrays
         from ..estimator.layerwise import MARGIN, refine, relatives
-        from ..estimator.planning import Ranked
+        from ..estimator.survey import Ranked
 
         winner = summary.best(trials)
         if winner is None or winner.sampler == REFINEMENT:

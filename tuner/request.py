@@ -207,7 +207,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
             )
         return IN_PROCESS
 
-    def check(self) -> None:
+    def check_values(self) -> None:
         """Raises UsageError where a value can be seen to be none before anything is looked at."""
         for each in ("given_space", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
             getattr(self, each)

@@ -59,7 +59,7 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
     request.check_numbers()
     target = request.target
     if simulated is not None:
-        from ..estimator.planning import device_of
+        from ..estimator.survey import device_of
 
         device = device_of(simulated)
         count = request.devices or device.count

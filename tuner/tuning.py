@@ -44,7 +44,7 @@ def tune(request: Request) -> Result:
         UsageError: something asked for is invalid; nothing was written.
         RunnerError: the machinery that runs trials failed. What was found before is in `out`.
     """
-    request.check()
+    request.check_values()
     watch = Stopwatch(request.budget.seconds)
     told = _Told(request.listener or SearchListener())
     with contextlib.ExitStack() as held:
@@ -103,7 +103,7 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Taken
     make_sampler(request.sampler, task.space, seed=request.seed)
     check_trackers(request.log_to, request.out)
     if request.out is not None:
-        RunFolder.check(request.out, asked, storage=request.storage, resume=request.resume)
+        RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
     elif request.resume:
         raise UsageError("resume needs out, the folder of the run to go on with")
     return [take(run, task.space, asked, task.workload.unit if task.workload else "") for run in runs]

@@ -363,7 +363,7 @@ class Recorder:
         name = _operator_in(text) or self._operator or "before the first operator"
         self._operator = f"{name} in {where}" if not self._backward else f"{name} in backward"
 
-    def trace(self, segments: list[Segment] | None = None) -> StepTrace:
+    def recorded(self, segments: list[Segment] | None = None) -> StepTrace:
         """What was seen, `segments` in place of its own."""
         named = dict(self._model.named_parameters())
         return StepTrace(

@@ -14,7 +14,7 @@ from .fused_loss import unformed
 from .layout import Layout
 from .model_facts import Attention, Matmul, ModelFacts, Part, PerToken, Variant
 from .step_trace import AttentionCall, Segment, StepTrace, Tally
-from .tracing import trace
+from .tracing import trace_step
 
 
 class TracingError(WorkloadError):
@@ -152,7 +152,7 @@ def _trace(
         layout = next((known for known, _ in steps.values()), None) or Layout.of(workload)
         steps[precision, attention] = (
             layout,
-            trace(
+            trace_step(
                 workload,
                 layout.blocks,
                 layout.split,

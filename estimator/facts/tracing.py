@@ -36,7 +36,7 @@ HALVES = {name: _DTYPES[formats.autocast] for name, formats in FORMATS.items() i
 besides."""
 
 
-def trace(
+def trace_step(
     workload: Workload,
     blocks: Sequence[str],
     split: Split,
@@ -96,7 +96,7 @@ def trace(
                 loss.backward()
             except _FAILURES as error:
                 recorder.failed(error)
-    return recorder.trace(stand_ins.segments(recorder.segments))
+    return recorder.recorded(stand_ins.segments(recorder.segments))
 
 
 def _traced_config(workload: Workload, precision: str, attention: str | None) -> dict[str, Any]:

@@ -28,10 +28,10 @@ STYLES = (*WITHIN, "colwise_gather_output", "embedding_rowwise", "moe_tp_experts
 
 def tensor_plan(sch: "Schedule") -> dict[str, str]:
     """transformers' tensor-parallel plan of a model: path (`*` for a block's number) -> style; empty for none."""
-    return _plan(sch.module, "tp")
+    return _plan_of_transformers(sch.module, "tp")
 
 
-def _plan(model: "nn.Module", kind: str) -> dict[str, Any]:
+def _plan_of_transformers(model: "nn.Module", kind: str) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None)
     if not base:
         return {}
@@ -77,7 +77,9 @@ def cut(sch: "Schedule", blocks: "Sequence[Schedule]", sequence_parallel: bool) 
 
 def stage_ends(sch: "Schedule", stages: int) -> "list[Schedule]":
     """Blocks in even shares, where transformers' plan has one list of blocks."""
-    lists = [path for path in _plan(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")]
+    lists = [
+        path for path in _plan_of_transformers(sch.module, "pp") if path in sch and hasattr(sch[path].module, "append")
+    ]
     if len(lists) != 1:
         raise ScheduleError(f"pp: {NO_PIPELINE}")
     return even_ends(list(sch[lists[0]]), stages)

@@ -17,7 +17,7 @@ from ..lossy import lossy_values
 from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..report import Source, document, state as run_state, words
-from ..report.document import plain, rows
+from ..report.document import as_json, rows
 from .discover import runs_under
 
 DISCOVERY_SECONDS = 1.0
@@ -156,7 +156,7 @@ class Library:
         added = whole.begun <= since <= whole.reads
         chosen = [cells for cells, changed in whole.rows.values() if not added or changed > since]
         columns = {name: [cells[at] for cells in chosen] for at, name in enumerate(whole.columns)}
-        return {"version": version, "run": run, "document": whole.document, "added": added, "rows": plain(columns)}
+        return {"version": version, "run": run, "document": whole.document, "added": added, "rows": as_json(columns)}
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def _line(run: str, source: Source, signature: tuple[Any, ...]) -> dict[str, Any
             times = [os.stat(source.folder / LEDGER, follow_symlinks=False).st_mtime]
         except OSError:
             times = [0.0]
-    return plain(
+    return as_json(
         {
             "run": run,
             "name": source.name,

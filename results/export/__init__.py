@@ -8,7 +8,7 @@ from ...errors import UsageError, unknown
 from .. import summary
 from ..columns import fold
 from ..measurement import Trial
-from . import accelerate, comments, deepspeed, lightning, megatron, plain, script, torchtitan, trainer
+from . import accelerate, comments, configuration, deepspeed, lightning, megatron, script, torchtitan, trainer
 from .launch import LAUNCHES, Job
 from .setup import ending
 from .target import SUFFIXES, Export, Target
@@ -21,9 +21,9 @@ _TARGETS: tuple[Target, ...] = (
     torchtitan.TARGET,
     megatron.TARGET,
     script.TARGET,
-    plain.YAML,
-    plain.JSON,
-    plain.ENV,
+    configuration.YAML,
+    configuration.JSON,
+    configuration.ENV,
 )
 
 

@@ -3,7 +3,7 @@
 import pprint
 
 from ...errors import UsageError
-from ...writing import plain
+from ...writing import as_data
 from .common import ADAMW
 from .setup import Setup
 from .target import Target, hashed
@@ -100,7 +100,7 @@ def _python(setup: Setup, comment: str) -> str:
             "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than "
             "its first 4 MiB, evaluation and checkpoints on the way are yours"
         )
-    config = pprint.pformat(plain(setup.take_all()), sort_dicts=False, width=100)
+    config = pprint.pformat(as_data(setup.take_all()), sort_dicts=False, width=100)
     values = {
         "comment": hashed(comment),
         "model": repr(setup.spec),

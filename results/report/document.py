@@ -55,7 +55,7 @@ def document(source: Source, *, with_rows: bool = True) -> dict[str, Any]:
     }
     if with_rows:
         out["rows"] = rows(source)
-    return plain(out)
+    return as_json(out)
 
 
 def rows(source: Source) -> dict[str, list[Any]]:
@@ -68,7 +68,7 @@ def rows(source: Source) -> dict[str, list[Any]]:
     }
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """`value` with what JSON or JavaScript has no number for written as texts."""
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -77,9 +77,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): as_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [as_json(each) for each in value]
     return str(value)
 
 

@@ -144,7 +144,7 @@ def _asked(folder: Path, problems: list[str], lenient: bool) -> dict[str, Any] |
     if document is None:
         return None
     try:
-        document, faults = request.check(document, folder / RUN)
+        document, faults = request.known_parts(document, folder / RUN)
     except StudyError as error:
         if lenient:
             problems.append(str(error))

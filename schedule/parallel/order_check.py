@@ -14,7 +14,7 @@ NOT_SPLIT = {
 """Why what a primitive makes of a model does not go with a backward pass in two parts."""
 
 
-def check(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
+def check_order(tree: Tree, kind: str, stages: int, micro_batches: int, ranks: int) -> None:
     """Refuses what a schedule cannot run.
 
     Args:

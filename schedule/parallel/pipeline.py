@@ -13,7 +13,7 @@ from ...errors import ScheduleError
 from ...orders import ORDERS, Placement
 from ..tree import Tree
 from .collectives import Axis
-from .order_check import check
+from .order_check import check_order
 from .partition import Board, Gate, StageEnd, Unit, drop, meta_copy, tied_within, units_of
 from .sharding import holders, is_dtensor
 from .split import leave, splits
@@ -31,7 +31,7 @@ class Pipeline:
         self.kind = kind or ("1f1b" if self.num_stages == axis.size else "interleaved")
         self.order = ORDERS[self.kind]
         self.micro_batches = micro_batches or self.num_stages
-        check(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
+        check_order(tree, self.kind, self.num_stages, self.micro_batches, axis.size)
         self.placement = Placement(self.num_stages, axis.size, self.order.v_shaped)
         self.mine = self.placement.held(axis.rank)
         """Indices of the stages on this rank."""
@@ -284,7 +284,7 @@ class Stage(nn.Module):
             # Under autocast a value may be narrower than was announced to the stage behind.
             forms = [dtype for _, dtype, tensor in board.forms[self.index].leaves if tensor]
             tensors = tuple(each.to(dtype).contiguous() for each, dtype in zip(crossing, forms, strict=True))
-            self._check(received, tensors)
+            self._check_shapes(received, tensors)
             if pipeline.order.splits_backward:
                 tensors = tuple(leave(each, received) for each in tensors)
                 self._divide(tensors, received)
@@ -304,12 +304,12 @@ class Stage(nn.Module):
         if pipeline.loss is not None:
             first = next(each for each in tree_flatten(output)[0] if isinstance(each, torch.Tensor))
             first = getattr(first, "hidden", first)  # of logits that are not formed
-            self._check(received, (first,))
+            self._check_shapes(received, (first,))
             return first
         loss = getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
             raise ScheduleError("the model returns no loss; pass build(loss=...) and step(target=...)")
-        self._check(received, (loss,))
+        self._check_shapes(received, (loss,))
         return loss.reshape(1)
 
     def _divide(self, results: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -319,7 +319,7 @@ class Stage(nn.Module):
             self.runner.dw_builder = lambda: _nothing
         self.decided = True
 
-    def _check(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+    def _check_shapes(self, received: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Notices, at the first micro-batch, a placeholder that took part in the result."""
         if self.checked or self.index == 0:
             return

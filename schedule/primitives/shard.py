@@ -66,8 +66,8 @@ def shard(
     if len(set(names)) < len(names):
         raise ScheduleError(f"shard on '{sch.name}': names must differ, but got {names}")
     ranks = tensor_parallel(sch, "shard")
-    plans = [plan for name in names for plan in _plan(sch, name, axis, parts, tied, pad, ranks)]
-    follows = _distinct([follow for plan in plans for follow in plan[3]])
+    cuts = [cut for name in names for cut in _cuts_of(sch, name, axis, parts, tied, pad, ranks)]
+    follows = _distinct([follow for cut in cuts for follow in cut[3]])
     for module, attribute, divisor in follows:
         value = getattr(module, attribute)
         if value % divisor and not pad:
@@ -77,12 +77,12 @@ def shard(
             )
     _check_traced(sch, [module for module, _, _ in follows])
     made: dict[torch.Tensor, torch.Tensor] = {}
-    for module, name, plan, _, layer in plans:
+    for module, name, cut, _, layer in cuts:
         tensor = parameters_of(module).get(name, buffers_of(module).get(name))
         if tensor not in made:
-            made[tensor] = cut_tensor(tensor, plan)
+            made[tensor] = cut_tensor(tensor, cut)
         put(module, name, made[tensor])
-        module.__dict__["_shards"] = {**shards_of(module), name: plan}
+        module.__dict__["_shards"] = {**shards_of(module), name: cut}
         if layer is not None and not layers_of(module, type(layer)):
             add_layer(module, layer)
     for module, attribute, divisor in follows:
@@ -106,7 +106,7 @@ def tensor_parallel(sch: ScheduledModule, primitive: str) -> Axis:
     return found
 
 
-def _plan(
+def _cuts_of(
     sch: ScheduledModule, name: str, axis: int, parts: int | Sequence[int], tied: bool, pad: bool, ranks: Axis
 ) -> list[tuple[nn.Module, str, Shard, list[Follow], Layer | None]]:
     tensor = tensor_of(sch, name, "shard")

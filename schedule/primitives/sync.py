@@ -57,7 +57,7 @@ def sync(
         ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
     """
     ranks = tensor_parallel(sch, "sync")
-    _check(sch, mode, op, axis, on)
+    _check_sync(sch, mode, op, axis, on)
     module = sch.module
     if on == "parameters":
         module.register_forward_pre_hook(ParameterSync(ranks))
@@ -104,7 +104,7 @@ def syncs_of(module: nn.Module) -> list[tuple[str, Any, str]]:
     return module.__dict__.get("_syncs", [])
 
 
-def _check(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
+def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
     label = f"sync on '{sch.name}'"
     if mode not in MODES:
         raise ScheduleError(f"{label}: {unknown('mode', mode, MODES)}")

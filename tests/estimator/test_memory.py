@@ -9,7 +9,7 @@ from redline.estimator import Estimator, Hardware, Link, ModelFacts, TrainingSet
 from redline.estimator.constants import Constants
 from redline.estimator.knob_arrays import knob_arrays
 from redline.estimator.memory import MEMORY_TERMS, peak_memory
-from redline.estimator.stages import cut, stages
+from redline.estimator.stages import stage_blocks, stages
 
 MIB = 1024**2
 LLAMA2_7B = {"layers": 32, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocabulary": 32000}
@@ -205,7 +205,7 @@ def test_terms_sum_to_the_peak():
     ],
 )
 def test_stages_share_out_all_blocks(blocks, pp, balance, head, expected):
-    found = cut(blocks, pp, balance, head)
+    found = stage_blocks(blocks, pp, balance, head)
     assert sum(found) == blocks
     assert found == expected
 

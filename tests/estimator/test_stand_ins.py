@@ -6,14 +6,14 @@ import pytest
 import redline as rl
 import torch
 from redline.estimator.facts.traced import Layout, TracingError, trace_facts
-from redline.estimator.facts.tracing import trace
+from redline.estimator.facts.tracing import trace_step
 from redline.models.presets import PRESETS
 from torch import nn
 
 
 def both(workload, **variant):
     layout = Layout.of(workload)
-    return [trace(workload, layout.blocks, layout.split, every_block=every, **variant) for every in (True, False)]
+    return [trace_step(workload, layout.blocks, layout.split, every_block=every, **variant) for every in (True, False)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def stack(*wide: bool):
 
 def test_three_blocks_of_a_kind_run_and_the_rest_do_not():
     Block.ran = []
-    trace(stack(*8 * [False]), tuple(f"blocks.{each}" for each in range(8)), lambda *_: "none")
+    trace_step(stack(*8 * [False]), tuple(f"blocks.{each}" for each in range(8)), lambda *_: "none")
     assert Block.ran == [0, 1, 7]
 
 
@@ -77,11 +77,11 @@ def test_blocks_that_differ_in_what_they_do_are_kinds_of_their_own():
     wide = (False, True, False, True, False, True, False, True)
     workload, paths = stack(*wide), tuple(f"blocks.{each}" for each in range(8))
     Block.ran = []
-    few = trace(workload, paths, lambda *_: "none")
+    few = trace_step(workload, paths, lambda *_: "none")
     assert Block.ran == [0, 1, 2, 3, 6, 7]
     kept = [segment.saved.total for segment in few.segments if segment.block]
     assert kept[0::2] == 4 * [kept[0]] and kept[1::2] == 4 * [kept[1]] and kept[1] > kept[0]
-    assert few == trace(workload, paths, lambda *_: "none", every_block=True)
+    assert few == trace_step(workload, paths, lambda *_: "none", every_block=True)
 
 
 def test_what_the_configuration_says_of_single_layers_tells_blocks_apart():
@@ -98,7 +98,7 @@ def test_what_the_configuration_says_of_single_layers_tells_blocks_apart():
         loss=lambda output, batch: output,
     )  # fmt: skip
     Block.ran = []
-    trace(workload, tuple(f"blocks.{each}" for each in range(6)), lambda *_: "none")
+    trace_step(workload, tuple(f"blocks.{each}" for each in range(6)), lambda *_: "none")
     assert Block.ran == [0, 1, 2, 3, 4, 5]
 
 

@@ -12,7 +12,7 @@ from redline import workload
 from redline.device import Device
 from redline.models import make_space
 from redline.runners import Reference
-from redline.runners.truth import check, together
+from redline.runners.truth import together, why_wrong
 from redline.training import Training, numerics
 from redline.training.first_step import first_step
 from redline.training.probe import take
@@ -80,7 +80,7 @@ ON_TWO = (
 
 
 def verdict(probe, reference):
-    return check(probe, Reference(probe=reference), loss=1.0, last_loss=1.0)
+    return why_wrong(probe, Reference(probe=reference), loss=1.0, last_loss=1.0)
 
 
 def one(name):

@@ -7,7 +7,7 @@ import pytest
 from probes import BF16, FP32, part, probe
 from redline.results.probe import Computed, Probe
 from redline.runners import Reference
-from redline.runners.truth import check, together, why_not
+from redline.runners.truth import together, why_incomparable, why_wrong
 from redline.training.first_step import StepPart
 
 PROBE = probe()
@@ -16,7 +16,7 @@ REFERENCE = Reference(probe=PROBE)
 
 
 def verdict(found, reference=REFERENCE, loss=9.1, last_loss=8.0):
-    return check(found, reference, loss=loss, last_loss=last_loss)
+    return why_wrong(found, reference, loss=loss, last_loss=last_loss)
 
 
 def changed(**values):
@@ -126,10 +126,10 @@ def test_steps_over_other_samples_are_not_compared():
 def test_what_has_other_weights_or_samples_is_not_compared_and_that_is_said():
     brought = replace(changed(loss=5.0), brought=("fused.weight", "fused.bias"))
     assert verdict(brought) == ""
-    assert why_not(brought, REFERENCE) == (
+    assert why_incomparable(brought, REFERENCE) == (
         "not compared with the reference, which has other weights: fused.bias and 1 more"
     )
-    assert "probed with 2 samples, not 4" in why_not(changed(samples=4), REFERENCE)
+    assert "probed with 2 samples, not 4" in why_incomparable(changed(samples=4), REFERENCE)
     assert verdict(replace(brought, logits=(math.nan,))) != ""
 
 

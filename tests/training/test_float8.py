@@ -13,7 +13,7 @@ from redline.models import workload
 from redline.models.spaces import default_space, lossy_of_space, without_float8
 from redline.results.meaning import FLOAT8
 from redline.runners import Reference
-from redline.runners.truth import check, together, why_not
+from redline.runners.truth import together, why_incomparable, why_wrong
 from redline.schedule import build, create_schedule, verify
 from redline.schedule.rounding import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
@@ -140,14 +140,14 @@ def test_a_model_departs_from_float32_as_8_bits_do_and_not_as_bf16(small, precis
     made = small("llama")
     expected = probed(made, "fp32", micro_batch=8)
     found, half = probed(made, precision, micro_batch=8), probed(made, "bf16", micro_batch=8)
-    assert check(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) == ""
+    assert why_wrong(found, Reference(probe=expected), loss=found.quiet.loss, last_loss=found.quiet.loss) == ""
     assert (found.roundoff, half.roundoff) == (2.0**-4, 2.0**-8)
 
-    def departure(probe):
+    def distance(probe):
         return sum((a - b) ** 2 for a, b in zip(probe.logits, expected.logits)) ** 0.5
 
     # Sixteen times the roundoff, of which some falls to what is bf16 in both.
-    assert departure(found) > 4 * departure(half)
+    assert distance(found) > 4 * distance(half)
 
 
 @every_format
@@ -158,7 +158,7 @@ def test_a_wrong_gradient_is_found_in_8_bits_too(small, precision):
     for factor in (0.0, 2.0):  # lost; not averaged over two replicas
         blocks = tuple(factor * each for each in own.blocks)
         wrong = replace(found, quiet=replace(own, gradient=factor * own.gradient, blocks=blocks))
-        said = check(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
+        said = why_wrong(wrong, Reference(probe=expected), loss=own.loss, last_loss=own.loss)
         assert "the norm of the gradient of repeated block 0" in said
 
 
@@ -212,8 +212,8 @@ def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, 
     assert [each[3] for each in reference] == [0, 0] and [each[3] for each in found] == [layers, layers]
     expected = together([each[2] for each in reference], [each[1] for each in reference])
     probe = together([each[2] for each in found], [each[1] for each in found])
-    assert not why_not(probe, Reference(probe=expected))
-    assert check(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) == ""
+    assert not why_incomparable(probe, Reference(probe=expected))
+    assert why_wrong(probe, Reference(probe=expected), loss=found[0][0], last_loss=found[0][0]) == ""
     assert probe.quiet.gradient != expected.quiet.gradient
 
 
@@ -283,4 +283,4 @@ def test_a_gpu_computes_what_is_emulated(small, precision):
         found = together([take(training)])
         loss = float(training.step())
         assert converted(training.model)
-        assert check(found, expected, loss=loss, last_loss=loss) == ""
+        assert why_wrong(found, expected, loss=loss, last_loss=loss) == ""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from redline.models import Workload
 from redline.runners import Reference
-from redline.runners.truth import check, together
+from redline.runners.truth import together, why_wrong
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.outline import Outline
@@ -31,7 +31,7 @@ def probed(workload, step=False, device=CPU, **knobs):
 
 
 def verdict(probe, expected):
-    return check(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
+    return why_wrong(probe, Reference(probe=expected), loss=1.0, last_loss=1.0)
 
 
 # How samples fill micro-batches

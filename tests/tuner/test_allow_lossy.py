@@ -174,10 +174,10 @@ def test_an_estimate_names_both():
     how = {"devices": 2, "seq_len": 1024, "global_batch": 64, "fix": {"tp": 1, "pp": 1}}
     found = estimate_document(estimate_request(shape, H100, allow="lossy", **how), top=3)
     assert [each.lossy for each in found.ranked] == [("precision",)] * 3
-    assert found.plan.best_exact.config["precision"] == "bf16"
+    assert found.survey.best_exact.config["precision"] == "bf16"
     alone = estimate_document(estimate_request(shape, H100, **how), top=1)
-    assert found.plan.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
-    assert alone.plan.best_exact is None and alone.ranked[0].lossy == ()
+    assert found.survey.best_exact.estimate.throughput == pytest.approx(alone.ranked[0].estimate.throughput)
+    assert alone.survey.best_exact is None and alone.ranked[0].lossy == ()
     said = found.to_dict()
     assert (said["best"][0]["lossy"], said["best_exact"]["lossy"]) == ("precision=fp8", "")
 

@@ -59,4 +59,4 @@ def test_what_is_given_is_what_is_not_the_default():
 )
 def test_what_can_be_seen_to_be_wrong_is_refused_before_anything_is_looked_at(options, words):
     with pytest.raises(UsageError, match=words):
-        Request("no model of this name", **options).check()
+        Request("no model of this name", **options).check_values()

@@ -7,7 +7,7 @@ from ...results.lossy import exactness
 
 if TYPE_CHECKING:
     from ...estimator.document import EstimateDocument
-    from ...estimator.planning import Ranked
+    from ...estimator.survey import Ranked
 
 
 def render(document: "EstimateDocument", *, explain: bool = False) -> str:
@@ -24,14 +24,14 @@ def render(document: "EstimateDocument", *, explain: bool = False) -> str:
             ranked = (document.reference,)
     else:
         lines += ["", *_table(document)]
-        if ranked[0].lossy and document.plan is not None:
-            lines += ["", _exact(document.plan.best_exact, ranked[0])]
+        if ranked[0].lossy and document.survey is not None:
+            lines += ["", _exact(document.survey.best_exact, ranked[0])]
     if explain:
         for each in ranked:
             lines += ["", *_explained(each)]
-    if document.plan is not None and document.plan.out:
-        lines += ["", f"ruled out, of {document.plan.predicted:,} predicted configurations"]
-        lines += [f"  {count:>9,}  {reason}" for reason, count in document.plan.out.items()]
+    if document.survey is not None and document.survey.out:
+        lines += ["", f"ruled out, of {document.survey.predicted:,} predicted configurations"]
+        lines += [f"  {count:>9,}  {reason}" for reason, count in document.survey.out.items()]
     if document.layerwise is not None:
         lines += ["", *document.layerwise.lines()]
     for note in (*document.request.notes, *document.facts.notes):
@@ -50,8 +50,8 @@ def _head(document: "EstimateDocument") -> list[str]:
     lines = [
         f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
     ]
-    if document.plan is not None:
-        lines.append(f"{document.plan.fitting:,} of {document.plan.valid:,} valid configurations are predicted to fit")
+    if document.survey is not None:
+        lines.append(f"{document.survey.fitting:,} of {document.survey.valid:,} valid configurations are predicted to fit")
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     return lines

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from ...errors import UsageError
-from ...writing import plain
+from ...writing import as_data
 from .setup import Setup, words
 from .target import Target, hashed, sourced
 
@@ -21,7 +21,7 @@ def _content(setup: Setup) -> dict[str, Any]:
         "devices": setup.devices,
         "seq_len": setup.seq_len,
         "global_batch": setup.global_batch,
-        "configuration": plain(setup.take_all()),
+        "configuration": as_data(setup.take_all()),
     }
     if trial.measurement is not None:
         out["predicted" if setup.simulated else "measurement"] = trial.measured.to_dict()

@@ -99,7 +99,7 @@ class Ranked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Survey:
     """The configurations of a space, predicted."""
 
     best: tuple[Ranked, ...]
@@ -118,7 +118,7 @@ class Plan:
     """Why the others were ruled out: a reason, and how many."""
 
 
-def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> Plan:
+def survey(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
     Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
@@ -144,7 +144,7 @@ def plan(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> 
 
     best = tuple(ranked(index) for index in order[:top])
     exact = order[~_lossy(space, lossy, configs)[order]] if lossy else order[:0]
-    return Plan(
+    return Survey(
         best=best,
         valid=valid,
         predicted=len(table),
