@@ -32,6 +32,7 @@ from redline.device import Device, detect, usable_cores
 from redline.estimator.hardware import recognise
 from redline.models import flops_of
 from redline.results.environment import host, versions
+from tables import read_surface
 
 HERE = Path(__file__).resolve().parent
 CPU_MODELS = ("llama-tiny", "bert-tiny")
@@ -214,8 +215,6 @@ def report(
 
 def surface(load: Any, devices: int, options: argparse.Namespace, stem: str) -> float | None:
     """Measures the whole grid; its best throughput."""
-    from redline.runners.replay import read_surface
-
     table = options.out / f"{stem}.csv"
     command = [sys.executable, str(HERE / "record.py"), load.name, "--devices", str(devices), "--out", str(table)]
     command += ["--global-batch", str(load.global_batch), "--time", options.surface_time]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from redline.results import Trial
-from redline.runners.replay import Surface
 from redline.space import Config
 from redline.tuner.samplers.candidates import remaining
 from redline.tuner.samplers.encoding import Encoding
+from tables import Surface
 
 Ask = Callable[[list[Trial]], Config | None]
 """The next configuration given the trials so far; None where there is none."""

@@ -1,6 +1,6 @@
 """How many dry runs each search method needs: `python bench/search.py --surfaces DIR --samplers bayes,tpe,...`.
 
-Replays recorded tables (see `redline.runners.replay`): a dry run looks a row up. For each sampler and table:
+Replays recorded tables (see `bench/tables.py`): a dry run looks a row up. For each sampler and table:
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
@@ -34,9 +34,9 @@ import numpy as np
 import redline as rl
 from peers import PEERS, Ask
 from redline.results import Status, Trial
-from redline.runners.replay import Surface, read_folder
 from redline.tuner.samplers import make_sampler, sampler_names
 from surrogates import SURROGATES
+from tables import Surface, read_folder
 
 CHECKPOINTS = (5, 10, 20, 30)
 COLUMNS = (*(f"after_{n}" for n in CHECKPOINTS), "failed_10", "failed")

@@ -1,6 +1,6 @@
 """What an earlier run is worth, and what a misleading one costs: `python bench/warm_start.py --surfaces DIR`.
 
-Replays recorded tables (see `redline.runners.replay`). For every table an earlier run on another one of the
+Replays recorded tables (see `bench/tables.py`). For every table an earlier run on another one of the
 folder is taken, 30 trials of the default sampler, of a table with the same devices and another model, or of
 the same model and twice (or half), eight times (or an eighth of) the devices. `true` is that run as it is;
 `reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.
@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from redline.results import Trial
-from redline.runners.replay import Surface, read_folder
 from redline.tuner.earlier import EarlierRun, take
 from redline.tuner.samplers import make_sampler
 from redline.tuner.samplers.predictor import Predictor
 from redline.tuner.warm_start import WarmStart
 from search import estimator_of
+from tables import Surface, read_folder
 
 EARLIER = 30
 """Trials of an earlier run."""

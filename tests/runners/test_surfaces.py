@@ -1,6 +1,7 @@
 """Recorded surfaces: those that are kept can be replayed, and recording goes on where it was stopped."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,22 +9,23 @@ import redline
 from redline.errors import UsageError
 from redline.models import make_space
 from redline.results import Measurement, Status
-from redline.runners.replay import read_folder
 from redline.space import Space
 
 BENCH = Path(redline.__file__).parent / "bench"
-KEPT = {each.name: each for each in read_folder(BENCH / "surfaces")}
 
 
 def bench(name):
-    """A module of bench/."""
+    """A module of bench/, which imports what is beside it as a script does."""
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
     spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-record = bench("record")
+record, tables = bench("record"), bench("tables")
+KEPT = {each.name: each for each in tables.read_folder(BENCH / "surfaces")}
 
 
 def test_three_surfaces_of_our_own_are_kept():
@@ -101,6 +103,17 @@ def test_a_table_of_another_space_is_refused(space, tmp_path):
     other.choice("tp", [1, 2])
     with pytest.raises(UsageError, match="give the command that began it"):
         record.Table(path, other, "tokens_per_second")
+
+
+@pytest.mark.parametrize(("beside", "says"), [("", None), ("- a list", "should hold a mapping and holds a list")])
+def test_what_is_beside_a_table_may_say_nothing_but_not_anything(tmp_path, beside, says):
+    (tmp_path / "one.csv").write_text("micro_batch,status,throughput\n1,ok,100\n")
+    (tmp_path / "one.yaml").write_text(beside)
+    if says is None:
+        assert tables.read_surface(tmp_path / "one.csv").facts == {}
+    else:
+        with pytest.raises(UsageError, match=says):
+            tables.read_surface(tmp_path / "one.csv")
 
 
 def test_a_failure_that_a_hungrier_run_outlived_was_no_lack_of_memory():

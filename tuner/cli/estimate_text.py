@@ -51,7 +51,9 @@ def _head(document: "EstimateDocument") -> list[str]:
         f"{request.name} on {request.devices} x {machine.name}: {', '.join(sizes)}",
     ]
     if document.survey is not None:
-        lines.append(f"{document.survey.fitting:,} of {document.survey.valid:,} valid configurations are predicted to fit")
+        lines.append(
+            f"{document.survey.fitting:,} of {document.survey.valid:,} valid configurations are predicted to fit"
+        )
     if document.learned_from:
         lines.append(f"corrected by {document.learned_from} measured trials")
     return lines

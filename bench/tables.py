@@ -1,4 +1,4 @@
-"""Recorded tables as a runner: search methods are tried on them without a device.
+"""Recorded tables: search methods are tried on them without a device.
 
 A table is a CSV, one row a configuration that somebody ran, with a YAML beside it that names model, training
 and hardware. Columns that are no results are knobs; `status` is `ok`, `oom`, `crash`, `timeout` or `failed`
@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
-from ..results import Measurement, Status
-from ..space import Config, Space
-from .runner import Runner, TrialRequest
+import yaml
+from redline.errors import UsageError
+from redline.results import Measurement, Status
+from redline.space import Config, Space
 
 OBJECTIVES = ("throughput", "tokens_per_second", "samples_per_second", "step_ms")
 RESULTS = {
@@ -55,25 +55,6 @@ class Surface:
         return not any(each.reason.startswith("cause not recorded") for each in self.rows.values())
 
 
-class ReplayRunner(Runner):
-    """Answers with what was recorded."""
-
-    name = "replay"
-
-    def __init__(self, surface: Surface) -> None:
-        self.surface = surface
-
-    def run(self, request: TrialRequest) -> Measurement:
-        """The recorded measurement.
-
-        Raises:
-            UsageError: the configuration is not in the table.
-        """
-        if request.config not in self.surface.rows:
-            raise UsageError(f"{dict(request.config)} is not in the table '{self.surface.name}'")
-        return self.surface.rows[request.config]
-
-
 def read_folder(folder: str | Path) -> list[Surface]:
     """Every table in a folder, by name.
 
@@ -90,10 +71,9 @@ def read_surface(path: str | Path) -> Surface:
     """The table in a CSV file.
 
     Raises:
-        UsageError: it has no rows, no objective, an unknown status, or a configuration twice.
+        UsageError: it has no rows, no objective, an unknown status, or a configuration twice; or what is beside it
+            is no mapping.
     """
-    import yaml
-
     path = Path(path)
     with path.open(newline="") as file:
         table = list(csv.DictReader(file))
@@ -103,7 +83,9 @@ def read_surface(path: str | Path) -> Surface:
     if objective is None:
         raise UsageError(f"'{path}' has no objective; it needs one of the columns {', '.join(OBJECTIVES)}")
     beside = path.with_suffix(".yaml")
-    facts = yaml.safe_load(beside.read_text()) if beside.is_file() else {}
+    facts = (yaml.safe_load(beside.read_text()) if beside.is_file() else None) or {}
+    if not isinstance(facts, dict):
+        raise UsageError(f"'{beside}' should hold a mapping and holds a {type(facts).__name__}")
     names = [name for name in table[0] if name not in RESULTS and not name.startswith("seconds_")]
     points = [{name: _value(row[name]) for name in names} for row in table]
     limit = _limit_mib(facts)
