@@ -72,7 +72,10 @@ class Conditions:
             if abs(seen - load) <= CHANGED_CORES:
                 return speed
         known = dict(sorted(dict(self._seen).items()))  # the newest of equal loads
-        return float(np.interp(load, list(known), list(known.values())))
+        loads, logs = np.array(list(known)), np.log(list(known.values()))
+        # Beyond the heaviest a core costs what it did before.
+        slope = min(0.0, (logs[-1] - logs[0]) / (loads[-1] - loads[0])) if len(loads) > 1 else 0.0
+        return float(np.exp(np.interp(load, loads, logs) + slope * max(0.0, load - loads[-1])))
 
     def _say(self, canary: Trial) -> None:
         if abs(self.speed / self._told - 1) > WORTH_SAYING:

@@ -34,6 +34,9 @@ LEADERS, LEADER_WITHIN = 3, 0.85
 """Contenders beside the default configuration, at first, and the share of the best throughput they must have reached."""
 UNSTEADY_LEADERS, UNSTEADY_WITHIN = 8, 0.67
 """The same where the machine's load has changed, so that first measurements say little of who leads."""
+LOAD_COSTS_MORE = 0.4
+"""Log throughput that a core which others keep busy may cost one candidate more than the default configuration, by which
+first measurements are corrected: on two cores a load that took 37 % off the one took 66 % off another."""
 CHALLENGE_WITHIN = 0.97
 """Share of the best that one never measured again must have reached at first, all told, to be measured beside it."""
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 6
@@ -119,7 +122,9 @@ class Confirmation:
             return []
         leaders = _leaders(left, LEADERS, LEADER_WITHIN)
         if self.take_turns is not None and unsteady(left):
-            more = _leaders(left, UNSTEADY_LEADERS, UNSTEADY_WITHIN)
+            hoped = sorted(left, key=lambda trial: -_hoped(trial, left))[:UNSTEADY_LEADERS]
+            floor = UNSTEADY_WITHIN * _at_first(left[0])
+            more = [trial for at, trial in enumerate(hoped) if at < 2 or _hoped(trial, left) >= floor]
             leaders = more if _fewest_s(more) < self.watch.left else leaders
         # Beside lossy leaders the best without lossy values is to be compared with what holds up.
         exact = next((trial for trial in left if not trial.lossy), None)
@@ -346,6 +351,13 @@ def _fit(design: np.ndarray, y: np.ndarray, robust: bool) -> tuple[np.ndarray, n
             scale = max(float(np.median(off)) / 0.6745, 1e-6)
             weights = np.minimum(1.0, HUBER * scale / np.maximum(off, 1e-12))
     return found, inverse, weights
+
+
+def _hoped(trial: Trial, trials: Sequence[Trial]) -> float:
+    """What it may have in the least load of these, in the conditions in which the search began."""
+    loads = [each.measured.foreign_cores or 0.0 for each in trials]
+    beyond = (trial.measured.foreign_cores or 0.0) - min(loads)
+    return _at_first(trial) * math.exp(LOAD_COSTS_MORE * max(0.0, beyond))
 
 
 def _at_first(trial: Trial) -> float:

@@ -77,12 +77,19 @@ def test_a_load_that_is_gone_when_the_canary_runs_again_is_not_taken_for_none():
     conditions = Conditions(Canary(ran(180.0, 0.0), ran(140.0, 0.5)), Heard())
     trials = [trial(0, conditions.judge([], ran(100.0, 1.2)))]
     trials.append(trial(1, conditions.judge(trials, ran(170.0, 0.9))))
-    assert trials[1].measurement.machine_speed == pytest.approx(1.2)
+    assert trials[1].measurement.machine_speed == pytest.approx(1.8**0.25)
     # Under a load in between, and one beyond all that was seen.
     trials.append(trial(2, conditions.judge(trials, ran(210.0, 0.05))))
     assert trials[2].measurement.machine_speed == 1.8
     trials.append(trial(3, conditions.judge(trials, ran(200.0, 0.4))))
     assert trials[3].measurement.machine_speed == 1.4 == conditions.speed
+
+
+def test_under_a_heavier_load_than_the_canary_ever_ran_a_core_costs_what_it_did_before():
+    conditions = Conditions(Canary(ran(200.0, 0.0), ran(200.0, 0.0)), Heard())
+    trials = [trial(0, conditions.judge([], ran(100.0, 1.0)))]
+    heavy = conditions.judge(trials, ran(50.0, 1.5))
+    assert heavy.machine_speed == pytest.approx(0.5**0.5)
 
 
 def test_a_canary_that_fails_changes_nothing():
