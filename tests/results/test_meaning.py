@@ -9,7 +9,7 @@ import yaml
 from redline.errors import UsageError, WorkloadError
 from redline.estimator import Estimator, TrainingSetup
 from redline.estimator.hardware import find_hardware
-from redline.estimator.stages import cut
+from redline.estimator.stages import stage_blocks
 from redline.models.architecture import Architecture
 from redline.models.huggingface import hugging_face_workload
 from redline.models.shape import shape_of

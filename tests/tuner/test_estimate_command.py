@@ -32,8 +32,8 @@ def test_the_best_are_ranked_by_predicted_throughput_and_fit(question):
     assert all(each.estimate.fits for each in found.ranked)
     table = question.estimator.table(list(question.space))
     assert speeds[0] == pytest.approx(table.throughput[table.fits].max())
-    assert found.plan.fitting == table.fits.sum()
-    unfit = sum(count for reason, count in found.plan.out.items() if reason.startswith("does not fit"))
+    assert found.survey.fitting == table.fits.sum()
+    unfit = sum(count for reason, count in found.survey.out.items() if reason.startswith("does not fit"))
     assert unfit == (~table.fits).sum()
 
 
