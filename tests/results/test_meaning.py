@@ -228,9 +228,21 @@ def test_which_blocks_are_recomputed_is_followed_by_all(monkeypatch):
 
 
 def test_which_blocks_a_stage_has_is_followed_by_all(monkeypatch):
-    assert blocks_of_stages({"pp": 5})[1] == [2, 5, 7, 9] and cut.__wrapped__(12, 5, "layers", 1.0) == (3, 3, 2, 2, 2)
+    assert blocks_of_stages({"pp": 5})[1] == [2, 5, 7, 9] and stage_blocks.__wrapped__(12, 5, "layers", 1.0) == (
+        3,
+        3,
+        2,
+        2,
+        2,
+    )
     monkeypatch.setattr(stage_sizes, "__code__", last_first.__code__)
-    assert blocks_of_stages({"pp": 5})[1] == [1, 3, 5, 8] and cut.__wrapped__(12, 5, "layers", 1.0) == (2, 2, 2, 3, 3)
+    assert blocks_of_stages({"pp": 5})[1] == [1, 3, 5, 8] and stage_blocks.__wrapped__(12, 5, "layers", 1.0) == (
+        2,
+        2,
+        2,
+        3,
+        3,
+    )
 
 
 STAGED = {"pp": 2, "dp": 1, "micro_batch": 2, "grad_accum": 4, "pipeline_schedule": "1f1b"}
