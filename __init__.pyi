@@ -19,7 +19,9 @@ from .estimator import (
     TrainingSetup as TrainingSetup,
 )
 from .models import Workload as Workload, workload as workload
+from .reporting import report as report
 from .results import Measurement as Measurement, Status as Status, Trial as Trial
+from .runners.command.command import Command as Command
 from .schedule import (
     Schedule as Schedule,
     build as build,

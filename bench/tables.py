@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from redline.errors import UsageError
+from redline.models.spaces import MEMORY_ALONG
 from redline.results import Measurement, Status
 from redline.space import Config, Space
 
@@ -26,8 +27,6 @@ RESULTS = {
     *OBJECTIVES, "status", "reason", "unit", "peak_memory_gib", "peak_memory_mib", "memory_limit_mib", "mfu_percent", "mfu",
     "step_ms_spread", "seconds_total", "measured", "loss", "trial",
 }  # fmt: skip
-MEMORY = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "pp": -1}
-"""Knobs of which more needs more memory (1) or less (-1)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _space(points: list[dict[str, Any]]) -> Space:
         if all(isinstance(value, bool) for value in values) and len(values) == 2:
             space.flag(name)
         else:
-            space.choice(name, values, monotone_memory=MEMORY.get(name, 0))
+            space.choice(name, values, monotone_memory=MEMORY_ALONG.get(name, 0))
     for name, text in derived.items():
         space.derive(name, text)
     known = {tuple(p[name] for name in free) for p in points}

@@ -36,7 +36,7 @@ class ModelRequest:
     """What is trained, and on how many devices.
 
     Args:
-        target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, or any
+        target: a model (preset, folder, config.json, hub id, or `file.py:name`), a `Workload`, a `Command`, or any
             callable `fn(config) -> throughput | Measurement`, which needs a `space`.
         devices: devices of one trial; by default all that are present.
         seq_len: tokens of a sample, in place of the workload's.

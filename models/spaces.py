@@ -25,6 +25,8 @@ ALLOWABLE = ("lossy",)
 """What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
+MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "pp": -1}
+"""Standard knobs of which more needs more memory (1) or less (-1), whoever trains."""
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
 

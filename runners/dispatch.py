@@ -61,7 +61,8 @@ class DryRunner(Runner):
     @property
     def takes_turns(self) -> bool:
         """Not on GPUs, whose speed is their own and whose memory candidates use up; several hosts meet at one port only."""
-        return self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices) and self.confirms
+        here = self.terms.device.type == "cpu" and self.per_host in (None, self.terms.devices)
+        return here and self.confirms and self.work.in_turns
 
     def take_turns(
         self, requests: Sequence[TrialRequest], alone: Sequence[Measurement], patience_s: float = 0.0

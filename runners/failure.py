@@ -36,20 +36,25 @@ _FATAL_OOM = re.compile(
     rf"what\(\): *(std::bad_alloc|[^\n]*(?:{'|'.join(_OOM_SENTENCES[:4])}))"
     r"|libgomp: Out of memory[^\n]*|OpenBLAS error: Memory allocation still failed[^\n]*"
 )
+# What Python and NumPy say of it at the end of a traceback, and the kernel where a program shows its log.
+_PRINTED_OOM = re.compile(
+    r"^(?:\[?rank ?\d+\]?:? ?)?(?:MemoryError|(?:numpy\.[\w.]*)?_ArrayMemoryError|torch\.(?:cuda\.)?OutOfMemoryError)\b"
+    r"|\bOut of memory: Killed process \d+"
+)
 # A thread that cannot start lacks room for its stack, or the process has as many threads as it may have.
 _NO_THREAD = re.compile(
     r"can't start new thread|libgomp: Thread creation failed[^\n]*"
     r"|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
 )
-_REQUESTED = re.compile(r"tried to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
+_REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 # gloo and NCCL when the other side of a connection is gone.
-_PEER_LOST = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused"
-    r"|Socket closed|remote process exited|failed to recv|ncclRemoteError|store.*(wait timeout|failed)"
-    r"|NCCL communicator was aborted|Application timeout caused pair closure",
-    re.IGNORECASE,
+PEER_LOST = (
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused"
+    r"|Socket closed|remote process exited|failed to recv|ncclRemoteError|store.*(?:wait timeout|failed)"
+    r"|NCCL communicator was aborted|Application timeout caused pair closure"
 )
+_PEER_LOST = re.compile(PEER_LOST, re.IGNORECASE)
 
 _WRAPPED = re.compile(r"\[Stage \d+\] failed to run (forward|backward)")
 
@@ -78,6 +83,17 @@ def _says_oom(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_OOM_TEXT.search(text_of(error)))
 
 
+def line_says_oom(line: str) -> bool:
+    """Whether a line that some program printed says that memory ran out."""
+    return bool(_OOM_TEXT.search(line) or _FATAL_OOM.search(line) or _PRINTED_OOM.search(line))
+
+
+def requested_in(line: str) -> float | None:
+    """How much memory a line says that was asked for in vain, MiB; None where it does not say."""
+    match = _REQUESTED.search(line)
+    return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB if match else None
+
+
 def is_thread_refused(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, says that a thread could not be started.
 
@@ -88,11 +104,7 @@ def is_thread_refused(error: BaseException) -> bool:
 
 def requested_mib(error: BaseException) -> float | None:
     """How much memory the failed allocation asked for, where the message says so, MiB."""
-    for each in _chain(error):
-        match = _REQUESTED.search(text_of(each))
-        if match:
-            return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB
-    return None
+    return next((amount for each in _chain(error) if (amount := requested_in(text_of(each))) is not None), None)
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -57,21 +57,7 @@ class Calls(Work):
         )
 
     def measurement(self, request: TrialRequest, terms: "TrialTerms", outcome: Outcome, known: "Known") -> Measurement:
-        limit = terms.memory_limit_mib
-        rank = next(iter(outcome.ranks), None)
-        peak = None
-        if rank is not None:
-            # What a process takes by itself says nothing of a memory that nobody limits.
-            peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit is not None else None)
-        if outcome.status is Status.OK and rank is not None:
-            return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit)
-        return Measurement(
-            status=outcome.status,
-            reason=outcome.reason,
-            peak_memory_mib=peak,
-            memory_limit_mib=limit,
-            **known,
-        )
+        return measured_by_itself(outcome, terms.memory_limit_mib, known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +104,20 @@ class FunctionRunner(Runner):
         except (Exception, SystemExit) as error:  # every way a candidate can fail is its outcome
             measured = _failed(error, request)
         return _completed(measured, started=started, seconds_total=time.perf_counter() - begin)
+
+
+def measured_by_itself(outcome: Outcome, limit_mib: float | None, known: "Known") -> Measurement:
+    """The measurement that the one process of a trial returned, or how it ended without one."""
+    rank = next(iter(outcome.ranks), None)
+    peak = None
+    if rank is not None:
+        # What a process takes by itself says nothing of a memory that nobody limits.
+        peak = rank.needed_memory_mib or (rank.peak_memory_mib if limit_mib is not None else None)
+    if outcome.status is Status.OK and rank is not None:
+        return _completed(rank.report, **known, peak_memory_mib=peak, memory_limit_mib=limit_mib)
+    return Measurement(
+        status=outcome.status, reason=outcome.reason, peak_memory_mib=peak, memory_limit_mib=limit_mib, **known
+    )
 
 
 def _pickled(function: Callable[[Config], Any]) -> bytes:

@@ -8,7 +8,7 @@ allocator's share of the device and the peak what it reserved.
 
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -149,3 +149,28 @@ class CudaMemoryMeter(MemoryMeter):
     def allocation_retries(self) -> int:
         told = (self._cuda.memory_stats(device) for device in self._devices)
         return sum(int(each.get("num_alloc_retries", 0)) for each in told)
+
+
+class GpuMemory:
+    """What processes of others hold of this host's GPUs, as NVML tells; nothing where it does not."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(at) for at in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError:
+            self._handles = []
+
+    def held_mib(self, pids: Iterable[int]) -> float:
+        """What these processes hold together on the device where that is most, MiB."""
+        wanted, most = set(pids), 0.0
+        for handle in self._handles:
+            try:
+                running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except self._nvml.NVMLError:
+                continue
+            most = max(most, sum(each.usedGpuMemory or 0 for each in running if each.pid in wanted) / MIB)
+        return most

@@ -47,7 +47,7 @@ class Known(TypedDict):
 
 
 class Work(ABC):
-    """What is tried: dry runs of a workload, or calls of a function."""
+    """What is tried: dry runs of a workload, calls of a function, or runs of a command."""
 
     imports: tuple[str, ...]
     """Modules that a host agent imports once, for all trials."""
@@ -55,6 +55,8 @@ class Work(ABC):
     """Whether the devices of a trial may be on several hosts."""
     confirms: bool = True
     """Whether leaders are measured again at the end."""
+    in_turns: bool = True
+    """Whether candidates can be in memory together, and take turns."""
 
     @abstractmethod
     def job(self, request: "TrialRequest", terms: TrialTerms) -> "Job":

@@ -1,5 +1,6 @@
 """What is kept of a request: run.yaml's account, the plan that is shown, the command that measures the winner again."""
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from ..models.families.standard import BLOCK_KNOBS
 from ..models.shape import shape_of
 from ..results import RunFolder, summary
 from ..runners import Runner
+from ..runners.command.command import Command
 from .listener import SearchPlan
 from .request import Request
 
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     """What run.yaml keeps of the request."""
     workload = task.workload
-    what = {"id": workload.id, "spec": str(workload.spec)} if workload else {"callable": task.name}
+    if workload is not None:
+        what: dict[str, Any] = {"id": workload.id, "spec": str(workload.spec)}
+    else:
+        what = {"callable": task.name} if task.command is None else {"command": shlex.join(_options_of(task.command))}
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
         what["lora"] = str(lora)
     shape = shape_of(workload.model) if workload else None
@@ -77,18 +82,21 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         made_of: the trials.
     """
     target = request.target
-    if task.workload is None or not isinstance(target, (str, Path)):
+    if task.command is not None:
+        command = ["redline", "tune", *_options_of(task.command), "--devices", str(task.devices)]
+    elif task.workload is not None and isinstance(target, (str, Path)):
+        text = str(target)
+        what = ["--workload", text] if ".py:" in text else [text]
+        command = ["redline", "tune", *what, "--devices", str(task.devices)]
+        if task.workload.seq_len:
+            command += ["--seq-len", str(task.workload.seq_len)]
+        if not task.free_batch:
+            command += ["--global-batch", str(task.workload.global_batch)]
+        lora = getattr(task.workload.model, "lora", None)
+        if lora is not None:
+            command += ["--lora", str(lora)]
+    else:
         return [Path(sys.executable).name, *sys.argv]
-    text = str(target)
-    what = ["--workload", text] if ".py:" in text else [text]
-    command = ["redline", "tune", *what, "--devices", str(task.devices)]
-    if task.workload.seq_len:
-        command += ["--seq-len", str(task.workload.seq_len)]
-    if not task.free_batch:
-        command += ["--global-batch", str(task.workload.global_batch)]
-    lora = getattr(task.workload.model, "lora", None)
-    if lora is not None:
-        command += ["--lora", str(lora)]
     for name, given in (("space", request.space), ("data", request.data)):
         if isinstance(given, (str, Path)):
             command += [f"--{name}", str(given)]
@@ -104,6 +112,20 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
                 command += ["--fix", f"{name}={_text(winner.config[name])}"]
         command += ["--trials", "1"]
     return [*command, "--seed", str(request.seed)]
+
+
+def _options_of(command: Command) -> list[str]:
+    """The options that ask for a command."""
+    out = []
+    for name, value in command.to_dict().items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            out.append(flag)
+        elif name == "command" and not isinstance(value, str):
+            out += [flag, shlex.join(value)]
+        else:
+            out += [text for each in ([value] if isinstance(value, str) else value) for text in (flag, each)]
+    return out
 
 
 def _text(value: Any) -> str:

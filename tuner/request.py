@@ -10,6 +10,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from ..errors import UsageError, unknown
 from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest
+from ..runners.command.command import Command
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
 
@@ -188,8 +189,14 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         return callable(self.target) and not isinstance(self.target, Workload)
 
     @cached_property
+    def runs_by_default_on(self) -> str:
+        """The runner's name where none is asked for."""
+        return "local" if self.called or isinstance(self.target, Command) else "ray"
+
+    @cached_property
     def runs_on(self) -> str:
-        """The runner's name: where none is asked for `ray`, for a callable `local`, without isolation `function`.
+        """The runner's name: where none is asked for `ray`, for a callable or a command `local`, without isolation
+        `function`.
 
         Raises:
             UsageError: there is no such runner, or it contradicts `isolate`.
@@ -197,7 +204,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         if self.isolate:
             if self.runner is not None and self.runner not in RUNNERS:
                 raise UsageError(unknown("runner", self.runner, RUNNERS))
-            return self.runner or ("local" if self.called else "ray")
+            return self.runner or self.runs_by_default_on
         if not self.called:
             raise UsageError("isolate=False belongs to a callable: trials of a workload are processes of their own")
         if self.runner is not None:

@@ -12,6 +12,7 @@ from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
 from ..results import Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
+from ..runners.command.work import Commands
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
@@ -60,10 +61,12 @@ def check_honoured(request: Request, task: "Task") -> None:
         )
     if task.workload is not None:
         return
-    if "measure_time" in given:
-        raise UsageError("measure_time belongs to a workload, whose steps are timed; a callable measures itself")
+    if "measure_time" in given and task.command is None:
+        raise UsageError(
+            "measure_time belongs to what is timed in steps, a workload or a command; a callable measures itself"
+        )
     if request.hardware is not None:
-        raise UsageError("hardware belongs to a workload, of which time and memory are estimated, not to a callable")
+        raise UsageError("hardware belongs to a workload, of which time and memory are estimated")
     if request.runs_on != IN_PROCESS:
         return
     for name in ("trial_timeout", "memory_limit"):
@@ -96,6 +99,8 @@ def make_work(request: Request, task: "Task") -> Work | None:
         return None
     if task.workload is not None:
         return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
+    if task.command is not None:
+        return Commands(task.command, task.space, devices=task.devices)
     return Calls(task.callable)
 
 

@@ -1,6 +1,7 @@
 """The search loop: propose, try, learn, until the budget is spent; then see which leader holds up."""
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -82,6 +83,8 @@ class Search:
     """Devices of a trial, for device-hours."""
     predictor: "Predictor | None" = None
     """States what is expected of a trial; None states nothing."""
+    blamed: str = ""
+    """What is to blame, in words, where the first two trials crash alike, which ends the search; empty goes on."""
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
     watch: Stopwatch | None = None
@@ -220,7 +223,19 @@ class Search:
         limit = self.budget.device_hours
         if limit is not None and device_hours_of(trials, self.devices) >= limit:
             return f"the {limit:g} device-hours are used up"
-        return self._no_use(trials)
+        return self._all_alike(trials) or self._no_use(trials)
+
+    def _all_alike(self, trials: list[Trial]) -> str | None:
+        """Why further trials would crash as the first two did, in words; None if they may not."""
+        finished = [trial for trial in trials if not trial.pending and not _skipped(trial)]
+        if (
+            not self.blamed
+            or len(finished) != 2
+            or any(trial.measured.status is not Status.CRASH for trial in finished)
+        ):
+            return None
+        first, second = (re.sub(r"\d+", "N", trial.measured.reason) for trial in finished)
+        return f"the first two trials crashed alike, so that {self.blamed} is to blame" if first == second else None
 
     def _no_use(self, trials: list[Trial]) -> str | None:
         """Why further trials are not worth their time, in words; None if they may be."""

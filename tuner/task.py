@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +11,9 @@ from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError
 from ..models import Workload
 from ..models.request import TrainingRequest, resolve
-from ..models.spaces import lossy_of_space
+from ..models.spaces import MEMORY_ALONG, lossy_of_space
+from ..runners.command.command import Command
+from ..runners.command.launchers import find_launcher
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class Task:
     devices: int
     workload: Workload | None = None
     function: Callable[[Config], Any] | None = None
+    command: Command | None = None
     free_batch: bool = False
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
     simulated: bool = False
@@ -43,7 +48,7 @@ class Task:
     @property
     def callable(self) -> Callable[[Config], Any]:
         """What is called, of a task without a workload."""
-        assert self.function is not None, "a task has a workload or a function"
+        assert self.function is not None, "a task has a workload, a function or a command"
         return self.function
 
 
@@ -82,21 +87,65 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
             devices=count,
             simulated=simulated is not None,
         )
-    if not callable(target):
-        raise UsageError(f"what to tune must be a model's name, a Workload or a callable, but got {target!r}")
+    if not callable(target) and not isinstance(target, Command):
+        raise UsageError(
+            f"what to tune must be a model's name, a Workload, a Command or a callable, but got {target!r}"
+        )
+    what = "a command" if isinstance(target, Command) else "a callable"
     if simulated is not None:
-        raise UsageError("the runner 'simulate' needs a model or a workload; a callable can only be called")
-    if any(getattr(request, name) is not None for name in _OF_A_WORKLOAD):
-        names = f"{', '.join(_OF_A_WORKLOAD[:-1])} and {_OF_A_WORKLOAD[-1]}"
-        raise UsageError(f"{names} belong to a workload, not to a callable")
-    space, _ = request.space_or(_no_default)
+        raise UsageError(f"the runner 'simulate' needs a model or a workload, and has no part in {what}")
+    theirs = [name for name in _OF_A_WORKLOAD if name != "global_batch" or not isinstance(target, Command)]
+    if any(getattr(request, name) is not None for name in theirs):
+        names = f"{', '.join(theirs[:-1])} and {theirs[-1]}"
+        raise UsageError(f"{names} belong to a workload, not to {what}")
+    space, _ = request.space_or(
+        partial(_declared, target, request, count) if isinstance(target, Command) else _no_default
+    )
+    if isinstance(target, Command) and request.global_batch is not None:
+        _share(space, request.global_batch, count)
     _check_effects(space, request.fix)
-    name = getattr(target, "__name__", type(target).__name__)
-    return Task(name=name, space=space, function=target, notes=notes, device=device, devices=count)
+    known: dict[str, Any] = {"space": space, "notes": notes, "device": device, "devices": count}
+    if isinstance(target, Command):
+        return Task(name=target.name, command=target, **known)
+    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, **known)
 
 
 def _no_default(allow: Sequence[str]) -> Space:
     raise UsageError("tuning a callable needs a space: redline.tune(fn, space)")
+
+
+def _declared(command: Command, request: TrainingRequest, devices: int, allow: Sequence[str]) -> Space:
+    """The space of the knobs whose values are given, and of those that its launcher knows; each has its first value by
+    default, and those with a name that is standard in training need memory as they do there."""
+    values = dict(find_launcher(command.launcher).values(devices)) if command.launcher is not None else {}
+    values |= request.override or {}
+    if not values:
+        raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")
+    space = Space()
+    for name, each in values.items():
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in each)
+        ordered = sorted(each) if numbers else each
+        space.choice(name, ordered, default=each[0], monotone_memory=MEMORY_ALONG.get(name, 0) if numbers else 0)
+    ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
+    if ways and devices > 1:
+        space.require(reduce(mul, ways) <= devices, f"there are {devices} devices")
+    return space
+
+
+def _share(space: Space, total: int, devices: int) -> None:
+    """Has a step take so many samples, whatever the micro-batch.
+
+    Raises:
+        UsageError: the space has no micro-batch, or says itself how many are accumulated.
+    """
+    if "micro_batch" not in space.by_name or "grad_accum" in space.by_name:
+        raise UsageError(
+            "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
+        )
+    ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
+    together = space["micro_batch"] * (devices // reduce(mul, ways) if ways else devices)
+    accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
+    space.require(together * accumulate == total, f"global batch {total}")
 
 
 def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import RunnerError, UsageError
 from ..models.families.standard import BLOCK_KNOBS
-from ..results import RunFolder
+from ..results import RunFolder, summary
+from ..runners.command.work import Commands
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..scratch import Scratch
 from ..space import Config
@@ -158,6 +159,7 @@ def _search(
                 listener=told.listener,
                 judge=beginning.judge if request.budget.patience else None,
                 devices=task.devices,
+                blamed="the command" if task.command is not None else "",
                 predictor=beginning.predictor,
                 peak_rate=peak_rate(estimator) if estimator is not None else None,
                 watch=watch,
@@ -193,6 +195,9 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, request.headroom)) and not interrupted:
         told.warn(tight)
+    if isinstance(beginning.work, Commands) and (winner := summary.best(done)) is not None:
+        own = folder.path.absolute() / "trials" / str(winner.number)
+        told.warn(f"the winner's command: {beginning.work.rendered(winner.config, winner.number, own)}")
     folder.write_best(command_of(request, task, beginning.limit_mib, done), devices=task.device.to_dict())
     result = make_result(
         done,

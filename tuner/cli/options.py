@@ -1,7 +1,7 @@
 """Options that several commands share, and how their values are read."""
 
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
 import click
@@ -39,7 +39,7 @@ def _option(field: Field[Any], told: Asked) -> Decorator:
     shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
     if told.many:
         return click.option(flag, field.name, multiple=True, **shared)
-    if field.default is not None:
+    if field.default not in (None, MISSING):
         shared |= {"default": field.default, "show_default": True}
     kind = click.IntRange(min=told.type.start) if isinstance(told.type, range) else told.type
     return click.option(flag, field.name, type=kind, **shared)
@@ -56,6 +56,8 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
         UsageError: neither or both of MODEL and `--workload` are given, or a knob's values are malformed.
     """
     named = given.pop("model"), given.pop("workload")
+    if target is not None and any(named):
+        raise UsageError(f"give one thing to tune, but got '{named[0] or named[1]}' beside it")
     out = {"target": target if target is not None else target_of(*named)}
     out["override"] = values_of(given.pop("override"), "--set")
     out["fix"] = fixes_of(given.pop("fix"))
@@ -101,10 +103,18 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
         if name in values:
             raise UsageError(f"{option} names the knob '{name}' twice")
         try:
-            values[name] = parts if name in BLOCK_KNOBS else [yaml.safe_load(part) for part in parts]
+            values[name] = parts if name in BLOCK_KNOBS else [_scalar(part) for part in parts]
         except yaml.YAMLError:
             raise UsageError(f"{option} {pair}: the values must be numbers, true, false or words") from None
     return values
+
+
+def _scalar(text: str) -> Any:
+    """A value as YAML reads it, but for `no`, `off` and their like, which are words."""
+    import yaml
+
+    value = yaml.safe_load(text)
+    return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
 
 
 def fixes_of(pairs: tuple[str, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 
 from ...errors import UsageError
+from ...runners.command.command import Command
 from ..request import SECTIONS
 from .options import options_of, request_of
 
@@ -26,22 +28,34 @@ Examples:
   redline tune gpt2 --out runs/gpt2 --resume
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
+  redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
   redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
+DRY_COMMANDS = 3
+"""How many commands `--dry` prints."""
 
 
 @click.command(epilog=EXAMPLES, short_help="Find the fastest configuration of a model.")
-@options_of(*SECTIONS)
+@options_of(*SECTIONS, Command)
+@click.option("--command-file", metavar="FILE", help="A YAML file with what --command and its options say.")
+@click.option("--dry", is_flag=True, help="Print the commands of the first trials, and start none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def tune(as_json: bool, **options: Any) -> int:
+def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> int:
     """Find the configuration that trains MODEL fastest on the devices at hand.
 
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
     Weights are not needed. Every candidate is built and trained for some steps in fresh processes.
 
+    In place of MODEL a command of yours is tuned as it is: `--command "python train.py --batch {micro_batch}" --space
+    knobs.yaml`.
+
     Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (what was found is kept).
     """
-    given = request_of(options)
+    command = _command(options, command_file)
+    given = request_of(options, command)
+    if dry:
+        _print_commands(command, given)
+        return 0
     if given["resume"] and given["out"] is None:
         raise UsageError("--resume needs --out, the folder of the run to go on with")
     from ..tuning import tune as search
@@ -49,7 +63,7 @@ def tune(as_json: bool, **options: Any) -> int:
     from .outcome import print_result
     from .progress import listener_for
 
-    given["out"] = given["out"] or _fresh_folder(given["target"])
+    given["out"] = given["out"] or _fresh_folder(command.name if command else given["target"])
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     _end_in_order()
     with listener:
@@ -61,6 +75,42 @@ def tune(as_json: bool, **options: Any) -> int:
     if result.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FOUND if result.best is not None else EXIT_NOTHING_FEASIBLE
+
+
+def _command(options: dict[str, Any], file: str | None) -> Command | None:
+    """The command that is asked for, whose options are taken out; None where it is a model.
+
+    Raises:
+        UsageError: its options are given without it, or beside a file that states it.
+    """
+    given = {each.name: options.pop(each.name) for each in fields(Command)}
+    stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
+    if file is not None:
+        if stray is not None:
+            raise UsageError(f"--command-file states what is tuned; write what {stray} says into it")
+        return Command.from_yaml(file)
+    if given["command"] is not None:
+        return Command(**given)
+    if stray is not None:
+        raise UsageError(f"{stray} belongs to a command; give it with --command or --command-file")
+    return None
+
+
+def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
+    """The commands of the default configuration and of some others."""
+    from ...runners.command.work import Commands
+    from ..request import Request
+    from ..task import resolve_task
+
+    if command is None:
+        raise UsageError("--dry prints commands; give one with --command or --command-file")
+    request = Request(**given)
+    task = resolve_task(request)
+    work = Commands(command, task.space, devices=task.devices)
+    configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
+    for number, config in enumerate(configs):
+        folder = Path(given["out"] or _fresh_folder(command.name), "trials", str(number))
+        click.echo(work.rendered(config, number, folder))
 
 
 def _fresh_folder(target: str) -> str:

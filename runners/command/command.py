@@ -1,0 +1,104 @@
+"""A command that is tuned, as it is asked for."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from ...errors import UsageError, unknown
+from ...models.request import Asked
+from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Somebody else's command, which is tuned as it is.
+
+    Args:
+        command: as in a shell, or its words. `{knob}` and `{expression over knobs}` stand for values, and `{trial_dir}`,
+            `{trial}`, `{devices}`, `{hosts}`, `{node_rank}`, `{master_addr}` and `{master_port}` for what a trial gives;
+            braces of its own are written `{{` and `}}`. It is started without a shell.
+        env: variables of its environment, `NAME=value`, with `{...}` alike.
+        launcher: what the command starts, where it is a known one: knobs without a place in the command are said as it wants
+            them, and a short run is asked for. One of `redline.runners.command.launchers.LAUNCHERS`.
+        render: files it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file with
+            `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
+        metric: what is read of what it says: a regular expression with a named group, such as
+            `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in lines of JSON, in `metric_file` or told by
+            `redline.report`. By default what known frameworks print, the steps of a progress bar among it.
+        metric_file: a file of JSON lines or CSV that it appends to, beside what it prints.
+        direction: `max` or `min`, of a metric that is no throughput and no time of a step. Such a metric counts as it
+            stands when the command ends; the others as soon as they are steady.
+        samples: samples of a step, such as `{micro_batch * grad_accum}`, where times of steps are told; by default the
+            product of the knobs `micro_batch`, `grad_accum` and `dp`.
+        require: bounds on what it tells, such as `p99_ms < 200`; what breaks one is `wrong`.
+        shell: start it by `/bin/sh -c`; values in it are quoted.
+    """
+
+    command: Annotated[str | Sequence[str], Asked("A command to tune, with {knob} for values.", metavar="COMMAND")]
+    launcher: Annotated[
+        str | None,
+        Asked(
+            "What it starts: trainer, accelerate, deepspeed, lightning, llamafactory, torchtitan, megatron or litgpt.",
+            metavar="NAME",
+        ),
+    ] = None
+    env: Annotated[
+        Sequence[str], Asked("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True)
+    ] = ()
+    render: Annotated[
+        Sequence[str],
+        Asked("A file it reads, written to {trial_dir}; repeatable.", metavar="FILE[:PATH=VALUE]", many=True),
+    ] = ()
+    metric: Annotated[
+        Sequence[str],
+        Asked(
+            "What to read of what it prints: a name, or a regular expression with one; repeatable.",
+            metavar="RE",
+            many=True,
+        ),
+    ] = ()
+    metric_file: Annotated[str | None, Asked("JSON lines or CSV that it appends to.", metavar="FILE")] = None
+    direction: Annotated[str | None, Asked("max or min, of a metric that is no throughput.", metavar="WHICH")] = None
+    samples: Annotated[str | None, Asked("Samples of a step, such as '{micro_batch * 2}'.", metavar="N")] = None
+    require: Annotated[
+        Sequence[str], Asked("A bound on what it tells, such as 'p99_ms < 200'; repeatable.", metavar="RULE", many=True)
+    ] = ()
+    shell: Annotated[bool, Asked("Start it by a shell.")] = False
+
+    @property
+    def name(self) -> str:
+        """What it is called: its program, or the script that an interpreter or launcher is given."""
+        words = self.command.split() if isinstance(self.command, str) else list(self.command)
+        script = next((word for word in words if word.endswith((".py", ".sh"))), None)
+        program = next((word for word in words if "=" not in word), "command")
+        return Path(script or program).stem
+
+    def to_dict(self) -> dict[str, Any]:
+        """What run.yaml keeps."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, (), [], False)}
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "Command":
+        """A command in a file with the fields of this class.
+
+        Raises:
+            UsageError: there is no such file, or a field is missing or unknown.
+        """
+        where = path_of(path)
+        try:
+            given = parse_yaml(read_named(where, at_most=LARGEST_DOCUMENT))
+        except OSError as error:
+            raise UsageError(f"the command's file {where} cannot be read: {error.strerror or error}") from error
+        except Refused as error:
+            raise UsageError(f"the command's file {where} is no YAML: {error}") from error
+        known = [each.name for each in fields(cls)]
+        if not isinstance(given, dict) or "command" not in given:
+            raise UsageError(f"the command's file {where} must hold a mapping with `command`")
+        if strange := [name for name in given if name not in known]:
+            raise UsageError(f"the command's file {where}: {unknown('field', strange[0], known)}")
+        many = ("env", "render", "metric", "require")
+        values: dict[str, Any] = {
+            name: [each] if name in many and isinstance(each, str) else each for name, each in given.items()
+        }
+        return cls(**values)

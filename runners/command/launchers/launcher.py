@@ -1,0 +1,93 @@
+"""What is known of a launcher: how standard knobs are said to it, and how a short run is asked for."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ....errors import UsageError
+from ..command import Command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A program or a library that reads its settings from the command line or from a file."""
+
+    name: str
+    """What `--launcher` calls it."""
+    knobs: Mapping[str, Sequence[Any]]
+    """Knobs it can be told, with the values that are tried where none are given; the first is its own default."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What is added to the command for each of them, as a template."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Where each stands in its configuration file, `PATH=VALUE`."""
+    short: str = ""
+    """What is added, so that a run writes nothing of its own and lasts until it is measured."""
+    after: str = ""
+    """The word behind which they are added; by default at the end."""
+    several: tuple[str, ...] = ()
+    """Knobs that only matter on several devices."""
+
+    def values(self, devices: int) -> dict[str, Sequence[Any]]:
+        """The values that are tried where none are given."""
+        return {name: values for name, values in self.knobs.items() if devices > 1 or name not in self.several}
+
+    def told(self, command: Command, knobs: Sequence[str]) -> Command:
+        """A command with what it says of these knobs and of a short run; what it has already stays its own.
+
+        Raises:
+            UsageError: its settings are in a file, and none is rendered.
+        """
+        said = f"{command.command} {' '.join(command.env)} {' '.join(command.render)}"
+        mine = [name for name in knobs if f"{{{name}}}" not in said]
+        words = [each for name in mine if name in self.words for each in _groups(self.words[name])]
+        words += [each for each in _groups(self.short) if _name(each) not in said]
+        render = tuple(command.render)
+        if placed := [self.paths[name] for name in mine if name in self.paths]:
+            file = next((each.partition(".json")[0] + ".json" for each in render if ".json" in each), None)
+            if file is None:
+                raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
+            render += tuple(f"{file}:{each}" for each in placed)
+        return replace(command, command=self._with(command.command, words), render=render)
+
+    def _with(self, command: str | Sequence[str], words: Sequence[str]) -> str | list[str]:
+        if not isinstance(command, str):
+            command = shlex.join(command)
+        if not words:
+            return command
+        added = " ".join(words)
+        if not self.after:
+            return f"{command} {added}"
+        before, found, behind = command.partition(f" {self.after} ")
+        if not found:
+            raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
+        return f"{before}{found}{added} {behind}"
+
+
+def _groups(text: str) -> list[str]:
+    """Options with their values: `--a 1 --b` as `--a 1` and `--b`."""
+    out: list[str] = []
+    for word in _words(text):
+        if word.startswith("--") or "=" in word.partition("{")[0] or not out:
+            out.append(word)
+        else:
+            out[-1] += f" {word}"
+    return out
+
+
+def _words(text: str) -> list[str]:
+    """Split at blanks that are not within braces."""
+    out, depth = [""], 0
+    for char in text:
+        depth += (char == "{") - (char == "}")
+        if char == " " and not depth:
+            out.append("")
+        else:
+            out[-1] += char
+    return [each for each in out if each]
+
+
+def _name(option: str) -> str:
+    """`--a 1` is of `--a`, `a=1` of `a=`."""
+    word = option.split()[0]
+    return word if word.startswith("--") else word.partition("=")[0] + "="

@@ -1,0 +1,15 @@
+"""Megatron-LM: `torchrun ... pretrain_gpt.py ...`; NeMo's and Megatron-Bridge's recipes name the same things otherwise."""
+
+from .launcher import Launcher
+
+LAUNCHER = Launcher(
+    name="megatron",
+    knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
+    words={
+        "micro_batch": "--micro-batch-size {micro_batch}",
+        "tp": "--tensor-model-parallel-size {tp}",
+        "pp": "--pipeline-model-parallel-size {pp}",
+    },
+    short="--train-iters 1000 --eval-iters 0 --log-interval 1",
+    several=("tp", "pp"),
+)

@@ -1,0 +1,235 @@
+"""Texts with `{expression}` in them: over knobs, in the grammar of a space's rules, and over what a trial gives.
+
+`{{` and `}}` stand for braces, and `${...}` is left as it is: that is a shell's.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import SpaceError, UsageError, unknown
+from ...space.expression import Expression
+from ...space.grammar import parse
+
+GIVEN = {
+    "trial": "the trial's number",
+    "trial_dir": "a folder of the trial's own",
+    "devices": "devices of the trial, over all hosts",
+    "hosts": "hosts of the trial",
+    "node_rank": "which of its hosts this is, from 0",
+    "master_addr": "address of the first of them",
+    "master_port": "a free port on it, another one for every trial",
+}
+"""What a trial gives besides the knobs."""
+_BRACES = re.compile(r"\$\{[^}]*\}|\{\{|\}\}|\{(?P<inside>(?:'[^'\n]*'|\"[^\"\n]*\"|[^{}'\"])*)\}|(?P<stray>[{}])")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
+_MARK = 0xE000
+"""Private characters of Unicode stand for what is in braces while a command is split into words."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a trial gives under a name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text with expressions in it."""
+
+    pieces: tuple[str | Expression | _Given, ...]
+    """In their order."""
+
+    @classmethod
+    def read(cls, text: str, knobs: Mapping[str, Expression], where: str) -> "Template":
+        """The template that a text is.
+
+        Args:
+            text: as it is written.
+            knobs: that expressions are over.
+            where: whose text it is, for errors.
+
+        Raises:
+            UsageError: an expression is none, names no knob, or a brace is alone.
+        """
+        pieces: list[str | Expression | _Given] = []
+        end = 0
+        for match in _BRACES.finditer(text):
+            pieces.append(text[end : match.start()])
+            end = match.end()
+            if match["stray"]:
+                raise UsageError(
+                    f"{where}: the brace '{match[0]}' is alone in '{text}'; write {{{{ or }}}} for one of its own"
+                )
+            if match["inside"] is not None:
+                pieces.append(_expression(match["inside"], knobs, where))
+            else:
+                pieces.append(match[0][0] if match[0] in ("{{", "}}") else match[0])
+        pieces.append(text[end:])
+        return cls(tuple(_joined(pieces)))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The knobs it mentions."""
+        return frozenset(name for each in self.pieces if isinstance(each, Expression) for name in each.names)
+
+    def value(self, values: Mapping[str, Any]) -> Any:
+        """What it comes to: where all of it is one expression, its value as it is; else text."""
+        if len(self.pieces) == 1 and not isinstance(self.pieces[0], str):
+            return _value(self.pieces[0], values)
+        return self.text(values)
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """The text, with values in the place of expressions."""
+        return "".join(each if isinstance(each, str) else written(_value(each, values)) for each in self.pieces)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command as words, with what it sets in its environment beforehand."""
+
+    words: tuple[Template, ...]
+    environment: tuple[tuple[str, Template], ...] = ()
+    """`NAME=value` in front of it."""
+
+    @classmethod
+    def read(cls, command: str | Sequence[str], knobs: Mapping[str, Expression]) -> "CommandLine":
+        """A command that is written as in a shell, or as its words.
+
+        Raises:
+            UsageError: it is empty, a quotation mark is alone, or an expression is none.
+        """
+        words = list(command) if not isinstance(command, str) else _split(command)
+        environment = []
+        if isinstance(command, str):
+            while words and (match := _ASSIGNMENT.match(words[0])):
+                value = words.pop(0)[match.end() :]
+                environment.append((match[1], Template.read(value, knobs, "the command")))
+        if not words:
+            raise UsageError("the command is empty")
+        return cls(tuple(Template.read(word, knobs, "the command") for word in words), tuple(environment))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The knobs it mentions."""
+        places = (*self.words, *(value for _, value in self.environment))
+        return frozenset(name for each in places for name in each.names)
+
+    def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
+        """The command of a configuration, with variables of its environment in front."""
+        own = [(name, each.text(values)) for name, each in self.environment]
+        words = [f"{name}={shlex.quote(value)}" for name, value in (*variables, *own)]
+        return " ".join([*words, *(shlex.quote(each.text(values)) for each in self.words)])
+
+
+@dataclass(frozen=True)
+class ShellLine:
+    """A command for a shell; values in it are quoted."""
+
+    template: Template
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The knobs it mentions."""
+        return self.template.names
+
+    def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:
+        """The command of a configuration, with variables of its environment in front."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables), self.text(values)])
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """What the shell reads."""
+        pieces = self.template.pieces
+        return "".join(each if isinstance(each, str) else shlex.quote(written(_value(each, values))) for each in pieces)
+
+
+def read_command(
+    command: str | Sequence[str], knobs: Mapping[str, Expression], *, shell: bool
+) -> CommandLine | ShellLine:
+    """A command, for a shell where one is asked for.
+
+    Raises:
+        UsageError: it is empty, cannot be split into words, or an expression is none.
+    """
+    if not shell:
+        return CommandLine.read(command, knobs)
+    if not isinstance(command, str):
+        raise UsageError("a command for a shell is one text, not a list of words")
+    return ShellLine(Template.read(command, knobs, "the command"))
+
+
+def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
+    """Whether a text could stand in braces."""
+    if text.strip().isidentifier():
+        return text.strip() in knobs or text.strip() in GIVEN
+    try:
+        return bool(parse(text, knobs).names)
+    except SpaceError:
+        return False
+
+
+def written(value: Any) -> str:
+    """A value as command lines have it: `true`, `false` and `none` in small letters, 8 and not 8.0."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
+
+
+def _split(command: str) -> list[str]:
+    """Words as a shell has them, those in braces kept together whatever is in them."""
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        kept.append(match[0])
+        return chr(_MARK + len(kept) - 1)
+
+    marked = _BRACES.sub(keep, command)
+    try:
+        words = shlex.split(marked)
+    except ValueError as error:
+        raise UsageError(f"the command cannot be split into words: {str(error).lower()}") from None
+    back = re.compile(f"[{chr(_MARK)}-{chr(_MARK + max(0, len(kept) - 1))}]")
+    return [back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word for word in words]
+
+
+def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expression | _Given:
+    name = text.strip()
+    if name in knobs:
+        return knobs[name]
+    if name in GIVEN:
+        return _Given(name)
+    if name.isidentifier():
+        said = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
+        raise UsageError(f"{where}: {said} Braces of its own are written {{{{ and }}}}.")
+    try:
+        return parse(text, knobs)
+    except SpaceError as error:
+        raise UsageError(f"{where}: {{{text}}}: {error} Braces of its own are written {{{{ and }}}}.") from None
+
+
+def _joined(pieces: Sequence[str | Expression | _Given]) -> Iterator[str | Expression | _Given]:
+    """Texts that follow each other as one, empty ones left out; one at least."""
+    text, some = "", False
+    for each in pieces:
+        if isinstance(each, str):
+            text += each
+            continue
+        if text:
+            yield text
+        yield each
+        text, some = "", True
+    if text or not some:
+        yield text
+
+
+def _value(piece: str | Expression | _Given, values: Mapping[str, Any]) -> Any:
+    if isinstance(piece, _Given):
+        return values[piece.name]
+    if isinstance(piece, Expression):
+        return piece.evaluate(values)
+    return piece

@@ -1,0 +1,163 @@
+"""A command as what a search tries: read before the first trial, and started for each."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UsageError
+from ...results import Measurement
+from ...space import Space
+from ..function import measured_by_itself
+from ..job import Job, Outcome
+from ..work import Work
+from .command import Command
+from .files import read_files
+from .launchers import find_launcher
+from .objective import PREFERRED, Requirement, objective_of
+from .reading import lines_for
+from .template import ShellLine, Template, read_command
+from .trial import CommandTrial
+
+if TYPE_CHECKING:
+    from ..runner import TrialRequest
+    from ..work import Known, TrialTerms
+
+
+class Commands(Work):
+    """Runs of a command, each in fresh processes.
+
+    Args:
+        command: as it is asked for.
+        space: whose knobs it holds.
+        devices: of one trial.
+
+    Raises:
+        UsageError: a placeholder is filled by nothing, a knob is used nowhere, or something that the command reads is
+            not there.
+    """
+
+    several_hosts = False
+    in_turns = False
+    imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
+
+    def __init__(self, command: Command, space: Space, *, devices: int) -> None:
+        self._space, self._devices, self._grows = space, devices, command.metric_file
+        knobs = space.by_name
+        if command.launcher is not None:
+            command = find_launcher(command.launcher).told(command, list(knobs))
+        self._line = read_command(command.command, knobs, shell=command.shell)
+        self._environment = tuple(_variable(each, knobs) for each in command.env)
+        self._files = read_files(command.render, knobs)
+        self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
+        self._lines = lines_for(command.metric)
+        self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
+        self._requirements = tuple(Requirement.read(each) for each in command.require)
+        self._check_used()
+        self._check_program()
+
+    def _check_used(self) -> None:
+        """Refuses a knob whose value nothing depends on."""
+        places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
+        used = {name for each in places for name in each.names}
+        for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
+            if knob.derived and knob.name in used:
+                used.update(knob.rule.names)
+        for knob in self._space.knobs:
+            if not knob.derived and knob.name not in used:
+                raise UsageError(
+                    f"the knob '{knob.name}' is used nowhere: neither by the command, nor by --env or --render; write "
+                    f"{{{knob.name}}} where its value belongs, or take it out of the space"
+                )
+
+    def _check_program(self) -> None:
+        """Refuses a program that is not there."""
+        if isinstance(self._line, ShellLine) or self._line.words[0].names:
+            return
+        program = self._line.words[0].text(self.given(0, Path()))
+        if shutil.which(program) is None:
+            raise UsageError(f"the command is not found: there is no program '{program}'")
+
+    def given(self, number: int, folder: Path) -> dict[str, Any]:
+        """What a trial gives besides the knobs; the port is found when it starts."""
+        return {
+            "trial": number,
+            "trial_dir": str(folder),
+            "devices": self._devices,
+            "hosts": 1,
+            "node_rank": 0,
+            "master_addr": "127.0.0.1",
+            "master_port": 29500,
+        }
+
+    def values(self, config: Mapping[str, Any], number: int, folder: Path) -> dict[str, Any]:
+        """What templates are filled with: a knob that a configuration lacks has its default."""
+        absent = {knob.name: knob.default for knob in self._space.knobs if not knob.derived}
+        return {**absent, **config, **self.given(number, folder)}
+
+    def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
+        """The command of a configuration, as it would be written in a shell."""
+        values = self.values(config, number, folder)
+        variables = [(name, each.text(values)) for name, each in self._environment]
+        return self._line.shown(values, variables)
+
+    def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
+        import cloudpickle
+
+        if request.log is None:
+            folder = Path(tempfile.mkdtemp(prefix="redline-trial-"))
+        else:
+            folder = request.log.parent.parent.absolute() / "trials" / request.log.stem
+        values = self.values(request.config, request.number, folder)
+        trial = CommandTrial(
+            command=self._line,
+            environment=self._environment,
+            files=self._files,
+            values=values,
+            folder=str(folder),
+            cwd=os.getcwd(),
+            lines=self._lines,
+            grows=self._grows,
+            wanted=self._wanted,
+            smaller=self._smaller,
+            work=self._work(values),
+            to_the_end=self._wanted is not None and self._wanted not in PREFERRED,
+            requirements=self._requirements,
+            plan=terms.plan,
+            best=request.best_throughput,
+            memory_limit_mib=terms.memory_limit_mib,
+            on_gpus=terms.device.type == "cuda",
+        )
+        return Job(
+            program=cloudpickle.dumps(trial),
+            memory_limit_mib=terms.memory_limit_mib,
+            timeout_s=request.timeout_s or terms.timeout_s,
+            log=str(request.log) if request.log else None,
+        )
+
+    def measurement(
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+    ) -> Measurement:
+        return measured_by_itself(outcome, terms.memory_limit_mib, known)
+
+    def _work(self, values: Mapping[str, Any]) -> float | None:
+        """Samples of a step."""
+        if self._samples is not None:
+            text = self._samples.text(values)
+            try:
+                return float(text)
+            except ValueError:
+                raise UsageError(f"--samples comes to '{text}', which is no number") from None
+        if "micro_batch" not in self._space.by_name:
+            return None
+        replicas = values.get("dp") or max(1, self._devices // (values.get("tp", 1) * values.get("pp", 1)))
+        return float(values["micro_batch"] * values.get("grad_accum", 1) * replicas)
+
+
+def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"--env must be NAME=VALUE, such as OMP_NUM_THREADS={{threads}}, but got '{text}'")
+    return name, Template.read(value, knobs, f"--env {name}")

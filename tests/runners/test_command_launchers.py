@@ -1,0 +1,145 @@
+"""Launchers: what is said to each is what its own parser takes, and what a command has already stays its own."""
+
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from frameworks import WITHOUT_TRITON
+from redline.errors import UsageError
+from redline.runners.command.command import Command
+from redline.runners.command.launchers import LAUNCHERS, find_launcher
+from redline.runners.command.work import Commands
+from redline.space import Space
+
+
+def space_of(name, devices=4, **more):
+    space = Space()
+    for knob, values in {**LAUNCHERS[name].values(devices), **more}.items():
+        space.choice(knob, values)
+    return space
+
+
+def words(name, command, devices=4, render=(), config=None, **more):
+    space = space_of(name, devices, **more)
+    work = Commands(Command(command=command, launcher=name, render=render), space, devices=devices)
+    return shlex.split(work.rendered(space.config(**(config or {})), 0, Path("/trial")))
+
+
+def test_knobs_without_a_place_are_said_and_what_is_said_stays():
+    said = words("trainer", f"{sys.executable} train.py --max_steps 7 --per_device_train_batch_size {{micro_batch}}")
+    assert said.count("--max_steps") == 1 and said[said.index("--max_steps") + 1] == "7"
+    assert said.count("--per_device_train_batch_size") == 1
+    assert said[said.index("--output_dir") + 1] == "/trial" and said[said.index("--bf16") + 1] == "false"
+
+
+def test_options_go_behind_the_word_that_a_launcher_wants():
+    said = words("accelerate", "sh launch train.py --x 1", config={"precision": "bf16"})
+    assert said == ["sh", "launch", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train.py", "--x", "1"]
+    with pytest.raises(UsageError, match="needs 'launch' in the command"):
+        words("accelerate", "sh train.py")
+
+
+def test_a_file_is_told_at_its_paths(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}}')
+    space = space_of("deepspeed")
+    command = Command(
+        command="sh train.sh --deepspeed_config {trial_dir}/ds.json", launcher="deepspeed", render=[str(file)]
+    )
+    work = Commands(command, space, devices=4)
+    (rendered,) = work._files
+    path = rendered.write(tmp_path, work.values(space.config(zero=3, precision="bf16", micro_batch=2), 0, tmp_path))
+    assert json.loads(path.read_text()) == {
+        "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="puts knobs into its file: name it"):
+        Commands(Command(command="sh train.sh", launcher="deepspeed"), space, devices=4)
+
+
+def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
+    with pytest.raises(UsageError, match="the knob 'unheard' is used nowhere"):
+        words("trainer", "sh train.sh", unheard=[1, 2])
+    assert "--deep 1" in " ".join(words("trainer", "sh train.sh --deep {unheard}", unheard=[1, 2]))
+
+
+def test_what_only_matters_on_several_devices_does_not_vary_on_one():
+    assert "zero" not in LAUNCHERS["deepspeed"].values(1) and "zero" in LAUNCHERS["deepspeed"].values(2)
+
+
+def test_an_unknown_launcher_names_the_nearest():
+    with pytest.raises(UsageError, match="unknown launcher 'torchtitn'; did you mean 'torchtitan'"):
+        find_launcher("torchtitn")
+
+
+PARSED = {
+    "trainer": """
+from transformers import HfArgumentParser, TrainingArguments
+(made,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[2:])
+print("RESULT", made.per_device_train_batch_size, made.bf16, made.gradient_accumulation_steps, made.max_steps, made.output_dir)
+""",
+    "lightning": """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, DemoModel
+made = LightningCLI(DemoModel, BoringDataModule, run=False, args=sys.argv[2:]).trainer
+print("RESULT", made.precision, made.max_steps, made.accumulate_grad_batches, made.default_root_dir)
+""",
+    "accelerate": """
+from accelerate.commands.launch import launch_command_parser
+made = launch_command_parser().parse_args(sys.argv[2:])
+print("RESULT", made.mixed_precision, made.dynamo_backend, made.training_script)
+""",
+}
+EXPECTED = {
+    "trainer": "4 True 2 1000 /trial",
+    "lightning": "bf16-mixed 1000 2 /trial",
+    "accelerate": "bf16 no train.py",
+}
+CONFIG = {
+    "trainer": {"micro_batch": 4, "precision": "bf16"},
+    "lightning": {"precision": "bf16-mixed"},
+    "accelerate": {"precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", list(PARSED))
+def test_its_own_parser_takes_what_is_said(name, tmp_path):
+    script = tmp_path / "launch"
+    script.write_text("import sys\n" + PARSED[name].replace("sys.argv[2:]", "sys.argv[1:]"))
+    more = {} if name == "accelerate" else {"grad_accum": [2]}
+    command = f"{sys.executable} {script}{' --use_cpu true' if name == 'trainer' else ''}"
+    command = f"{sys.executable} launch train.py" if name == "accelerate" else command
+    said = words(name, command, config=CONFIG[name], **more)
+    if name == "accelerate":
+        said[1] = str(script)
+    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+    assert f"RESULT {EXPECTED[name]}" in out.stdout, out.stderr[-2000:]
+
+
+def test_torchtitans_own_parser_takes_what_is_said(tmp_path):
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(
+        WITHOUT_TRITON
+        + """
+from torchtitan.config import ConfigManager
+made = ConfigManager().parse_args(sys.argv[1:])
+print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel_degree, made.training.steps,
+      made.metrics.log_freq, made.dump_folder)
+"""
+    )
+    command = f"{sys.executable} {script} --module llama3 --config llama3_debugmodel"
+    said = words("torchtitan", command, config={"micro_batch": 4, "tp": 2})
+    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+    assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["megatron", "litgpt", "llamafactory"])
+def test_of_those_that_are_not_installed_the_words_are_whole(name):
+    said = words(name, "sh train.sh", config={"micro_batch": 4})
+    assert not any("{" in word or not word for word in said) and "4" in " ".join(said)

@@ -1,0 +1,171 @@
+"""What a command tells: lines of known frameworks as they print them, one's own patterns, files that grow, reports."""
+
+import json
+import math
+
+import pytest
+from redline.errors import UsageError
+from redline.runners.command.objective import Objective, Requirement, objective_of
+from redline.runners.command.reading import Appended, lines_for, near_misses, number
+
+MEGATRON = (
+    " [2025-03-04 10:11:12] iteration       12/     100 | consumed samples:          768 | "
+    "elapsed time per iteration (ms): 1243.7 | throughput per GPU (TFLOP/s/GPU): 312.4 | learning rate: 1.200000E-05 | "
+    "global batch size:    64 | lm loss: 1.064E+01 | "
+    "loss scale: 1.0 | grad norm: 12.345 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+NANOTRON = (
+    "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: "
+    "1.21K | tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
+)
+TORCHTITAN = (
+    "[rank0]:[titan] 2025-02-01 12:00:00,123 - root - INFO - step: 10  loss:  7.1234  grad_norm:  2.1  memory: 46.22GiB(48.55%)  "
+    "tps: 7,230  tflops: 418.70  mfu: 42.34%"
+)
+DEEPSPEED = (
+    "[2024-05-01 10:00:00,000] [INFO] [timer.py:258:stop] epoch=0/micro_step=10/global_step=10, RunningAvgSamplesPerSec=31.2, "
+    "CurrSamplesPerSec=33.5, MemAllocated=1.2GB, MaxMemAllocated=2.3GB"
+)
+LITGPT = "Epoch 1 | iter 12 step 12 | loss train: 9.871, val: n/a | iter time: 345.24 ms (step) remaining time: 0:01:02"
+TQDM = " 30%|███       | 3/10 [00:01<00:03,  2.10it/s]"
+SLOW_TQDM = " 30%|███       | 3/10 [00:14<00:33,  4.81s/it]"
+LIGHTNING = "Epoch 0:  30%|███       | 3/10 [00:01<00:02, 2.91it/s, v_num=0, loss=5.1]"
+TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0.01}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (MEGATRON, {"step_ms": 1243.7, "loss": 10.64}),
+        (NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
+        (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
+        (DEEPSPEED, {"samples_per_second": 33.5}),
+        (LITGPT, {"loss": 9.871, "step_ms": 345.24}),
+        (TQDM, {"step": 3.0}),
+        (SLOW_TQDM, {"step": 3.0}),
+        (LIGHTNING, {"step": 3.0}),
+        (TRAINER, {"loss": 5.1234}),
+        ("100%|██████████| 1000/1000 [00:00<?, ?it/s]", {}),
+        ("Loading weights:  30%|███       | 3/10 [00:00<00:00, 900.10it/s]", {}),
+        ("Map:  30%|███       | 300/1000 [00:00<00:00, 900.10 examples/s]", {}),
+        ("Training:  30%|███       | 3/10 [00:01<00:03,  2.10it/s]", {"step": 3.0}),
+        ('{"step": 4, "tokens_per_second": 1234.5, "lr": 0.1}', {"step": 4.0, "tokens_per_second": 1234.5}),
+        ("step 4 of the installation: 3 of 7 done", {}),
+    ],
+)
+def test_what_known_frameworks_print_is_read(line, expected):
+    assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+def test_the_first_metric_that_is_asked_for_is_the_objective():
+    lines = lines_for([r"loss (?P<loss>\S+) at (?P<p99_ms>[\d.]+) ms", "rps"])
+    assert lines.first == "p99_ms"
+    assert lines.read("loss nan at 12.5 ms") == pytest.approx({"loss": math.nan, "p99_ms": 12.5}, nan_ok=True)
+    assert lines.read('{"rps": 3, "other": 4}') == {"rps": 3.0}
+    assert lines_for(()).first is None and lines_for(["step_ms"]).first == "step_ms"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("(", "is no regular expression"), (r"speed: (\d+)", "names no number; write it as a group with a name")],
+)
+def test_a_metric_that_cannot_be_read_is_refused(text, says):
+    with pytest.raises(UsageError, match=says):
+        lines_for([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12", 12.0),
+        ("1,234.5", 1234.5),
+        ("26.5K", 26500.0),
+        ("1.2e-3", 1.2e-3),
+        ("-inf", -math.inf),
+        ("x", None),
+        ("1.2.3", None),
+    ],
+)
+def test_numbers_are_read_as_programs_print_them(text, expected):
+    assert number(text) == expected
+
+
+def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
+    lines = lines_for(())
+    assert list(lines.feed(b"a\rb\nc")) == ["a", "b"] and list(lines.last()) == ["c"]
+    for _ in range(100):
+        assert list(lines.feed(b"x" * 65536)) == []
+    (whole,) = lines.feed(b"\n")
+    assert len(whole) == 65536
+    assert list(lines.feed("ä\n".encode()[:1])) == [] and list(lines.feed("ä\n".encode()[1:])) == ["ä"]
+
+
+def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
+    rows, objects = Appended(tmp_path / "log.csv", ["speed"]), Appended(tmp_path / "log.jsonl")
+    assert rows.read(1.0) == [] == objects.read(1.0)
+    (tmp_path / "log.csv").write_text("step,speed\n1,10.5\n2,")
+    (told,) = rows.read(2.0)
+    assert (told.values, told.at) == ({"speed": 10.5}, 2.0)
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("11\n3,x\n4,12\n")
+    assert [each.values for each in rows.read(3.0)] == [{"speed": 11.0}, {"speed": 12.0}]
+    (tmp_path / "log.jsonl").write_text('{"a": 1, "b": true, "c": "x"}\nnot json\n[1]\n{"time_s": 7.5, "a": 2}\n')
+    assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "cost", "throughput", "unit"),
+    [
+        (Objective(name="tokens_per_second"), 2000.0, 0.5, 2000.0, "tokens/s"),
+        (Objective(name="step_ms"), 20.0, 20.0, 50.0, "steps/s"),
+        (Objective(name="step_s", work=8.0), 0.5, 500.0, 16.0, "samples/s"),
+        (Objective(name="speed"), 2.5, 400.0, 2.5, "speed"),
+        (Objective(name="p99_ms", smaller=True), 4.0, 4.0, 0.25, "1/p99_ms"),
+    ],
+)
+def test_what_is_told_becomes_a_cost_and_that_a_throughput(objective, value, cost, throughput, unit):
+    assert objective.cost(value) == cost and objective.throughput(cost) == throughput and objective.unit == unit
+    assert objective.cost_of(throughput) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "says"),
+    [
+        ("tokens_per_second", "min", "leave --direction out"),
+        ("step_ms", "max", "leave --direction out"),
+        ("x", "up", "unknown direction"),
+    ],
+)
+def test_a_direction_that_turns_a_known_metric_around_is_refused(name, direction, says):
+    with pytest.raises(UsageError, match=says):
+        objective_of(name, direction)
+
+
+def test_a_requirement_says_what_breaks_it():
+    bound = Requirement.read("p99_ms < 200 and errors == 0")
+    assert bound.broken({"p99_ms": 150.0, "errors": 0.0}) == ""
+    assert "p99_ms = 250" in bound.broken({"p99_ms": 250.0, "errors": 0.0})
+    assert bound.broken({"p99_ms": 150.0}).startswith("nothing said errors")
+    for text in ("p99_ms +", "p99_ms * 2", "p99_ms < 'x'"):
+        with pytest.raises(UsageError, match="--require"):
+            Requirement.read(text)
+
+
+def test_lines_that_nearly_matched_are_found():
+    lines = ["loading 3 files", "Throughput: 12.3 tok/s", "done"]
+    assert near_misses(lines, []) == ["Throughput: 12.3 tok/s"]
+    assert near_misses(lines, ["loading_time"]) == ["loading 3 files"]
+
+
+def test_a_report_is_written_where_the_search_listens_and_by_the_first_rank_alone(tmp_path, monkeypatch):
+    from redline import report
+
+    report(step=1, tokens=5)  # nobody tunes
+    path = tmp_path / "report.jsonl"
+    monkeypatch.setenv("REDLINE_REPORT", str(path))
+    report(step=2, tokens=10)
+    monkeypatch.setenv("RANK", "1")
+    report(step=3, tokens=10)
+    (line,) = path.read_text().splitlines()
+    told = json.loads(line)
+    assert told.pop("time_s") > 0 and told == {"step": 2.0, "tokens": 10.0}

@@ -1,0 +1,117 @@
+"""Trainings such as anyone has, tuned by the commands that docs/commands.md shows: real launchers, untouched by us."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import redline
+import yaml
+from processes import left_of
+
+ROOT = Path(redline.__file__).parent
+EXAMPLES = ROOT / "examples" / "commands"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with the examples as a clone has them, and the environment's own programs first."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "commands").symlink_to(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def tune(*arguments, timeout=900):
+    command = [sys.executable, "-m", "redline.tuner.cli", "tune", *map(str, arguments), "--out", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    rows = list(csv.DictReader(open("run/trials.csv"))) if Path("run/trials.csv").exists() else []
+    return done, rows
+
+
+SHORT = ("--trials", 2, "--measure-time", "1s", "--trial-timeout", "3m", "--patience", 0)
+RUNS = {
+    "torchrun with the Trainer": (
+        "--command-file", "examples/commands/trainer.yaml", "--devices", 2, "--set", "micro_batch=8,32",
+        "--set", "checkpointing=false", "--set", "precision=fp32",
+    ),
+    "the launcher of the Trainer": (
+        "--launcher", "trainer", "--global-batch", 32, "--devices", 2, "--set", "micro_batch=4,16", "--set", "precision=fp32",
+        "--set", "checkpoint_ratio=0", "--set", "fusion=false", "--set", "optim=adamw_torch",
+        "--command", "torchrun --nproc-per-node 2 --master-port {master_port} examples/commands/trainer.py --use_cpu true",
+    ),
+    "accelerate": (
+        "--launcher", "accelerate", "--devices", 1, "--set", "micro_batch=8,32", "--set", "fusion=no", "--set", "precision=no",
+        "--command", "accelerate launch --num_processes 1 --num_machines 1 --cpu examples/commands/loop.py --batch {micro_batch}",
+    ),
+    "DeepSpeed": (
+        "--command-file", "examples/commands/zero.yaml", "--devices", 2, "--global-batch", 32, "--set", "micro_batch=4,16",
+        "--set", "precision=fp32", "--fix", "zero=2",
+    ),
+    "Lightning": (
+        "--devices", 1, "--set", "micro_batch=8,32",
+        "--command", "python examples/commands/fit.py --batch {micro_batch} --folder {trial_dir}",
+    ),
+    "SQLite": (
+        "--command-file", "examples/commands/sqlite.yaml", "--set", "page_size=4096", "--set", "cache=-2000",
+        "--set", "journal=DELETE,MEMORY",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_training_as_anyone_has_it_is_tuned(checkout, name):
+    if name == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    done, rows = tune(*RUNS[name], *SHORT)
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + "".join(each.read_text()[-3000:] for each in sorted(Path("run/logs").glob("*.log")))
+    )
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    unit = "1/seconds" if name == "SQLite" else "samples/s"
+    assert all(row["unit"] == unit and float(row["throughput"]) > 0 for row in rows)
+    assert "the winner's command:" in done.stdout
+    assert sorted(each.name for each in checkout.iterdir()) == ["examples", "run"], "the checkout is left as it was"
+    assert yaml.safe_load(Path("run/best.yaml").read_text())["best"]["trial"] in (0, 1)
+
+
+OUT_OF_MEMORY = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("at", time.time(), flush=True)
+if dist.get_rank() == 1:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 1 has a total capacity of 79.10 GiB")
+total = torch.ones(1)
+dist.all_reduce(total)
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout):
+    Path("train.py").write_text(OUT_OF_MEMORY)
+    before = {each.pid for each in psutil.process_iter()}
+    done, rows = tune(
+        "--devices", 2, "--set", "micro_batch=1", "--trials", 1, "--command",
+        "python -m torch.distributed.run --nproc-per-node 2 --master-port {master_port} train.py {micro_batch}",
+    )  # fmt: skip
+    assert done.returncode == 3, done.stdout + done.stderr
+    (row,) = rows
+    assert row["status"] == "oom" and "Tried to allocate 3.00 GiB" in row["reason"]
+    log = Path("run/logs/0.log")  # closed when all was ended
+    assert log.stat().st_mtime - float(log.read_text().rpartition("\nat ")[2].split()[0]) < 5
+    assert (
+        left_of([each for each in psutil.process_iter() if each.pid not in before and "train.py" in _words(each)]) == []
+    )
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

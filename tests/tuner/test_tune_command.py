@@ -1,0 +1,168 @@
+"""`redline tune --command`: somebody else's program tuned as it is, from the command line and from Python."""
+
+import csv
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redline as rl
+import yaml
+from redline.errors import UsageError
+from redline.tuner.cli import main
+
+SPACE = """
+knobs:
+- {name: micro_batch, values: [1, 2, 4]}
+- {name: mode, values: [slow, fast]}
+"""
+TRAIN = """
+import sys, time
+from redline import report
+batch, mode = int(sys.argv[1]), sys.argv[2]
+for step in range(400):
+    time.sleep((0.004 if mode == "fast" else 0.008) * (1 + batch))
+    report(step=step, samples=batch)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("knobs.yaml").write_text(SPACE)
+    Path("train.py").write_text(TRAIN)
+    return f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{mode}}"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "300ms"]
+
+
+def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
+    code, out, err = run(capsys, "tune", "--command", checkout, *OPTIONS, "--out", "run")
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("run/trials.csv")))
+    assert (
+        len(rows) == 6 and {row["status"] for row in rows} == {"ok"} and {row["unit"] for row in rows} == {"samples/s"}
+    )
+    best = yaml.safe_load(Path("run/best.yaml").read_text())
+    assert best["best"]["configuration"] == {"micro_batch": 4, "mode": "fast"}
+    (told,) = [line for line in out.replace("\n  ", " ").splitlines() if "the winner's command:" in line]
+    assert shlex.split(told.partition("command: ")[2])[-3:] == ["train.py", "4", "fast"]
+    asked = yaml.safe_load(Path("run/run.yaml").read_text())["asked"]["workload"]["command"]
+    assert shlex.split(asked) == ["--command", checkout]
+    # What measures the winner again is a command line, which does.
+    again = best["reproduce"]
+    again = shlex.split(again) if isinstance(again, str) else again
+    assert again[:3] == ["redline", "tune", "--command"]
+    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "300ms")
+    assert code == 0, out + err
+    (row,) = csv.DictReader(open("again/trials.csv"))
+    assert (row["knob.micro_batch"], row["knob.mode"]) == ("4", "fast")
+    assert sorted(each.name for each in Path().iterdir()) == ["again", "knobs.yaml", "run", "train.py"]
+
+
+def test_a_run_goes_on_with_the_same_command_alone(checkout, capsys):
+    options = [
+        "--space",
+        "knobs.yaml",
+        "--sampler",
+        "random",
+        "--measure-time",
+        "200ms",
+        "--patience",
+        "0",
+        "--out",
+        "run",
+    ]
+    assert run(capsys, "tune", "--command", checkout, *options, "--trials", 1)[0] == 0
+    code, _, err = run(capsys, "tune", "--command", checkout + " more", *options, "--trials", 2, "--resume")
+    assert code == 2 and "workload" in err, err
+    code, out, err = run(capsys, "tune", "--command", checkout, *options, "--trials", 2, "--resume")
+    assert code == 0, out + err
+    assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
+
+
+def test_a_command_in_a_file_is_tuned_alike_and_dry_starts_nothing(checkout, capsys):
+    Path("tune.yaml").write_text(yaml.safe_dump({"command": checkout, "env": ["A={micro_batch}"]}))
+    code, out, err = run(capsys, "tune", "--command-file", "tune.yaml", "--space", "knobs.yaml", "--dry")
+    assert code == 0, err
+    first, second, third = out.splitlines()
+    assert first == f"A=1 {sys.executable} train.py 1 slow"
+    assert len({first, second, third}) == 3 and not Path("runs").exists()
+    assert (
+        subprocess.run(
+            ["sh", "-c", f"export {first.partition(' ')[0]}; timeout 1 {first.partition(' ')[2]}"], check=False
+        ).returncode
+        == 124
+    )
+
+
+def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
+    Path("train.py").write_text("import sys\nraise SystemExit(f'no such file: {sys.argv[1]}')\n")
+    code, out, _ = run(capsys, "tune", "--command", checkout, "--space", "knobs.yaml", "--trials", 6, "--out", "run")
+    assert code == 3 and "the first two trials crashed alike, so that the command is to blame" in out
+    assert len(list(csv.DictReader(open("run/trials.csv")))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["gpt2-tiny", "--command", "true {micro_batch} {mode}"],
+            "give one thing to tune, but got 'gpt2-tiny' beside it",
+        ),
+        (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
+        (["--command", "true {micro_batch}"], "the knob 'mode' is used nowhere"),
+        (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "belong to a workload, not to a command"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
+            "needs a model or a workload",
+        ),
+        (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
+        (["--command-file", "none.yaml"], "none.yaml cannot be read"),
+        (["--command-file", "odd.yaml"], "unknown field 'comand'; did you mean 'command'?"),
+        (["--command-file", "odd.yaml", "--metric", "x"], "write what --metric says into it"),
+        (["gpt2-tiny", "--dry"], "--dry prints commands"),
+    ],
+)
+def test_what_does_not_fit_a_command_is_refused_before_anything_starts(checkout, capsys, arguments, says):
+    Path("odd.yaml").write_text("command: a\ncomand: b\n")
+    code, _, err = run(capsys, "tune", *arguments, *(["--space", "knobs.yaml"] if "gpt2-tiny" not in arguments else []))
+    assert code == 2 and says in err
+    assert not Path("runs").exists()
+
+
+def test_a_command_without_a_space_is_refused(checkout, capsys):
+    code, _, err = run(capsys, "tune", "--command", "true")
+    assert code == 2 and "tuning a command needs knobs: --space FILE, --set" in err
+
+
+def test_knobs_are_declared_by_their_values(checkout, capsys):
+    knobs = ["--set", "micro_batch=4,2", "--set", "mode=fast"]
+    code, out, err = run(
+        capsys, "tune", "--command", checkout, *knobs, "--sampler", "grid", "--measure-time", "0.2s", "--out", "r"
+    )
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    assert [(row["knob.micro_batch"], row["knob.mode"]) for row in rows] == [("4", "fast"), ("2", "fast")]
+
+
+def test_python_tunes_commands_too(checkout):
+    result = rl.tune(
+        rl.Command(command=[sys.executable, "train.py", "{micro_batch}", "{mode}"]),
+        rl.Space.from_yaml("knobs.yaml"),
+        sampler="grid",
+        measure_time=0.3,
+        fix={"mode": "fast"},
+    )
+    assert result.best.config == {"micro_batch": 4, "mode": "fast"} and set(result.trials["unit"]) == {"samples/s"}
+    with pytest.raises(UsageError, match="isolate=False belongs to a callable"):
+        rl.tune(rl.Command(command="true"), rl.Space(), isolate=False)
