@@ -63,7 +63,7 @@ def check_honoured(request: Request, task: "Task") -> None:
         return
     if "measure_time" in given and task.command is None:
         raise UsageError(
-            "measure_time belongs to what is timed in steps, a workload or a command; a callable measures itself"
+            "measure_time belongs to a workload or a command, whose steps are timed; a callable measures itself"
         )
     if request.hardware is not None:
         raise UsageError("hardware belongs to a workload, of which time and memory are estimated")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UsageError
 from ...results import Measurement
 from ...space import Space
+from ...space.knob import DerivedKnob
 from ..function import measured_by_itself
 from ..job import Job, Outcome
 from ..work import Work
@@ -63,7 +64,7 @@ class Commands(Work):
         places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
         used = {name for each in places for name in each.names}
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
-            if knob.derived and knob.name in used:
+            if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
             if not knob.derived and knob.name not in used:

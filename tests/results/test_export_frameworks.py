@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import redline
 import yaml
-from frameworks import WITHOUT_TRITON
 from redline.models import workload
 from redline.models.presets import PRESETS
 from redline.models.shape import shape_of
@@ -29,6 +28,7 @@ from redline.results.export.common import ADAMW
 from redline.results.export.torchtitan import PRESETS as TORCHTITAN_PRESETS
 from redline.results.export.trainer import AVERAGING
 from redline.training.numerics import FAMILIES, tiny
+from without_triton import WITHOUT_TRITON
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from frameworks import WITHOUT_TRITON
 from redline.errors import UsageError
 from redline.runners.command.command import Command
 from redline.runners.command.launchers import LAUNCHERS, find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
+from without_triton import WITHOUT_TRITON
 
 
 def space_of(name, devices=4, **more):

@@ -211,7 +211,7 @@ def test_patience_ends(bench, tmp_path):
     notes = tmp_path / "notes"
     with beside(notes, 60.0):
         take_turns(
-            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=1.0, patience_s=1.0
+            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=6.0, patience_s=4.0
         )
     turns = noted(notes)
     assert len(turns) > 2 * 5 and turns[-1][2] - turns[0][1] < 30.0

@@ -31,7 +31,10 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     command = redline.get_command(None, "tune")
     options = {each.name: each for each in command.params}
     assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
-    assert set(options) - {each.name for each in fields(Request)} == {"model", "workload", "as_json"}
+    assert set(options) - {each.name for each in fields(Request)} == {
+        *("model", "workload", "as_json", "command_file", "dry"),
+        *(each.name for each in fields(rl.Command)),
+    }
     parsed = command.make_context("tune", ["gpt2-tiny"]).params
     for each in fields(Request):
         if each.name in options and not options[each.name].multiple:
