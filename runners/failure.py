@@ -119,8 +119,13 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     # torch.distributed.pipelining wraps what a stage raises in the shapes of its arguments.
     if error.__cause__ is not None and _WRAPPED.search(text_of(error)):
         return one_line(error.__cause__, limit)
-    text = " ".join(text_of(error).split())
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = text_of(error).strip()
+    return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, limit)
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """A text on one line, of at most so many characters."""
+    line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from .process import family
+
 CHANGED_CORES = 0.25
 """Cores more or fewer that others keep busy, from which conditions count as changed."""
 
@@ -60,9 +62,8 @@ class Watch:
 
 def family_s(pid: int) -> float:
     """Processor time so far of a process and of all that descend from it, s; of those alive."""
-    first = psutil.Process(pid)
     total = 0.0
-    for each in [first, *first.children(recursive=True)]:
+    for each in family(pid):
         with suppress(psutil.Error):  # it has ended meanwhile
             used = each.cpu_times()
             total += used.user + used.system

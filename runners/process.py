@@ -61,6 +61,16 @@ def kill_descendants(deadline_s: float = 10.0) -> None:
         time.sleep(0.001)
 
 
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all that descend from it.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
+
+
 def kill_tree(pid: int) -> None:
     """Kills a process and all its descendants, stopped ones as well; none can fork while the others are found."""
     tree: list[psutil.Process] = []

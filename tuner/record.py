@@ -35,7 +35,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
-        "global_batch": workload.global_batch if workload else None,
+        "global_batch": workload.global_batch if workload else request.global_batch,
         "memory_limit_mib": request.limit_mib,
         "sampler": request.sampler,
         "seed": request.seed,
@@ -84,6 +84,8 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     target = request.target
     if task.command is not None:
         command = ["redline", "tune", *_options_of(task.command), "--devices", str(task.devices)]
+        if request.global_batch is not None:
+            command += ["--global-batch", str(request.global_batch)]
     elif task.workload is not None and isinstance(target, (str, Path)):
         text = str(target)
         what = ["--workload", text] if ".py:" in text else [text]

@@ -18,9 +18,10 @@ from ...space.expression import Expression
 from ...writing import as_data
 from .template import Template, is_expression
 
-_PLACED = re.compile(
+PLACED = re.compile(
     r"(?P<file>.+?\.(?:ya?ml|json|toml|ini|cfg)(?:\.in|\.tmpl)?)(?::(?P<path>[^={}]+)=(?P<value>.*))?", re.DOTALL
 )
+"""How a file to be rendered is asked for."""
 _ENDINGS = (".in", ".tmpl")
 
 
@@ -35,7 +36,7 @@ class Rendered:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions."""
+        """The knobs it mentions, and what of `GIVEN`."""
         return frozenset(name for each in _templates(self.document) for name in each.names)
 
     def write(self, folder: Path, values: Mapping[str, Any]) -> Path:
@@ -59,7 +60,7 @@ def read_files(asked: Sequence[str], knobs: Mapping[str, Expression]) -> tuple[R
     """
     found: dict[Path, Any] = {}
     for each in asked:
-        match = _PLACED.fullmatch(each)
+        match = PLACED.fullmatch(each)
         if match is None:
             raise UsageError(
                 f"--render must be FILE or FILE:PATH=VALUE with a YAML, JSON, TOML or INI file, such as "

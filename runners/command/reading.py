@@ -18,19 +18,22 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _SPLIT = re.compile(rb"[\r\n]")
 
 KNOWN = {
-    # megatron/training/training.py; NeMo and Megatron-Bridge print the same
+    # megatron/training/training.py
     "Megatron-LM": r"elapsed time per iteration \(ms\): (?P<step_ms>[\d.]+)(?:.*?lm loss: (?P<loss>[\d.Ee+-]+|nan))?",
-    # src/nanotron/trainer.py
-    "nanotron": r"tokens_per_sec: (?P<tokens_per_second>[\d.]+[KMG]?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?",
+    # NeMo's progress on Lightning
+    "NeMo": r"reduced_train_loss: (?P<loss>[\d.eE+-]+|nan) \| train_step_timing in s: (?P<step_s>[\d.]+)",
+    # src/nanotron/trainer.py; earlier versions wrote 8.66E+05
+    "nanotron": r"tokens_per_sec: (?P<tokens_per_second>[\d.]+(?:[KMG]|E[+-]\d+)?) \|(?:.*?lm_loss: (?P<loss>[\d.Ee+-]+|nan))?",
     # torchtitan/components/metrics.py: tps is a device's
     "torchtitan": r"step: +(?P<step>\d+) +(?:loss: +(?P<loss>[\d.]+|nan))?.*?tps: +[\d,]+",
     # deepspeed/utils/timer.py
     "DeepSpeed": r"CurrSamplesPerSec=(?P<samples_per_second>[\d.]+)",
-    # litgpt/pretrain.py, litgpt/finetune/lora.py
-    "LitGPT": r"\biter \d+ step \d+ \| loss train: (?P<loss>[\d.]+|nan),.*?iter time: (?P<step_ms>[\d.]+) ms \(step\)",
+    # litgpt/pretrain.py, litgpt/finetune/lora.py; the time beside it is a micro-batch's
+    "LitGPT": r"\biter \d+ step (?P<step>\d+) \| loss train: (?P<loss>[\d.]+|nan),",
     # tqdm, by which transformers.Trainer, accelerate's examples, LLaMA-Factory, axolotl and Lightning show progress; a bar
     # with a name is of steps only where that says so: others are of files that are loaded, or of data
     "a progress bar": (
@@ -84,13 +87,13 @@ class Lines:
         self._rest = self._rest[:LONGEST_LINE]
         for line in whole:
             if line:
-                yield line[:LONGEST_LINE].decode("utf-8", "replace")
+                yield _text(line[:LONGEST_LINE])
 
     def last(self) -> Iterator[str]:
         """What is left without an end."""
         rest, self._rest = self._rest, b""
         if rest:
-            yield rest.decode("utf-8", "replace")
+            yield _text(rest)
 
     def read(self, line: str) -> dict[str, float]:
         """The numbers in a line, by metric; of several patterns the first that finds one."""
@@ -196,6 +199,11 @@ def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> l
         line for line in lines if any(char.isdigit() for char in line) and any(word in line.lower() for word in words)
     ]
     return found[-most:]
+
+
+def _text(line: bytes) -> str:
+    """A line without colours."""
+    return _COLOURS.sub("", line.decode("utf-8", "replace"))
 
 
 def number(text: str) -> float | None:

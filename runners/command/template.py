@@ -35,6 +35,10 @@ class _Given:
 
     name: str
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
 
 @dataclass(frozen=True)
 class Template:
@@ -73,8 +77,8 @@ class Template:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions."""
-        return frozenset(name for each in self.pieces if isinstance(each, Expression) for name in each.names)
+        """The knobs it mentions, and what of `GIVEN`."""
+        return frozenset(name for each in self.pieces if not isinstance(each, str) for name in each.names)
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """What it comes to: where all of it is one expression, its value as it is; else text."""
@@ -114,7 +118,7 @@ class CommandLine:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions."""
+        """The knobs it mentions, and what of `GIVEN`."""
         places = (*self.words, *(value for _, value in self.environment))
         return frozenset(name for each in places for name in each.names)
 
@@ -133,7 +137,7 @@ class ShellLine:
 
     @property
     def names(self) -> frozenset[str]:
-        """The knobs it mentions."""
+        """The knobs it mentions, and what of `GIVEN`."""
         return self.template.names
 
     def shown(self, values: Mapping[str, Any], variables: Sequence[tuple[str, str]]) -> str:

@@ -24,10 +24,11 @@ from ...results import Measurement, Status
 from .. import failure
 from ..load import Watch, family_s, foreign_cores
 from ..memory import GpuMemory
+from ..process import family
 from ..shortage import Shortage
 from ..timing import Clock, Timing, TimingPlan, measure, median_interval
 from .files import Rendered
-from .objective import Objective, Requirement, chosen, usable
+from .objective import STEP_TIMES, Objective, Requirement, chosen, usable
 from .reading import Appended, Lines, Told, near_misses
 from .template import CommandLine, ShellLine
 
@@ -71,6 +72,8 @@ class CommandTrial:
     """What is written beforehand."""
     values: Mapping[str, Any]
     """Of the knobs, and what the trial gives."""
+    takes_port: bool
+    """Whether the port is given to it."""
     folder: str
     """Of the trial."""
     cwd: str
@@ -104,7 +107,9 @@ class CommandTrial:
             context.phase("the command")
             run = _Run(self)
             measured = run.measured()
-            if not run.port_taken or attempt == PORTS - 1:
+            # Some say that a port is taken, take another and go on.
+            crashed = measured.status is Status.CRASH and run.port_taken and self.takes_port
+            if not crashed or attempt == PORTS - 1:
                 break
             print(f"redline: the port {run.values['master_port']} is taken; started again on another", flush=True)
         return measured
@@ -290,14 +295,13 @@ class _Run(Clock):
 
     def _take(self, told: Told) -> None:
         """Numbers that were told: the objective's become costs."""
-        values = dict(told.values)
-        self.seen += [name for name in values if name not in self.seen]
+        self.seen += [name for name in told.values if name not in self.seen]
         if self.objective is None:
             name = chosen(self.trial.wanted, self.seen)
             if name is not None:
                 self.objective = Objective(name=name, smaller=self.trial.smaller, work=self.trial.work)
-        self.told.update(values)
-        if self.objective is None or (value := values.get(self.objective.name)) is None:
+        self.told.update(told.values)
+        if self.objective is None or (value := told.values.get(self.objective.name)) is None:
             return
         if self.objective.name == "step":
             before = self._last_step
@@ -364,7 +368,7 @@ class _Run(Clock):
             needed = failure.requested_in(self.out_of_memory)
             return Measurement(
                 status=Status.OOM,
-                reason=_short(self.out_of_memory),
+                reason=failure.shortened(self.out_of_memory),
                 peak_memory_mib=(peak or 0.0) + needed if needed is not None else None,
             )
         if timing is None and code != 0 and not self._stopped:
@@ -380,8 +384,8 @@ class _Run(Clock):
                 return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
         assert self.objective is not None
         cost, spread, note = self._cost(timing)
-        throughput = self.objective.throughput(cost)
-        unit = self.objective.unit
+        throughput, unit = self.objective.throughput(cost), self.objective.unit
+        timed = self.objective.name in STEP_TIMES
         return Measurement(
             status=Status.OK,
             reason=note,
@@ -389,8 +393,8 @@ class _Run(Clock):
             unit=unit,
             tokens_per_second=throughput if unit == "tokens/s" else None,
             samples_per_second=throughput if unit == "samples/s" else None,
-            step_ms=cost if self.objective.name in ("step", "step_ms", "step_s") else None,
-            step_ms_spread=spread if self.objective.name in ("step", "step_ms", "step_s") else None,
+            step_ms=cost if timed else None,
+            step_ms_spread=spread if timed else None,
             peak_memory_mib=peak,
             loss=loss,
             foreign_cores=self._foreign,
@@ -413,7 +417,9 @@ class _Run(Clock):
             for pid in sorted(self._pids):
                 if short := self._shortage.evidence(pid):
                     return Measurement(status=Status.OOM, reason=f"{how}: {short}")
-        return Measurement(status=Status.CRASH, reason=_short(f"{how}: {self._error}" if self._error else how))
+        return Measurement(
+            status=Status.CRASH, reason=failure.shortened(f"{how}: {self._error}" if self._error else how)
+        )
 
     def _silent(self) -> Measurement:
         """It ended well, and nothing that it said was the objective."""
@@ -424,20 +430,18 @@ class _Run(Clock):
         print(f"redline: nothing in what the command said was {missing}; its last lines:", file=sys.stderr)
         for line in lines:
             print(f"    {line}", file=sys.stderr)
-        hint = f"; did you mean what is in '{_short(near[-1].strip(), 120)}'?" if near else ""
+        hint = f"; did you mean what is in '{failure.shortened(near[-1].strip(), 120)}'?" if near else ""
         seen = f"; it told {', '.join(self.seen)}" if self.seen else ""
         return Measurement(status=Status.CRASH, reason=f"the command ended without telling {missing}{seen}{hint}")
 
 
 def _held_mib(pid: int) -> dict[int, float]:
     """Resident memory of a process and of all that descend from it, MiB; of those alive."""
-    family, held = [], {}
+    held = {}
     with contextlib.suppress(psutil.NoSuchProcess):
-        first = psutil.Process(pid)
-        family = [first, *first.children(recursive=True)]
-    for each in family:
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            held[each.pid] = each.memory_info().rss / 2**20
+        for each in family(pid):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                held[each.pid] = each.memory_info().rss / 2**20
     return held
 
 
@@ -445,8 +449,3 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def _short(text: str, most: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"

@@ -4,11 +4,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ...results import Measurement
+from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
 from ..function import measured_by_itself
@@ -56,13 +57,17 @@ class Commands(Work):
         self._lines = lines_for(command.metric)
         self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
+        self._unit = ""
+        """Of the throughput of the first run that ended well."""
+        places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
+        self.names = frozenset(name for each in places for name in each.names)
+        """The knobs it mentions, and what of `GIVEN`."""
         self._check_used()
         self._check_program()
 
     def _check_used(self) -> None:
         """Refuses a knob whose value nothing depends on."""
-        places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
-        used = {name for each in places for name in each.names}
+        used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
@@ -120,6 +125,7 @@ class Commands(Work):
             folder=str(folder),
             cwd=os.getcwd(),
             lines=self._lines,
+            takes_port="master_port" in self.names,
             grows=self._grows,
             wanted=self._wanted,
             smaller=self._smaller,
@@ -141,7 +147,18 @@ class Commands(Work):
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
-        return measured_by_itself(outcome, terms.memory_limit_mib, known)
+        # Of the process that reads along no memory counts: the command's is in what it returned.
+        ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
+        measured = measured_by_itself(replace(outcome, ranks=ranks), terms.memory_limit_mib, known)
+        if measured.ok and measured.unit != (unit := self._unit or measured.unit):
+            return replace(
+                measured,
+                status=Status.WRONG,
+                reason=f"it told {measured.unit}, and {unit} before: --metric says which counts",
+            )
+        if measured.ok:
+            self._unit = measured.unit
+        return measured
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Samples of a step."""

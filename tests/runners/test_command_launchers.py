@@ -36,6 +36,13 @@ def test_knobs_without_a_place_are_said_and_what_is_said_stays():
     assert said[said.index("--output_dir") + 1] == "/trial" and said[said.index("--bf16") + 1] == "false"
 
 
+def test_options_of_its_own_are_those_of_the_same_name_alone():
+    said = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
+    assert said[said.index("--max_steps") + 1] == "1000" and "--output_dir" not in said and said.count("--bf16") == 1
+    with pytest.raises(UsageError, match="the knob 'micro_batch' is used nowhere"):
+        words("trainer", "sh train.sh --per_device_train_batch_size 7")
+
+
 def test_options_go_behind_the_word_that_a_launcher_wants():
     said = words("accelerate", "sh launch train.py --x 1", config={"precision": "bf16"})
     assert said == ["sh", "launch", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train.py", "--x", "1"]

@@ -18,6 +18,11 @@ NANOTRON = (
     "10/02/2024 12:00:00 [INFO|DP=0|PP=1|TP=0]: iteration: 5 / 20 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: "
     "1.21K | tokens_per_sec: 866K | tokens_per_sec_per_gpu: 13.5K | global_batch_size: 1.05M | lm_loss: 10.9 | lr: 0.0003"
 )
+NEMO = (
+    "Training epoch 0, iteration 7/99 | lr: 2.4e-06 | global_batch_size: 32 | global_step: 7 | peak_memory(GB): 61.2 | "
+    "reduced_train_loss: 9.871 | train_step_timing in s: 1.234 | consumed_samples: 256"
+)
+OLD_NANOTRON = NANOTRON.replace("866K", "8.66E+05")
 TORCHTITAN = (
     "[rank0]:[titan] 2025-02-01 12:00:00,123 - root - INFO - step: 10  loss:  7.1234  grad_norm:  2.1  memory: 46.22GiB(48.55%)  "
     "tps: 7,230  tflops: 418.70  mfu: 42.34%"
@@ -27,6 +32,11 @@ DEEPSPEED = (
     "CurrSamplesPerSec=33.5, MemAllocated=1.2GB, MaxMemAllocated=2.3GB"
 )
 LITGPT = "Epoch 1 | iter 12 step 12 | loss train: 9.871, val: n/a | iter time: 345.24 ms (step) remaining time: 0:01:02"
+LITGPT_INSIDE = LITGPT.replace(" (step)", "")
+COLOURED = (
+    "[titan] 2025-02-01 12:00:00,123 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  7.1234  \x1b[33mmemory: 46.22GiB(48.55%)  "
+    "\x1b[34mtps: 7,230  \x1b[36mtflops: 418.70  \x1b[35mmfu: 42.34%\x1b[39m"
+)
 TQDM = " 30%|███       | 3/10 [00:01<00:03,  2.10it/s]"
 SLOW_TQDM = " 30%|███       | 3/10 [00:14<00:33,  4.81s/it]"
 LIGHTNING = "Epoch 0:  30%|███       | 3/10 [00:01<00:02, 2.91it/s, v_num=0, loss=5.1]"
@@ -40,7 +50,11 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
         (NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
         (TORCHTITAN, {"step": 10.0, "loss": 7.1234}),
         (DEEPSPEED, {"samples_per_second": 33.5}),
-        (LITGPT, {"loss": 9.871, "step_ms": 345.24}),
+        (NEMO, {"loss": 9.871, "step_s": 1.234}),
+        (OLD_NANOTRON, {"tokens_per_second": 866e3, "loss": 10.9}),
+        # Its time is a micro-batch's, and those within a step tell the step before.
+        (LITGPT, {"loss": 9.871, "step": 12.0}),
+        (LITGPT_INSIDE, {"loss": 9.871, "step": 12.0}),
         (TQDM, {"step": 3.0}),
         (SLOW_TQDM, {"step": 3.0}),
         (LIGHTNING, {"step": 3.0}),
@@ -55,6 +69,12 @@ TRAINER = "{'loss': 5.1234, 'grad_norm': 1.5, 'learning_rate': 5e-05, 'epoch': 0
 )
 def test_what_known_frameworks_print_is_read(line, expected):
     assert lines_for(()).read(line) == pytest.approx(expected)
+
+
+def test_colours_are_no_part_of_a_line():
+    lines = lines_for(())
+    (line,) = lines.feed(f"{COLOURED}\n".encode())
+    assert lines.read(line) == pytest.approx({"step": 10.0, "loss": 7.1234})
 
 
 def test_the_first_metric_that_is_asked_for_is_the_objective():

@@ -222,7 +222,9 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
     )
     ended = time.monotonic()
     assert measured.status is Status.OOM and said[:60] in measured.reason
-    if needed is not None:
+    if needed is None:  # what the process that reads along holds is not the command's
+        assert measured.peak_memory_mib is None
+    else:
         assert measured.peak_memory_mib >= needed
     said_at = float(log.rpartition("said at ")[2].split()[0])
     assert ended - said_at < 5
@@ -247,6 +249,50 @@ def test_a_port_that_is_taken_is_not_the_end(run, script):
         """
         measured, log = run(script(text, "{master_port} {trial_dir} {micro_batch}"), metric=["value (?P<value>.)"])
     assert measured.status is Status.OK and "is taken; started again on another" in log
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "status"),
+    [
+        ("print('port 80: Address already in use, taking 81'); print('value 1')", "{micro_batch} {master_port}", "ok"),
+        ("raise OSError('[Errno 98] Address already in use')", "{micro_batch}", "crash"),
+    ],
+)
+def test_a_run_that_another_port_would_not_help_is_not_started_again(run, script, text, arguments, status):
+    measured, log = run(script(text, arguments), metric=["value (?P<value>.)"])
+    assert measured.status.value == status and "started again" not in log
+
+
+@pytest.mark.parametrize(
+    ("asked", "takes"),
+    [
+        ({"command": "true {micro_batch}"}, False),
+        ({"command": "true {micro_batch} --port={master_port}"}, True),
+        ({"command": "true {micro_batch} {master_port}", "shell": True}, True),
+        ({"command": "true {micro_batch}", "env": ["MASTER_PORT={master_port}"]}, True),
+    ],
+)
+def test_wherever_the_port_is_mentioned_it_is_given(space, asked, takes):
+    assert ("master_port" in Commands(Command(**asked), space, devices=1).names) is takes
+
+
+def test_throughputs_of_two_units_are_not_compared(space, tmp_path, script):
+    command = script(
+        """
+        for step in range(50):
+            time.sleep(0.01)
+            print('{"tokens_per_second": 5}' if sys.argv[1] == "1" else '{"samples_per_second": 5}', flush=True)
+        """
+    )
+    work = Commands(Command(command=command), space, devices=1)
+    with LocalRunner(work, TrialTerms(device=detect(), timeout_s=60, plan=TimingPlan(seconds=0.2))) as runner:
+        first, second, third = (
+            runner.run(TrialRequest(config=space.config(micro_batch=each), number=each, log=tmp_path / f"l/{each}.log"))
+            for each in (1, 2, 1)
+        )
+    assert (first.status, first.unit, third.status) == (Status.OK, "tokens/s", Status.OK)
+    assert second.status is Status.WRONG
+    assert second.reason == "it told samples/s, and tokens/s before: --metric says which counts"
 
 
 @pytest.mark.parametrize(
@@ -341,7 +387,8 @@ def test_a_command_that_cannot_work_is_refused_before_the_first_trial(space, mor
 
 def test_a_knob_counts_as_used_where_what_follows_from_it_is(space):
     space.derive("double", "micro_batch * 2")
-    Commands(Command(command="true {double}"), space, devices=1)
+    work = Commands(Command(command="true {double}"), space, devices=1)
+    assert work.rendered(space.config(micro_batch=2), 0, Path()) == "true 4"
 
 
 def test_a_knob_that_a_configuration_lacks_has_its_default(space):

@@ -155,6 +155,36 @@ def test_knobs_are_declared_by_their_values(checkout, capsys):
     assert [(row["knob.micro_batch"], row["knob.mode"]) for row in rows] == [("4", "fast"), ("2", "fast")]
 
 
+def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
+    Path("train.py").write_text("import sys\nassert sys.argv[1] in ('no', 'off')\nprint('value', len(sys.argv[1]))\n")
+    command = f"{shlex.quote(sys.executable)} train.py {{compile}}"
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "compile=no,off", "--metric", "value (?P<value>.)", "--sampler",
+        "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    assert [row["knob.compile"] for row in csv.DictReader(open("r/trials.csv"))] == ["no", "off"]
+
+
+def test_a_global_batch_gives_the_accumulation_on_ray_and_when_it_is_measured_again(checkout, capsys):
+    Path("train.py").write_text(TRAIN.replace("fast", "2"))
+    command = f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{grad_accum}}"
+    options = ["--global-batch", "4", "--measure-time", "200ms"]
+    code, out, err = run(
+        capsys, "tune", "--command", command, "--set", "micro_batch=2,4", *options, "--sampler", "grid", "--runner",
+        "ray", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    assert [(row["knob.micro_batch"], row["knob.grad_accum"]) for row in rows] == [("2", "2"), ("4", "1")]
+    again = shlex.split(yaml.safe_load(Path("r/best.yaml").read_text())["reproduce"])
+    assert again[again.index("--global-batch") + 1] == "4"
+    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "200ms")
+    assert code == 0, out + err
+    (row,) = csv.DictReader(open("again/trials.csv"))
+    assert (row["knob.micro_batch"], row["knob.grad_accum"]) in (("2", "2"), ("4", "1"))
+
+
 def test_python_tunes_commands_too(checkout):
     result = rl.tune(
         rl.Command(command=[sys.executable, "train.py", "{micro_batch}", "{mode}"]),

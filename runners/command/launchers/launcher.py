@@ -7,6 +7,7 @@ from typing import Any
 
 from ....errors import UsageError
 from ..command import Command
+from ..files import PLACED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +39,24 @@ class Launcher:
         Raises:
             UsageError: its settings are in a file, and none is rendered.
         """
-        said = f"{command.command} {' '.join(command.env)} {' '.join(command.render)}"
+        text = command.command if isinstance(command.command, str) else shlex.join(command.command)
+        said = f"{text} {' '.join(command.env)} {' '.join(command.render)}"
         mine = [name for name in knobs if f"{{{name}}}" not in said]
-        words = [each for name in mine if name in self.words for each in _groups(self.words[name])]
-        words += [each for each in _groups(self.short) if _name(each) not in said]
+        options = [each for name in mine if name in self.words for each in _options(self.words[name])]
+        theirs = {_name(word) for word in _words(text)}
+        added = [each for each in (*options, *_options(self.short)) if _name(each) not in theirs]
         render = tuple(command.render)
         if placed := [self.paths[name] for name in mine if name in self.paths]:
-            file = next((each.partition(".json")[0] + ".json" for each in render if ".json" in each), None)
+            file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)
             if file is None:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
-            render += tuple(f"{file}:{each}" for each in placed)
-        return replace(command, command=self._with(command.command, words), render=render)
+            render += tuple(f"{file}:{each}" for each in placed if f":{each.partition('=')[0]}=" not in said)
+        return replace(command, command=self._with(text, added), render=render)
 
-    def _with(self, command: str | Sequence[str], words: Sequence[str]) -> str | list[str]:
-        if not isinstance(command, str):
-            command = shlex.join(command)
-        if not words:
+    def _with(self, command: str, options: Sequence[str]) -> str:
+        added = " ".join(options)
+        if not added:
             return command
-        added = " ".join(words)
         if not self.after:
             return f"{command} {added}"
         before, found, behind = command.partition(f" {self.after} ")
@@ -64,7 +65,7 @@ class Launcher:
         return f"{before}{found}{added} {behind}"
 
 
-def _groups(text: str) -> list[str]:
+def _options(text: str) -> list[str]:
     """Options with their values: `--a 1 --b` as `--a 1` and `--b`."""
     out: list[str] = []
     for word in _words(text):
@@ -88,6 +89,5 @@ def _words(text: str) -> list[str]:
 
 
 def _name(option: str) -> str:
-    """`--a 1` is of `--a`, `a=1` of `a=`."""
-    word = option.split()[0]
-    return word if word.startswith("--") else word.partition("=")[0] + "="
+    """`--a 1` and `--a=1` are of `--a`, `a=1` is of `a`."""
+    return option.split()[0].partition("=")[0]
