@@ -186,12 +186,12 @@ def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.nd
 
 
 def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -> np.ndarray:
-    """Micro-batches of a step: the knob, or the global batch over the samples of a pass of all replicas."""
+    """Micro-batches of a step: the knob, the setup's, or the global batch over the samples of a pass of all replicas."""
     if table.has("grad_accum"):
         return table.numbers("grad_accum", int, 1)
     total = setup.global_batch
-    if total is None:
-        return np.ones(table.size, int)
+    if setup.grad_accum is not None or total is None:
+        return np.full(table.size, setup.grad_accum or 1)
     accum = total // np.maximum(together, 1)
     table.refuse(accum * together != total, f"micro_batch * dp must divide the global batch, {total}", together)
     return accum

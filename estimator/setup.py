@@ -39,6 +39,8 @@ class TrainingSetup:
     zero: int = 0
     hsdp: int = 1
     micro_batch: int = 1
+    grad_accum: int | None = None
+    """Micro-batches of a step; None: what the global batch comes to."""
     checkpoint_ratio: float = 0.0
     sequence_parallel: bool = False
     precision: str = "bf16"
@@ -95,7 +97,7 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         for name in ("devices", "tp", "pp", "hsdp", "micro_batch", "virtual_stages"):
             _at_least_one(name, getattr(self, name))
-        for name in ("seq_len", "global_batch"):
+        for name in ("seq_len", "global_batch", "grad_accum"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if self.zero not in (0, 1, 2, 3):

@@ -67,6 +67,7 @@ def begin(
             hardware=request.hardware,
             memory_limit_mib=limit_mib,
             free_batch=task.free_batch,
+            without=task.without,
             settle=agent.wait_ready if agent is not None else lambda: None,
         )
         if prior is None and estimator is not None:
@@ -78,7 +79,15 @@ def begin(
         prior = WarmStart(task.space, earlier, prior, warn)
         for each in earlier:
             warn(each.said)
-    knowledge = Knowledge(task.space, seed=request.seed, prior=prior, warn=warn, headroom=request.headroom)
+    knowledge = Knowledge(
+        task.space,
+        seed=request.seed,
+        prior=prior,
+        warn=warn,
+        headroom=request.headroom,
+        # A command may count samples or steps where the estimate counts tokens.
+        relative=task.command is not None and not task.simulated,
+    )
     if request.sampler == BayesSampler.name:
         sampler: Sampler = BayesSampler(task.space, seed=request.seed, knowledge=knowledge)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 ANOTHER_MODEL = 0.7
 CHANGED = 0.9
-"""The same model by name and sizes, whose code or data are not the same."""
+"""The same model by name and sizes, whose code, data or trainer are not the same."""
 ANOTHER_DEVICE = 0.5
 ANOTHER_KIND_OF_DEVICE = 0.25
 """GPUs there, a CPU here."""
@@ -63,6 +63,12 @@ def _model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[floa
         if before.get("callable") == now.get("callable"):
             return []
         return [(ANOTHER_MODEL, f"another callable ({names[0]} -> {names[1]})")]
+    if "command" in before or "command" in now:
+        if all(before.get(each) == now.get(each) for each in ("command", "spec", "lora")):
+            return []
+        if now.get("spec") and all(before.get(each) == now.get(each) for each in ("spec", "lora")):
+            return [(CHANGED, f"{now['spec']} is trained otherwise")]
+        return [(ANOTHER_MODEL, f"another command ({names[0]} -> {names[1]})")]
     if before.get("id") == now.get("id"):
         return []
     if names[0] != names[1] or any(before.get(each) != now.get(each) for each in ("spec", "lora")):

@@ -1,6 +1,6 @@
 """What is predicted before anything runs: the estimate a search begins with, and the cluster that is simulated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ def estimator_of(
     hardware: "str | Path | Hardware | None",
     memory_limit_mib: float | None,
     free_batch: bool = False,
+    without: Mapping[str, Any] | None = None,
     settle: Callable[[], None] = lambda: None,
 ) -> "Estimator":
     """An estimator of these trials; nothing is traced yet.
@@ -55,6 +56,7 @@ def estimator_of(
             not in the table, and remembered.
         memory_limit_mib: of a device; None for what it has.
         free_batch: whether the samples of a step vary.
+        without: what a configuration without a knob has.
         settle: called before this machine is measured; returns when this process's own others are at rest.
 
     Raises:
@@ -69,7 +71,7 @@ def estimator_of(
         seq_len=workload.seq_len,
         global_batch=None if free_batch else workload.global_batch,
         memory_limit_mib=memory_limit_mib,
-        **without_knobs(space),
+        **{**without_knobs(space), **(without or {})},
     )
     return Estimator(workload, machine, setup)
 
@@ -119,7 +121,9 @@ def check_refinable(workload: Workload | None, space: Space) -> None:
     from ..estimator.layerwise import followed
 
     if workload is None:
-        raise UsageError("layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable")
+        raise UsageError(
+            "layerwise belongs to a workload, of whose blocks some are recomputed, not to a callable or a command"
+        )
     if not followed(workload):
         raise UsageError(
             "layerwise needs a schedule that follows checkpoint_blocks, but the workload has one of its own"

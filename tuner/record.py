@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 def asked_of(request: Request, task: "Task") -> dict[str, Any]:
     """What run.yaml keeps of the request."""
     workload = task.workload
-    if workload is not None:
-        what: dict[str, Any] = {"id": workload.id, "spec": str(workload.spec)}
+    what: dict[str, Any] = {}
+    if task.command is not None:
+        what["command"] = shlex.join(_options_of(task.command.asked))
+    elif workload is not None:
+        what["id"] = workload.id
     else:
-        what = {"callable": task.name} if task.command is None else {"command": shlex.join(_options_of(task.command))}
+        what["callable"] = task.name
+    if workload is not None:
+        what["spec"] = str(workload.spec)
     if (lora := getattr(workload and workload.model, "lora", None)) is not None:
         what["lora"] = str(lora)
     shape = shape_of(workload.model) if workload else None
@@ -35,7 +40,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
-        "global_batch": workload.global_batch if workload else request.global_batch,
+        "global_batch": task.own.global_batch if task.own else request.global_batch,
         "memory_limit_mib": request.limit_mib,
         "sampler": request.sampler,
         "seed": request.seed,
@@ -83,9 +88,10 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
     """
     target = request.target
     if task.command is not None:
-        command = ["redline", "tune", *_options_of(task.command), "--devices", str(task.devices)]
-        if request.global_batch is not None:
-            command += ["--global-batch", str(request.global_batch)]
+        command = ["redline", "tune", *_options_of(task.command.asked), "--devices", str(task.devices)]
+        for name in ("seq_len", "global_batch", "lora"):
+            if (given := getattr(request, name)) is not None:
+                command += [f"--{name.replace('_', '-')}", str(given)]
     elif task.workload is not None and isinstance(target, (str, Path)):
         text = str(target)
         what = ["--workload", text] if ".py:" in text else [text]

@@ -12,7 +12,6 @@ from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
 from ..results import Trial
 from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
-from ..runners.command.work import Commands
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
@@ -59,13 +58,13 @@ def check_honoured(request: Request, task: "Task") -> None:
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
             "'ray', or leave it out"
         )
-    if task.workload is not None:
+    if task.own is not None:
         return
     if "measure_time" in given and task.command is None:
         raise UsageError(
             "measure_time belongs to a workload or a command, whose steps are timed; a callable measures itself"
         )
-    if request.hardware is not None:
+    if request.hardware is not None and task.workload is None:
         raise UsageError("hardware belongs to a workload, of which time and memory are estimated")
     if request.runs_on != IN_PROCESS:
         return
@@ -82,9 +81,9 @@ def check_honoured(request: Request, task: "Task") -> None:
 
 
 def memory_of_rank(request: Request, task: "Task") -> float | None:
-    """Memory of a rank, MiB; None where it is the device's own, or a callable's affair."""
+    """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned."""
     given = request.limit_mib
-    if given is not None or task.workload is None or task.simulated or task.device.type != "cpu":
+    if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
     return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (request.concurrency or 1))))
 
@@ -93,14 +92,15 @@ def make_work(request: Request, task: "Task") -> Work | None:
     """What the processes of a trial run; None where there are none.
 
     Raises:
-        UsageError: a callable cannot be sent to another process.
+        UsageError: a callable cannot be sent to another process, or a command's program is not there.
     """
     if request.runs_on == IN_PROCESS or task.simulated:
         return None
+    if task.command is not None:
+        task.command.check_program()
+        return task.command
     if task.workload is not None:
         return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
-    if task.command is not None:
-        return Commands(task.command, task.space, devices=task.devices)
     return Calls(task.callable)
 
 
@@ -147,9 +147,9 @@ def make_runner(
     else:
         made = RayRunner(work, terms, concurrency=at_once, address=request.ray_address)
     try:
-        if task.workload is not None:
+        if task.own is not None:
             # Once here, while the workers start, rather than in every trial.
-            flops_of(task.workload)
+            flops_of(task.own)
         made.wait_ready()
     except BaseException:
         made.close()

@@ -1,4 +1,4 @@
-"""What is tuned, resolved: a workload or a callable, its space, and where it runs."""
+"""What is tuned, resolved: a workload, a callable or a command, its space, and where it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..device import Device, detect, usable_cores
-from ..errors import SpaceError, UsageError
+from ..errors import SpaceError, UsageError, WorkloadError
 from ..models import Workload
 from ..models.request import TrainingRequest, resolve
+from ..models.resolve import workload as resolve_workload
 from ..models.spaces import MEMORY_ALONG, lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.launchers import find_launcher
+from ..runners.command.trained import Trained
+from ..runners.command.work import Commands
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -27,15 +30,20 @@ MIN_CPU_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is tuned, resolved: a workload or a callable, its space, and where it runs."""
+    """What is tuned, resolved: a workload, a callable or a command, its space, and where it runs."""
 
     name: str
     space: Space
     device: Device
     devices: int
     workload: Workload | None = None
+    """What is trained, where that is known."""
     function: Callable[[Config], Any] | None = None
-    command: Command | None = None
+    """What is called in place of a training."""
+    command: Commands | None = None
+    """What is started in place of redline's own training."""
+    says: Trained | None = None
+    """What that says of its training."""
     free_batch: bool = False
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
     simulated: bool = False
@@ -44,6 +52,19 @@ class Task:
     """Of each knob the values in the space that trade accuracy for speed."""
     notes: tuple[str, ...] = ()
     """What its user should know beforehand."""
+
+    @property
+    def own(self) -> Workload | None:
+        """The workload, where trials are redline's own training of it."""
+        return self.workload if self.command is None else None
+
+    @property
+    def without(self) -> dict[str, Any]:
+        """What a configuration without a knob has, as far as a command says so."""
+        if self.says is None:
+            return {}
+        out: dict[str, Any] = {"grad_accum": 1} if self.free_batch else {}
+        return out | ({"precision": self.says.precision} if self.says.precision else {})
 
     @property
     def callable(self) -> Callable[[Config], Any]:
@@ -87,27 +108,78 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
             devices=count,
             simulated=simulated is not None,
         )
-    if not callable(target) and not isinstance(target, Command):
+    known: dict[str, Any] = {
+        "notes": notes,
+        "device": device,
+        "devices": count,
+        "simulated": simulated is not None,
+    }
+    if isinstance(target, Command):
+        return _of_command(target, request, known)
+    if not callable(target):
         raise UsageError(
             f"what to tune must be a model's name, a Workload, a Command or a callable, but got {target!r}"
         )
-    what = "a command" if isinstance(target, Command) else "a callable"
+    _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
     if simulated is not None:
-        raise UsageError(f"the runner 'simulate' needs a model or a workload, and has no part in {what}")
-    theirs = [name for name in _OF_A_WORKLOAD if name != "global_batch" or not isinstance(target, Command)]
-    if any(getattr(request, name) is not None for name in theirs):
-        names = f"{', '.join(theirs[:-1])} and {theirs[-1]}"
-        raise UsageError(f"{names} belong to a workload, not to {what}")
-    space, _ = request.space_or(
-        partial(_declared, target, request, count) if isinstance(target, Command) else _no_default
-    )
-    if isinstance(target, Command) and request.global_batch is not None:
+        raise UsageError("the runner 'simulate' needs a model or a workload, and has no part in a callable")
+    space, _ = request.space_or(_no_default)
+    _check_effects(space, request.fix)
+    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
+
+
+def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]) -> Task:
+    """The task of a command, with what it trains where that is known."""
+    count, says = known["devices"], Trained.by(target)
+    if request.data is not None:
+        raise UsageError("data belongs to a workload, not to a command, which has its own")
+    workload, said = _trained(target, says, request)
+    if workload is None:
+        _refuse_parts(request, ("seq_len", "lora"), "a command of which --model says what it trains")
+        if known["simulated"]:
+            raise UsageError("the runner 'simulate' predicts trials, and needs to know what a command trains: --model")
+    space, allowed = request.space_or(partial(_declared, target, request, count))
+    if request.global_batch is not None:
         _share(space, request.global_batch, count)
     _check_effects(space, request.fix)
-    known: dict[str, Any] = {"space": space, "notes": notes, "device": device, "devices": count}
-    if isinstance(target, Command):
-        return Task(name=target.name, command=target, **known)
-    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, **known)
+    known["notes"] += (*said, *allowed)
+    return Task(
+        name=target.name,
+        command=Commands(target, space, devices=count, global_batch=request.global_batch),
+        workload=workload,
+        says=says,
+        space=space,
+        free_batch=request.global_batch is None,
+        lossy=lossy_of_space(space),
+        **known,
+    )
+
+
+def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
+    """What a command trains, None where that is not known, and what is to be said of it."""
+    name = command.model or says.model
+    if name is None:
+        return None, ()
+    length = request.seq_len or says.seq_len
+    try:
+        found = resolve_workload(name, seq_len=length, global_batch=request.global_batch, lora=request.lora)
+    except WorkloadError as error:
+        if command.model is not None:
+            raise
+        return None, (f"the search begins without an estimate of the command's model: {error}; --model names one",)
+    of = f", {found.seq_len} tokens a sample" if found.seq_len else ""
+    how = "" if command.model is not None else "; the command names it, and --model names another"
+    return found, (f"the estimate is that of {found.name}{of}{how}",)
+
+
+def _refuse_parts(request: TrainingRequest, names: Sequence[str], what: str) -> None:
+    """Refuses what is said of a workload where there is none.
+
+    Raises:
+        UsageError: some of it is.
+    """
+    if any(getattr(request, name) is not None for name in names):
+        raise UsageError(f"{', '.join(names[:-1])} and {names[-1]} belong to a workload, not to {what}")
 
 
 def _no_default(allow: Sequence[str]) -> Space:
@@ -117,7 +189,9 @@ def _no_default(allow: Sequence[str]) -> Space:
 def _declared(command: Command, request: TrainingRequest, devices: int, allow: Sequence[str]) -> Space:
     """The space of the knobs whose values are given, and of those that its launcher knows; each has its first value by
     default, and those with a name that is standard in training need memory as they do there."""
-    values = dict(find_launcher(command.launcher).values(devices)) if command.launcher is not None else {}
+    values: dict[str, Sequence[Any]] = {}
+    if command.launcher is not None:
+        values |= find_launcher(command.launcher).values(devices, lossy="lossy" in allow)
     values |= request.override or {}
     if not values:
         raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")
@@ -128,7 +202,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
         space.choice(name, ordered, default=each[0], monotone_memory=MEMORY_ALONG.get(name, 0) if numbers else 0)
     ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
     if ways and devices > 1:
-        space.require(reduce(mul, ways) <= devices, f"there are {devices} devices")
+        space.require(devices % reduce(mul, ways) == 0, f"replicas are as many on all of {devices} devices")
     return space
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from ..errors import RunnerError, UsageError
 from ..models.families.standard import BLOCK_KNOBS
 from ..results import RunFolder, summary
-from ..runners.command.work import Commands
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..scratch import Scratch
 from ..space import Config
@@ -57,7 +56,7 @@ def tune(request: Request) -> Result:
             cluster=request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS")),
             simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         )
-        if request.runs_on == "local" and task.workload is not None and agent is None:
+        if request.runs_on == "local" and task.own is not None and agent is None:
             agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
         asked = asked_of(request, task)
         earlier = _check(request, task, asked)
@@ -100,14 +99,14 @@ def _check(request: Request, task: Task, asked: Mapping[str, Any]) -> list[Taken
     if task.simulated and request.time is not None:
         raise UsageError("simulated trials take no time: limit a simulated search by trials or device_hours")
     if request.layerwise:
-        check_refinable(task.workload, task.space)
+        check_refinable(task.own, task.space)
     make_sampler(request.sampler, task.space, seed=request.seed)
     check_trackers(request.log_to, request.out)
     if request.out is not None:
         RunFolder.resumable(request.out, asked, storage=request.storage, resume=request.resume)
     elif request.resume:
         raise UsageError("resume needs out, the folder of the run to go on with")
-    return [take(run, task.space, asked, task.workload.unit if task.workload else "") for run in runs]
+    return [take(run, task.space, asked, task.own.unit if task.own else "") for run in runs]
 
 
 def _open(request: Request, task: Task, asked: Mapping[str, Any], path: Path, told: _Told) -> RunFolder:
@@ -195,9 +194,9 @@ def _conclude(
     done = folder.trials()
     if (tight := tight_winner(done, request.headroom)) and not interrupted:
         told.warn(tight)
-    if isinstance(beginning.work, Commands) and (winner := summary.best(done)) is not None:
+    if task.command is not None and (winner := summary.best(done)) is not None:
         own = folder.path.absolute() / "trials" / str(winner.number)
-        told.warn(f"the winner's command: {beginning.work.rendered(winner.config, winner.number, own)}")
+        told.warn(f"the winner's command: {task.command.rendered(winner.config, winner.number, own, short=False)}")
     folder.write_best(command_of(request, task, beginning.limit_mib, done), devices=task.device.to_dict())
     result = make_result(
         done,

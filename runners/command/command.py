@@ -19,6 +19,8 @@ class Command:
             `{trial}`, `{devices}`, `{hosts}`, `{node_rank}`, `{master_addr}` and `{master_port}` for what a trial gives;
             braces of its own are written `{{` and `}}`. It is started without a shell.
         env: variables of its environment, `NAME=value`, with `{...}` alike.
+        model: what it trains, by whatever name `redline.workload` takes, so that an estimate guides the search; by default
+            what the command says under a usual name, such as `--model_name_or_path`, where that is known here.
         launcher: what the command starts, where it is a known one: knobs without a place in the command are said as it wants
             them, and a short run is asked for. One of `redline.runners.command.launchers.LAUNCHERS`.
         render: files it reads, written into `{trial_dir}` for every trial: `FILE`, a YAML, JSON, TOML or INI file with
@@ -39,9 +41,14 @@ class Command:
     launcher: Annotated[
         str | None,
         Asked(
-            "What it starts: trainer, accelerate, deepspeed, lightning, llamafactory, torchtitan, megatron or litgpt.",
+            "What it starts: trainer, accelerate, deepspeed, lightning, llamafactory, axolotl, litgpt, torchtitan, megatron, "
+            "megatron-bridge or nemo.",
             metavar="NAME",
         ),
+    ] = None
+    model: Annotated[
+        str | None,
+        Asked("What it trains, as MODEL: an estimate then guides the search.", metavar="MODEL"),
     ] = None
     env: Annotated[
         Sequence[str], Asked("A variable of its environment; repeatable.", metavar="NAME=VALUE", many=True)

@@ -1,6 +1,7 @@
 """Texts with `{expression}` in them: over knobs, in the grammar of a space's rules, and over what a trial gives.
 
-`{{` and `}}` stand for braces, and `${...}` is left as it is: that is a shell's.
+`{a if condition else b}` chooses between two of them. `{{` and `}}` stand for braces, and `${...}` is left as it is: that
+is a shell's.
 """
 
 import re
@@ -12,11 +13,13 @@ from typing import Any
 from ...errors import SpaceError, UsageError, unknown
 from ...space.expression import Expression
 from ...space.grammar import parse
+from ...space.values import FLAG
 
 GIVEN = {
     "trial": "the trial's number",
     "trial_dir": "a folder of the trial's own",
     "devices": "devices of the trial, over all hosts",
+    "global_batch": "samples of a step, as --global-batch says",
     "hosts": "hosts of the trial",
     "node_rank": "which of its hosts this is, from 0",
     "master_addr": "address of the first of them",
@@ -24,6 +27,8 @@ GIVEN = {
 }
 """What a trial gives besides the knobs."""
 _BRACES = re.compile(r"\$\{[^}]*\}|\{\{|\}\}|\{(?P<inside>(?:'[^'\n]*'|\"[^\"\n]*\"|[^{}'\"])*)\}|(?P<stray>[{}])")
+_QUOTED = r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^'\"])"
+_CHOICE = re.compile(rf"(?P<one>{_QUOTED}+?)\sif\s(?P<condition>{_QUOTED}+?)\selse\s(?P<other>.+)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
 _MARK = 0xE000
 """Private characters of Unicode stand for what is in braces while a command is split into words."""
@@ -39,12 +44,35 @@ class _Given:
     def names(self) -> tuple[str, ...]:
         return (self.name,)
 
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        return values[self.name]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One of two, by a condition."""
+
+    condition: Expression
+    one: "_Piece"
+    other: "_Piece"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.condition.names, *self.one.names, *self.other.names)
+
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        chosen = self.one if self.condition.evaluate(values) is True else self.other
+        return chosen.evaluate(values)
+
+
+_Piece = Expression | _Given | _Choice
+
 
 @dataclass(frozen=True)
 class Template:
     """A text with expressions in it."""
 
-    pieces: tuple[str | Expression | _Given, ...]
+    pieces: tuple[str | _Piece, ...]
     """In their order."""
 
     @classmethod
@@ -59,7 +87,7 @@ class Template:
         Raises:
             UsageError: an expression is none, names no knob, or a brace is alone.
         """
-        pieces: list[str | Expression | _Given] = []
+        pieces: list[str | _Piece] = []
         end = 0
         for match in _BRACES.finditer(text):
             pieces.append(text[end : match.start()])
@@ -82,13 +110,13 @@ class Template:
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """What it comes to: where all of it is one expression, its value as it is; else text."""
-        if len(self.pieces) == 1 and not isinstance(self.pieces[0], str):
-            return _value(self.pieces[0], values)
+        if len(self.pieces) == 1 and not isinstance(only := self.pieces[0], str):
+            return only.evaluate(values)
         return self.text(values)
 
     def text(self, values: Mapping[str, Any]) -> str:
         """The text, with values in the place of expressions."""
-        return "".join(each if isinstance(each, str) else written(_value(each, values)) for each in self.pieces)
+        return "".join(each if isinstance(each, str) else written(each.evaluate(values)) for each in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -147,7 +175,9 @@ class ShellLine:
     def text(self, values: Mapping[str, Any]) -> str:
         """What the shell reads."""
         pieces = self.template.pieces
-        return "".join(each if isinstance(each, str) else shlex.quote(written(_value(each, values))) for each in pieces)
+        return "".join(
+            each if isinstance(each, str) else shlex.quote(written(each.evaluate(values))) for each in pieces
+        )
 
 
 def read_command(
@@ -170,8 +200,8 @@ def is_expression(text: str, knobs: Mapping[str, Expression]) -> bool:
     if text.strip().isidentifier():
         return text.strip() in knobs or text.strip() in GIVEN
     try:
-        return bool(parse(text, knobs).names)
-    except SpaceError:
+        return bool(_expression(text, knobs, "").names)
+    except UsageError:
         return False
 
 
@@ -201,8 +231,14 @@ def _split(command: str) -> list[str]:
     return [back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word for word in words]
 
 
-def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expression | _Given:
+def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piece:
     name = text.strip()
+    if choice := _CHOICE.fullmatch(text):
+        condition = _expression(choice["condition"], knobs, where)
+        if not isinstance(condition, Expression) or condition.kind not in (FLAG, None):
+            raise UsageError(f"{where}: {{{text}}}: `{choice['condition'].strip()}` is no condition")
+        one, other = (_expression(choice[each], knobs, where) for each in ("one", "other"))
+        return _Choice(condition, one, other)
     if name in knobs:
         return knobs[name]
     if name in GIVEN:
@@ -216,7 +252,7 @@ def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expre
         raise UsageError(f"{where}: {{{text}}}: {error} Braces of its own are written {{{{ and }}}}.") from None
 
 
-def _joined(pieces: Sequence[str | Expression | _Given]) -> Iterator[str | Expression | _Given]:
+def _joined(pieces: Sequence[str | _Piece]) -> Iterator[str | _Piece]:
     """Texts that follow each other as one, empty ones left out; one at least."""
     text, some = "", False
     for each in pieces:
@@ -229,11 +265,3 @@ def _joined(pieces: Sequence[str | Expression | _Given]) -> Iterator[str | Expre
         text, some = "", True
     if text or not some:
         yield text
-
-
-def _value(piece: str | Expression | _Given, values: Mapping[str, Any]) -> Any:
-    if isinstance(piece, _Given):
-        return values[piece.name]
-    if isinstance(piece, Expression):
-        return piece.evaluate(values)
-    return piece

@@ -35,22 +35,30 @@ class Commands(Work):
         command: as it is asked for.
         space: whose knobs it holds.
         devices: of one trial.
+        global_batch: samples of a step, where that is given.
 
     Raises:
-        UsageError: a placeholder is filled by nothing, a knob is used nowhere, or something that the command reads is
-            not there.
+        UsageError: a placeholder is filled by nothing, a knob is used nowhere, or a file to be rendered is not there.
     """
 
     several_hosts = False
     in_turns = False
     imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
 
-    def __init__(self, command: Command, space: Space, *, devices: int) -> None:
-        self._space, self._devices, self._grows = space, devices, command.metric_file
+    def __init__(self, command: Command, space: Space, *, devices: int, global_batch: int | None = None) -> None:
+        self.asked = command
+        """As it was asked for."""
+        self._space, self._devices, self._global_batch = space, devices, global_batch
+        self._grows = command.metric_file
         knobs = space.by_name
+        whole = command
         if command.launcher is not None:
-            command = find_launcher(command.launcher).told(command, list(knobs))
+            launcher = find_launcher(command.launcher)
+            whole = launcher.told(command, list(knobs), short=False)
+            command = launcher.told(command, list(knobs))
         self._line = read_command(command.command, knobs, shell=command.shell)
+        self._whole = read_command(whole.command, knobs, shell=command.shell)
+        """The command without what makes its run short."""
         self._environment = tuple(_variable(each, knobs) for each in command.env)
         self._files = read_files(command.render, knobs)
         self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
@@ -62,8 +70,9 @@ class Commands(Work):
         places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
         self.names = frozenset(name for each in places for name in each.names)
         """The knobs it mentions, and what of `GIVEN`."""
+        if "global_batch" in self.names and global_batch is None:
+            raise UsageError("the command takes {global_batch}: say it with --global-batch")
         self._check_used()
-        self._check_program()
 
     def _check_used(self) -> None:
         """Refuses a knob whose value nothing depends on."""
@@ -78,8 +87,12 @@ class Commands(Work):
                     f"{{{knob.name}}} where its value belongs, or take it out of the space"
                 )
 
-    def _check_program(self) -> None:
-        """Refuses a program that is not there."""
+    def check_program(self) -> None:
+        """Refuses a program that is not there.
+
+        Raises:
+            UsageError: so it is.
+        """
         if isinstance(self._line, ShellLine) or self._line.words[0].names:
             return
         program = self._line.words[0].text(self.given(0, Path()))
@@ -92,6 +105,7 @@ class Commands(Work):
             "trial": number,
             "trial_dir": str(folder),
             "devices": self._devices,
+            "global_batch": self._global_batch,
             "hosts": 1,
             "node_rank": 0,
             "master_addr": "127.0.0.1",
@@ -103,11 +117,11 @@ class Commands(Work):
         absent = {knob.name: knob.default for knob in self._space.knobs if not knob.derived}
         return {**absent, **config, **self.given(number, folder)}
 
-    def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
-        """The command of a configuration, as it would be written in a shell."""
+    def rendered(self, config: Mapping[str, Any], number: int, folder: Path, *, short: bool = True) -> str:
+        """The command of a configuration, as it would be written in a shell; short as trials are, or to train with."""
         values = self.values(config, number, folder)
         variables = [(name, each.text(values)) for name, each in self._environment]
-        return self._line.shown(values, variables)
+        return (self._line if short else self._whole).shown(values, variables)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
         import cloudpickle

@@ -46,6 +46,8 @@ def test_options_of_its_own_are_those_of_the_same_name_alone():
 def test_options_go_behind_the_word_that_a_launcher_wants():
     said = words("accelerate", "sh launch train.py --x 1", config={"precision": "bf16"})
     assert said == ["sh", "launch", "--mixed_precision", "bf16", "--dynamo_backend", "no", "train.py", "--x", "1"]
+    said = words("accelerate", "sh launch train.py", config={"precision": "fp32", "fusion": True})
+    assert said == ["sh", "launch", "--mixed_precision", "no", "--dynamo_backend", "inductor", "train.py"]
     with pytest.raises(UsageError, match="needs 'launch' in the command"):
         words("accelerate", "sh train.py")
 
@@ -108,7 +110,7 @@ EXPECTED = {
 }
 CONFIG = {
     "trainer": {"micro_batch": 4, "precision": "bf16"},
-    "lightning": {"precision": "bf16-mixed"},
+    "lightning": {"precision": "bf16"},
     "accelerate": {"precision": "bf16"},
 }
 
@@ -146,7 +148,41 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
     assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", ["megatron", "litgpt", "llamafactory"])
+def test_lossy_values_are_tried_where_they_are_allowed():
+    assert LAUNCHERS["litgpt"].values(1)["precision"] == ["fp32", "bf16"]
+    assert LAUNCHERS["litgpt"].values(1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
+
+
+@pytest.mark.parametrize("name", list(LAUNCHERS))
+def test_a_launcher_has_standard_values_for_standard_knobs(name):
+    from redline.estimator.knob_arrays import knob_arrays
+    from redline.estimator.setup import TrainingSetup
+
+    table = knob_arrays(list(space_of(name, devices=1)), TrainingSetup())
+    assert set(table.precision.tolist()) <= {"fp32", "bf16"} and set(table.fusion.tolist()) <= {True, False}
+
+
+def test_what_makes_a_run_short_is_not_what_one_trains_with():
+    space = space_of("trainer", devices=1)
+    work = Commands(Command(command="sh train.sh", launcher="trainer"), space, devices=1)
+    short, whole = (
+        work.rendered(space.config(micro_batch=2), 0, Path("/trial"), short=short) for short in (True, False)
+    )
+    assert "--max_steps 1000" in short and "--output_dir /trial" in short
+    assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
+
+
+def test_a_global_batch_is_said_to_those_who_derive_the_accumulation_themselves():
+    space = space_of("megatron", devices=4)
+    space.derive("grad_accum", 16 // space["micro_batch"])
+    command = Command(command="sh train.sh", launcher="megatron")
+    work = Commands(command, space, devices=4, global_batch=64)
+    assert "--global-batch-size 64" in work.rendered(space.config(micro_batch=2), 0, Path())
+    with pytest.raises(UsageError, match="say it with --global-batch"):
+        Commands(command, space, devices=4)
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name not in (*PARSED, "deepspeed", "torchtitan")])
 def test_of_those_that_are_not_installed_the_words_are_whole(name):
-    said = words(name, "sh train.sh", config={"micro_batch": 4})
+    said = words(name, "sh train train.sh", config={"micro_batch": 4})
     assert not any("{" in word or not word for word in said) and "4" in " ".join(said)

@@ -45,6 +45,12 @@ def words(text, space, **changed):
         ("train {fusion} -o {trial_dir}/out", ["train", "true", "-o", "/runs/a b/3/out"]),
         ("train '{{\"a\": {micro_batch}}}'", ["train", '{"a": 8}']),
         ("train ${HOME} {min(micro_batch, 4)}", ["train", "${HOME}", "4"]),
+        (
+            "train {'inductor' if fusion else 'no'} {'a if b' if not fusion else micro_batch}",
+            ["train", "inductor", "8"],
+        ),
+        ("train {1 if fusion and micro_batch > 8 else 2 if micro_batch == 8 else name}", ["train", "2"]),
+        ("train -o {trial_dir if fusion else 'out'}", ["train", "-o", "/runs/a b/3"]),
         ("train a\\ b \"c 'd'\"", ["train", "a b", "c 'd'"]),
     ],
 )
@@ -74,6 +80,9 @@ def test_what_is_shown_or_given_to_a_shell_is_quoted(space, name):
     ("text", "says"),
     [
         ("train {micro_bach}", r"unknown placeholder '\{micro_bach\}'; did you mean '\{micro_batch\}'\?"),
+        ("train {1 if micro_batch else 2}", "`micro_batch` is no condition"),
+        ("train {1 if fusion else}", r"\{1 if fusion else\}: .*line 1"),
+        ("train {1 if trial else 2}", "`trial` is no condition"),
         ("train {micro_batch +}", r"\{micro_batch \+\}: .*line 1"),
         ("train {micro_batch", r"the brace '\{' is alone in '\{micro_batch'"),
         ("train }", r"the brace '\}' is alone"),

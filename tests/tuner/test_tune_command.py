@@ -119,12 +119,21 @@ def test_the_first_two_that_crash_alike_end_the_search(checkout, capsys):
             ["gpt2-tiny", "--command", "true {micro_batch} {mode}"],
             "give one thing to tune, but got 'gpt2-tiny' beside it",
         ),
+        (["gpt2-tiny", "--model", "x"], "--model belongs to a command"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt3-tiny"], "did you mean 'gpt2-tiny'"),
+        (["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--layerwise"], "layerwise belongs to"),
+        (
+            ["--command", "true {micro_batch} {mode}", "--model", "gpt2", "--data", "x"],
+            "data belongs to a workload",
+        ),
+        (["--command", "true {micro_batch} {mode} {global_batch}"], "say it with --global-batch"),
+        (["--command", "true {micro_batch} {mode}", "--hardware", "h100-80gb"], "hardware belongs to a workload"),
         (["gpt2-tiny", "--metric", "x"], "--metric belongs to a command"),
         (["--command", "true {micro_batch}"], "the knob 'mode' is used nowhere"),
         (["--command", "true {micro_batch} {mode}", "--seq-len", "8"], "belong to a workload, not to a command"),
         (
             ["--command", "true {micro_batch} {mode}", "--runner", "simulate", "--hardware", "h100"],
-            "needs a model or a workload",
+            "needs to know what a command trains: --model",
         ),
         (["--command", "true {micro_batch} {mode}", "--render", "x.yaml"], "x.yaml, cannot be read"),
         (["--command-file", "none.yaml"], "none.yaml cannot be read"),
@@ -183,6 +192,53 @@ def test_a_global_batch_gives_the_accumulation_on_ray_and_when_it_is_measured_ag
     assert code == 0, out + err
     (row,) = csv.DictReader(open("again/trials.csv"))
     assert (row["knob.micro_batch"], row["knob.grad_accum"]) in (("2", "2"), ("4", "1"))
+
+
+MEGATRON = "torchrun pretrain_gpt.py --bf16 --seq-length 1024"
+CLUSTER = ["--devices", 8, "--global-batch", 64, "--runner", "simulate", "--hardware", "h100-80gb", "--trials", 6]
+
+
+def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    megatron = ["tune", "--launcher", "megatron", "--command", MEGATRON, *CLUSTER]
+    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--out", "r")
+    assert code == 0, out + err
+    assert "the estimate is that of gpt2, 1024 tokens a sample" in out
+    best = yaml.safe_load(Path("r/best.yaml").read_text())
+    size = best["best"]["configuration"]["micro_batch"]
+    assert f"--micro-batch-size {size} " in out and "--global-batch-size 64" in out and "--train-iters" not in out
+    asked = yaml.safe_load(Path("r/run.yaml").read_text())["asked"]
+    assert asked["workload"]["spec"] == "gpt2" and asked["shape"]["layers"] == 12 and asked["seq_len"] == 1024
+    code, out, err = run(capsys, "export", "r", "--to", "megatron")
+    assert code == 0 and "--num-layers 12" in out and f"--micro-batch-size {size}" in out, out + err
+    code, out, err = run(capsys, *megatron, "--model", "gpt2", "--warm-start", "r", "--out", "again")
+    assert code == 0 and "warm start from r: " in out and "weight" not in out, out + err
+    otherwise = ["tune", "--launcher", "megatron", "--command", MEGATRON + " --model gpt2 --use-flash-attn", *CLUSTER]
+    code, out, err = run(capsys, *otherwise, "--warm-start", "r", "--out", "otherwise")
+    assert code == 0 and "at 90 % weight: gpt2 is trained otherwise" in out, out + err
+    assert "the command names it, and --model names another" in out
+
+
+def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
+    command = [
+        "tune", "--command", checkout, "--set", "micro_batch=65536,2,4", "--set", "mode=fast", "--model", "gpt2-tiny",
+        "--measure-time", "200ms", "--trials", 2, "--patience", 0, "--memory-limit", "2GiB", "--out", "r",
+    ]  # fmt: skip
+    code, out, err = run(capsys, *command)
+    assert code == 0, out + err
+    assert "the estimate is that of gpt2-tiny, 64 tokens a sample" in out
+    rows = list(csv.DictReader(open("r/trials.csv")))
+    # The default would not fit, which nobody has to try.
+    assert "trial 0 is micro_batch=4, otherwise the default configuration, because that is predicted to need" in out
+    assert {row["knob.micro_batch"] for row in rows} == {"4", "2"} and {row["unit"] for row in rows} == {"samples/s"}
+    assert {row["predicted_throughput"] for row in rows} == {""}
+
+
+def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
+    code, out, err = run(
+        capsys, "tune", "--command", f"{checkout} --model=resnet-of-ours", *OPTIONS, "--trials", 1, "--out", "r"
+    )
+    assert code == 0 and "without an estimate of the command's model: unknown model 'resnet-of-ours'" in out, out + err
 
 
 def test_python_tunes_commands_too(checkout):

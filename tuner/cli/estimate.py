@@ -102,7 +102,7 @@ def _shape(options: dict[str, Any], sizes: dict[str, int | None], gated: bool, t
     given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     if not given:
         return None
-    if model := options["model"] or options["workload"]:
+    if model := options["target"] or options["workload"]:
         raise UsageError(f"give either a model or shape numbers, but got '{model}' and --{next(iter(given))}")
     missing = [name for name in ("layers", "hidden", "heads", "vocabulary") if name not in given]
     if missing:

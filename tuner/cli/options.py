@@ -16,7 +16,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 def options_of(*sections: type) -> Decorator:
     """MODEL, and an option for each field of these sections of a request; `request_of` reads what they give."""
     made: list[Decorator] = [
-        click.argument("model", required=False),
+        click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
     for section in sections:
@@ -49,13 +49,13 @@ def request_of(given: dict[str, Any], target: Any = None) -> dict[str, Any]:
     """What `options_of` gave, as the fields of a request; those of nothing else are left in `given`.
 
     Args:
-        given: by the names of fields, and `model` and `workload`.
+        given: by the names of fields, `target` being MODEL, and `workload`.
         target: in place of these two.
 
     Raises:
         UsageError: neither or both of MODEL and `--workload` are given, or a knob's values are malformed.
     """
-    named = given.pop("model"), given.pop("workload")
+    named = given.pop("target"), given.pop("workload")
     if target is not None and any(named):
         raise UsageError(f"give one thing to tune, but got '{named[0] or named[1]}' beside it")
     out = {"target": target if target is not None else target_of(*named)}

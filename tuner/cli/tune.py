@@ -98,7 +98,6 @@ def _command(options: dict[str, Any], file: str | None) -> Command | None:
 
 def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
     """The commands of the default configuration and of some others."""
-    from ...runners.command.work import Commands
     from ..request import Request
     from ..task import resolve_task
 
@@ -106,11 +105,11 @@ def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
         raise UsageError("--dry prints commands; give one with --command or --command-file")
     request = Request(**given)
     task = resolve_task(request)
-    work = Commands(command, task.space, devices=task.devices)
+    assert task.command is not None, "what is tuned is a command"
     configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
     for number, config in enumerate(configs):
         folder = Path(given["out"] or _fresh_folder(command.name), "trials", str(number))
-        click.echo(work.rendered(config, number, folder))
+        click.echo(task.command.rendered(config, number, folder))
 
 
 def _fresh_folder(target: str) -> str:

@@ -63,6 +63,7 @@ class Knowledge:
         prior: an estimate: `prior(config) -> Estimate | throughput`, with `.table(configs)` where it has it.
         warn: told of what is wrong with the prior, once.
         headroom: share of memory that is to stay free, 0 to 0.5.
+        relative: whether of what the prior states only ratios mean anything.
 
     Raises:
         UsageError: the headroom is out of range.
@@ -76,6 +77,7 @@ class Knowledge:
         prior: Any = None,
         warn: Callable[[str], None] | None = None,
         headroom: float = 0.0,
+        relative: bool = False,
     ) -> None:
         if not 0 <= headroom <= 0.5:
             raise UsageError(f"headroom must be a share from 0 to 0.5, but got {headroom!r}")
@@ -86,7 +88,7 @@ class Knowledge:
         count = None if listed is None else len(listed)
         self.estimates: list[tuple[Answers, float]] = []
         """Rival estimates, and the share of each in what estimates are trusted; the prior itself comes first."""
-        self.relative = isinstance(prior, Correction) and prior.beneath is None
+        self.relative = relative or (isinstance(prior, Correction) and prior.beneath is None)
         """Whether of what the prior states only ratios mean anything."""
         if prior is not None:
             weight = prior.weight if isinstance(prior, Correction) else 1.0

@@ -1,12 +1,36 @@
 """Launchers that are known, one a file."""
 
 from ....errors import UsageError, unknown
-from . import accelerate, deepspeed, lightning, litgpt, llamafactory, megatron, torchtitan, trainer
+from . import (
+    accelerate,
+    axolotl,
+    bridge,
+    deepspeed,
+    lightning,
+    litgpt,
+    llamafactory,
+    megatron,
+    nemo,
+    torchtitan,
+    trainer,
+)
 from .launcher import Launcher
 
 LAUNCHERS: dict[str, Launcher] = {
     each.LAUNCHER.name: each.LAUNCHER
-    for each in (trainer, accelerate, deepspeed, lightning, llamafactory, torchtitan, megatron, litgpt)
+    for each in (
+        trainer,
+        accelerate,
+        deepspeed,
+        lightning,
+        llamafactory,
+        axolotl,
+        litgpt,
+        torchtitan,
+        megatron,
+        bridge,
+        nemo,
+    )
 }
 
 

@@ -5,10 +5,10 @@ from .launcher import Launcher
 LAUNCHER = Launcher(
     name="accelerate",
     after="launch",
-    knobs={"precision": ("no", "bf16"), "fusion": ("no", "inductor")},
+    knobs={"precision": ("fp32", "bf16"), "fusion": (False, True)},
     words={
-        "precision": "--mixed_precision {precision}",
-        "fusion": "--dynamo_backend {fusion}",
+        "precision": "--mixed_precision {'no' if precision == 'fp32' else precision}",
+        "fusion": "--dynamo_backend {'inductor' if fusion else 'no'}",
         "grad_accum": "--gradient_accumulation_steps {grad_accum}",
     },
 )

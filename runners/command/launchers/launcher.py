@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....errors import UsageError
+from ....results.lossy import LOSSY
 from ..command import Command
 from ..files import PLACED
 
@@ -29,12 +30,16 @@ class Launcher:
     several: tuple[str, ...] = ()
     """Knobs that only matter on several devices."""
 
-    def values(self, devices: int) -> dict[str, Sequence[Any]]:
-        """The values that are tried where none are given."""
-        return {name: values for name, values in self.knobs.items() if devices > 1 or name not in self.several}
+    def values(self, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
+        """The values that are tried where none are given; those that trade accuracy for speed only where asked for."""
+        return {
+            name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
+            for name, values in self.knobs.items()
+            if devices > 1 or name not in self.several
+        }
 
-    def told(self, command: Command, knobs: Sequence[str]) -> Command:
-        """A command with what it says of these knobs and of a short run; what it has already stays its own.
+    def told(self, command: Command, knobs: Sequence[str], *, short: bool = True) -> Command:
+        """A command with what it says of these knobs, and of a short run if it is one; what it has already stays its own.
 
         Raises:
             UsageError: its settings are in a file, and none is rendered.
@@ -44,7 +49,7 @@ class Launcher:
         mine = [name for name in knobs if f"{{{name}}}" not in said]
         options = [each for name in mine if name in self.words for each in _options(self.words[name])]
         theirs = {_name(word) for word in _words(text)}
-        added = [each for each in (*options, *_options(self.short)) if _name(each) not in theirs]
+        added = [each for each in (*options, *(_options(self.short) if short else ())) if _name(each) not in theirs]
         render = tuple(command.render)
         if placed := [self.paths[name] for name in mine if name in self.paths]:
             file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)

@@ -5,12 +5,13 @@ from .launcher import Launcher
 LAUNCHER = Launcher(
     name="lightning",
     knobs={
-        "precision": ("32-true", "bf16-mixed"),
-        "strategy": ("ddp", "fsdp"),
+        "precision": ("fp32", "bf16"),
+        "zero": (0, 3),
     },
     words={
-        "precision": "--trainer.precision {precision}",
-        "strategy": "--trainer.strategy {strategy}",
+        "precision": "--trainer.precision {'32-true' if precision == 'fp32' else '16-mixed' if precision == 'fp16' else "
+        "'bf16-mixed'}",
+        "zero": "--trainer.strategy {'fsdp' if zero == 3 else 'ddp'}",
         "grad_accum": "--trainer.accumulate_grad_batches {grad_accum}",
     },
     short=(
@@ -19,5 +20,5 @@ LAUNCHER = Launcher(
         "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
         "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
     ),
-    several=("strategy",),
+    several=("zero",),
 )

@@ -5,7 +5,13 @@ from .trainer import BATCHES
 
 LAUNCHER = Launcher(
     name="litgpt",
-    knobs={"micro_batch": BATCHES, "precision": ("32-true", "bf16-true", "bf16-mixed")},
-    words={"micro_batch": "--train.micro_batch_size {micro_batch}", "precision": "--precision {precision}"},
+    knobs={"micro_batch": BATCHES, "precision": ("fp32", "bf16", "bf16_pure")},
+    words={
+        "micro_batch": "--train.micro_batch_size {micro_batch}",
+        "grad_accum": "--train.global_batch_size {global_batch}",
+        "precision": (
+            "--precision {'32-true' if precision == 'fp32' else 'bf16-mixed' if precision == 'bf16' else 'bf16-true'}"
+        ),
+    },
     short="--out_dir {trial_dir} --train.log_interval 1 --train.save_interval 1000000 --eval.interval 1000000",
 )

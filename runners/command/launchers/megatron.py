@@ -1,4 +1,4 @@
-"""Megatron-LM: `torchrun ... pretrain_gpt.py ...`; NeMo's and Megatron-Bridge's recipes name the same things otherwise."""
+"""Megatron-LM: `torchrun ... pretrain_gpt.py ...`."""
 
 from .launcher import Launcher
 
@@ -7,6 +7,7 @@ LAUNCHER = Launcher(
     knobs={"micro_batch": (1, 2, 4, 8), "tp": (1, 2, 4, 8), "pp": (1, 2, 4)},
     words={
         "micro_batch": "--micro-batch-size {micro_batch}",
+        "grad_accum": "--global-batch-size {global_batch}",
         "tp": "--tensor-model-parallel-size {tp}",
         "pp": "--pipeline-model-parallel-size {pp}",
     },

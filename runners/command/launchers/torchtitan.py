@@ -11,6 +11,7 @@ LAUNCHER = Launcher(
     },
     words={
         "micro_batch": "--training.local_batch_size {micro_batch}",
+        "grad_accum": "--training.global_batch_size {global_batch}",
         "tp": "--parallelism.tensor_parallel_degree {tp}",
         "pp": "--parallelism.pipeline_parallel_degree {pp}",
     },

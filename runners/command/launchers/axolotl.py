@@ -1,0 +1,18 @@
+"""axolotl: `axolotl train config.yml`; its options stand behind `train`, what is behind ` -- ` is its own launcher's."""
+
+from .launcher import Launcher
+from .trainer import BATCHES
+
+LAUNCHER = Launcher(
+    name="axolotl",
+    after="train",
+    knobs={"micro_batch": BATCHES, "precision": ("fp32", "bf16"), "checkpoint_ratio": (0, 1)},
+    words={
+        "micro_batch": "--micro-batch-size {micro_batch}",
+        "grad_accum": "--gradient-accumulation-steps {grad_accum}",
+        "precision": "--bf16 {precision == 'bf16'}",
+        "checkpoint_ratio": "--gradient-checkpointing {checkpoint_ratio == 1}",
+        "fusion": "--torch-compile {fusion}",
+    },
+    short="--output-dir {trial_dir} --max-steps 1000 --val-set-size 0",
+)

@@ -1,0 +1,47 @@
+"""What a command says of its own training: by the names that trainers have for it, in its words and in its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from redline.runners.command.command import Command
+from redline.runners.command.trained import Trained
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python train.py", Trained()),
+        ("train --model_name_or_path gpt2 --block_size 512 --bf16", Trained(model="gpt2", seq_len=512, precision="bf16")),
+        ("python train.py --model-name-or-path=gpt2 --bf16 False --fp16 true", Trained(model="gpt2", precision="fp16")),
+        ("torchrun pretrain_gpt.py --bf16 --seq-length 4096", Trained(seq_len=4096, precision="bf16")),
+        ("accelerate launch --mixed_precision no train.py --model m", Trained(model="m", precision="fp32")),
+        ("python cli.py fit --trainer.max_steps 3 --precision bf16-true", Trained(precision="bf16")),
+        ("llamafactory-cli train model_name_or_path=m cutoff_len=64 fp16=true", Trained(model="m", seq_len=64, precision="fp16")),
+        ("python train.py --model {size} --seq_len {length} --config_name c.json", Trained(model="c.json")),
+        ("python train.py --block_size many --model", Trained()),
+        (["python", "train.py", "--model", "two words"], Trained(model="two words")),
+        ("python 'train.py", Trained()),
+    ],
+)  # fmt: skip
+def test_what_its_words_say(command, expected):
+    assert Trained.by(Command(command=command)) == expected
+
+
+def test_what_its_files_say_unless_its_words_say_otherwise():
+    Path("a.yaml").write_text("base_model: one\nsequence_len: 2048\nbf16: auto\nlora: {model: no}\n")
+    Path("ds.json").write_text(json.dumps({"model": "of ds", "seq_len": "{length}"}))
+    assert Trained.by(Command(command="axolotl train a.yaml")) == Trained(model="one", seq_len=2048, precision="bf16")
+    assert Trained.by(Command(command="axolotl train a.yaml --base-model two")).model == "two"
+    assert Trained.by(Command(command="train", render=["ds.json:a.b={x}"])) == Trained(model="of ds")
+
+
+@pytest.mark.parametrize("text", [b"\xff\x00", b"- 1\n- 2\n", b"a: [", b"&a [*a, *a]"])
+def test_a_file_that_says_nothing_is_passed_over(text):
+    Path("a.yaml").write_bytes(text)
+    assert Trained.by(Command(command="train a.yaml missing.yaml --model gpt2")) == Trained(model="gpt2")
