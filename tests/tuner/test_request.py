@@ -10,7 +10,7 @@ from redline.errors import UsageError
 from redline.tuner.cli.main import redline
 from redline.tuner.request import SECTIONS, Request
 
-PYTHON_ONLY = {"target", "prior", "isolate", "listener"}
+PYTHON_ONLY = {"prior", "isolate", "listener"}
 
 
 def test_the_sections_are_the_request_in_the_order_of_its_constructor():
@@ -32,7 +32,7 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     options = {each.name: each for each in command.params}
     assert {each.name for each in fields(Request)} - set(options) == PYTHON_ONLY
     assert set(options) - {each.name for each in fields(Request)} == {
-        *("model", "workload", "as_json", "command_file", "dry"),
+        *("workload", "as_json", "command_file", "dry"),
         *(each.name for each in fields(rl.Command)),
     }
     parsed = command.make_context("tune", ["gpt2-tiny"]).params
