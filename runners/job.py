@@ -37,6 +37,8 @@ class Job:
     """A cloudpickled callable: `program(RankContext) -> picklable report`, run by every rank."""
     ranks: int = 1
     """Processes to start on this host."""
+    one_a_host: bool = False
+    """Whether every host has one process, whatever its devices. The first of these that returns ends the job."""
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     """How they find each other."""
     device_type: str = "cpu"

@@ -178,16 +178,19 @@ class Gang:
             return outcome
         host, port = self._ray.get(self.actors[0].meeting_point.remote())
         futures = []
+        each = 1 if job.one_a_host else self._per_host
         for number, actor in enumerate(self.actors):
-            rendezvous = Rendezvous(host=host, port=port, world_size=job.ranks, first_rank=number * self._per_host)
-            share = replace(job, ranks=self._per_host, rendezvous=rendezvous)
+            world = each * len(self.actors)
+            rendezvous = Rendezvous(host=host, port=port, world_size=world, first_rank=number * each)
+            share = replace(job, ranks=each, rendezvous=rendezvous)
             futures.append(actor.run.remote(share, key, True))
-        results = self._gather(futures, key)
+        results = self._gather(futures, key, first=job.one_a_host)
         _write_log(job, [log for _, log in results])
         return merge([outcome for outcome, _ in results])
 
-    def _gather(self, futures: list[Any], key: str) -> list[tuple[Outcome, bytes]]:
-        """The results in order of hosts. After a failure the others have a moment, then they are stopped."""
+    def _gather(self, futures: list[Any], key: str, *, first: bool) -> list[tuple[Outcome, bytes]]:
+        """The results in order of hosts. After a failure, or the `first` result if that is enough, the others have a
+        moment, then they are stopped."""
         waiting, results = list(futures), {}
         deadline: float | None = None
         stopped = False
@@ -200,7 +203,7 @@ class Gang:
                 except BaseException:
                     self._stop(key)
                     raise
-                if results[future][0].status is not Status.OK and deadline is None:
+                if (first or results[future][0].status is not Status.OK) and deadline is None:
                     deadline = time.monotonic() + ECHO_S
             if waiting and deadline is not None and time.monotonic() >= deadline:
                 if stopped:

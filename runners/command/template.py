@@ -20,6 +20,7 @@ GIVEN = {
     "trial_dir": "a folder of the trial's own",
     "devices": "devices of the trial, over all hosts",
     "global_batch": "samples of a step, as --global-batch says",
+    "devices_per_host": "devices on each of its hosts",
     "hosts": "hosts of the trial",
     "node_rank": "which of its hosts this is, from 0",
     "master_addr": "address of the first of them",

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -47,6 +48,8 @@ SHOWN_LINES = 40
 """Last lines that are shown where nothing was found in them."""
 RANKS_APART = 4
 """Steps by which ranks that each show a bar may be apart; a bar that falls back to less than half begins anew."""
+SILENT_S = 10.0
+"""How long a host that has told nothing waits for another to do so once its command has ended, s."""
 PORTS = 3
 """How often a command is started that finds its port taken."""
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
@@ -103,16 +106,43 @@ class CommandTrial:
 
     def __call__(self, context: "RankContext") -> Measurement:
         Path(self.folder).mkdir(parents=True, exist_ok=True)
+        context.phase("the command")
+        if context.world_size > 1:
+            return self._on_one_of(context)
         for attempt in range(PORTS):
-            context.phase("the command")
-            run = _Run(self)
+            run = _Run(self, {**self.values, "master_port": _free_port()})
             measured = run.measured()
-            # Some say that a port is taken, take another and go on.
-            crashed = measured.status is Status.CRASH and run.port_taken and self.takes_port
-            if not crashed or attempt == PORTS - 1:
+            if not self._port_taken(run, measured) or attempt == PORTS - 1:
                 break
             print(f"redline: the port {run.values['master_port']} is taken; started again on another", flush=True)
         return measured
+
+    def _on_one_of(self, context: "RankContext") -> Measurement:
+        """Its part on one of several hosts.
+
+        Raises:
+            RuntimeError: the port is taken; whoever started it on all hosts tries another.
+        """
+        where = urlsplit(context.init_method)
+        hosts = {
+            "hosts": context.world_size,
+            "node_rank": context.rank,
+            "devices_per_host": self.values["devices"] // context.world_size,
+            "master_addr": where.hostname,
+            "master_port": where.port,
+        }
+        run = _Run(self, {**self.values, **hosts})
+        measured = run.measured()
+        if self._port_taken(run, measured):
+            raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
+        if run.silent:
+            # Of most trainings one host tells something, which ends this one.
+            time.sleep(SILENT_S)
+        return measured
+
+    def _port_taken(self, run: "_Run", measured: Measurement) -> bool:
+        """Whether another port may help: some say that one is taken, take another themselves and go on."""
+        return measured.status is Status.CRASH and run.port_taken and self.takes_port
 
 
 class _Over(Exception):
@@ -124,9 +154,10 @@ class _Run(Clock):
     """A command that runs; as a clock it tells what its steps cost."""
 
     trial: CommandTrial
+    values: Mapping[str, Any]
+    """Of the knobs, and what the trial gives here."""
     costs: list[float] = field(default_factory=list)
     """Of each value of the objective, in the order they were told."""
-    values: dict[str, Any] = field(default_factory=dict)
     told: dict[str, float] = field(default_factory=dict)
     """The last value of each metric."""
     seen: list[str] = field(default_factory=list)
@@ -142,9 +173,10 @@ class _Run(Clock):
     """Cores that others kept busy meanwhile."""
     _stopped: bool = False
     """Whether it was ended, rather than ended by itself."""
+    silent: bool = False
+    """Whether it has ended well, and told nothing."""
 
     def __post_init__(self) -> None:
-        self.values = {**self.trial.values, "master_port": _free_port()}
         folder = Path(self.trial.folder)
         self.report = folder / "report.jsonl"
         self.report.unlink(missing_ok=True)
@@ -423,6 +455,7 @@ class _Run(Clock):
 
     def _silent(self) -> Measurement:
         """It ended well, and nothing that it said was the objective."""
+        self.silent = True
         wanted = [self.trial.wanted] if self.trial.wanted else []
         missing = f"'{self.trial.wanted}'" if wanted else "a throughput, a step's time or its number"
         lines = list(self._tail)

@@ -13,7 +13,7 @@ from ...results import Measurement, Status
 from ...space import Space
 from ...space.knob import DerivedKnob
 from ..function import measured_by_itself
-from ..job import Job, Outcome
+from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import Command
 from .files import read_files
@@ -26,6 +26,9 @@ from .trial import CommandTrial
 if TYPE_CHECKING:
     from ..runner import TrialRequest
     from ..work import Known, TrialTerms
+
+_TOLD_FIRST = (Status.OK, Status.OOM, Status.WRONG)
+"""Of what hosts tell of a trial, what counts before anything else."""
 
 
 class Commands(Work):
@@ -41,7 +44,6 @@ class Commands(Work):
         UsageError: a placeholder is filled by nothing, a knob is used nowhere, or a file to be rendered is not there.
     """
 
-    several_hosts = False
     in_turns = False
     imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
 
@@ -100,12 +102,13 @@ class Commands(Work):
             raise UsageError(f"the command is not found: there is no program '{program}'")
 
     def given(self, number: int, folder: Path) -> dict[str, Any]:
-        """What a trial gives besides the knobs; the port is found when it starts."""
+        """What a trial gives besides the knobs: on one host, and of several what is the same on each."""
         return {
             "trial": number,
             "trial_dir": str(folder),
             "devices": self._devices,
             "global_batch": self._global_batch,
+            "devices_per_host": self._devices,
             "hosts": 1,
             "node_rank": 0,
             "master_addr": "127.0.0.1",
@@ -153,6 +156,7 @@ class Commands(Work):
         )
         return Job(
             program=cloudpickle.dumps(trial),
+            one_a_host=True,
             memory_limit_mib=terms.memory_limit_mib,
             timeout_s=request.timeout_s or terms.timeout_s,
             log=str(request.log) if request.log else None,
@@ -161,9 +165,7 @@ class Commands(Work):
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
-        # Of the process that reads along no memory counts: the command's is in what it returned.
-        ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
-        measured = measured_by_itself(replace(outcome, ranks=ranks), terms.memory_limit_mib, known)
+        measured = measured_by_itself(_together(outcome), terms.memory_limit_mib, known)
         if measured.ok and measured.unit != (unit := self._unit or measured.unit):
             return replace(
                 measured,
@@ -186,6 +188,21 @@ class Commands(Work):
             return None
         replicas = values.get("dp") or max(1, self._devices // (values.get("tp", 1) * values.get("pp", 1)))
         return float(values["micro_batch"] * values.get("grad_accum", 1) * replicas)
+
+
+def _together(outcome: Outcome) -> Outcome:
+    """What the hosts of a trial come to: what one of them has measured, else the cause of its failure.
+
+    Of the processes that read along no memory counts: the command's is in what they returned.
+    """
+    reports = [each.report for each in outcome.ranks if each.report is not None]
+    if not reports:
+        ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
+        return replace(outcome, ranks=ranks)
+    first = min(reports, key=lambda each: _TOLD_FIRST.index(each.status) if each.status in _TOLD_FIRST else 3)
+    peaks = [each.peak_memory_mib for each in reports if each.peak_memory_mib is not None]
+    whole = replace(first, peak_memory_mib=max(peaks, default=None))
+    return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),))
 
 
 def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:
