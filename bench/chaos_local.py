@@ -128,7 +128,7 @@ class Study:
             return ("agent", "supervisor", "rank")[min(above, 2)]
         if "ray_driver" in words:
             return "ray guard" if process.ppid() == self.driver.pid else "ray driver"
-        names = {"raylet/raylet": "raylet", "gcs_server": "gcs", "ray::HostActor": "ray worker"}
+        names = {"raylet/raylet": "raylet", "gcs_server": "gcs", "ray::RayHost": "ray worker"}
         return next((kind for name, kind in names.items() if name in words), "other")
 
     def settle(self, family: list[psutil.Process]) -> None:

@@ -26,9 +26,10 @@ from ..errors import RedlineError, RunnerError, UsageError
 from ..results import Status
 from ..scratch import remove
 from . import failure
+from .gang import Gang, Layout, lay_out
 from .job import Job, Outcome
 from .process import adopt_orphans, die_with_parent, kill_descendants
-from .ray_gang import Gang, HostActor, Layout, lay_out
+from .ray_host import RayHost, RayMember
 
 Found = TypeVar("Found")
 PLACEMENT_TIMEOUT_S = 60.0
@@ -263,9 +264,9 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         layout = self.layout
-        actors = []
+        members = []
         for host in range(layout.hosts):
-            make = self._ray.remote(HostActor).options(
+            make = self._ray.remote(RayHost).options(
                 num_cpus=layout.bundle["CPU"],
                 num_gpus=layout.bundle.get("GPU", 0),
                 # A trial is stopped, and its host asked whether it lives, while it runs.
@@ -274,8 +275,8 @@ class Cluster:
                     self._groups[slot], placement_group_bundle_index=host
                 ),
             )
-            actors.append(make.remote(self._setup.imports))
-        return Gang(actors, layout.per_host)
+            members.append(RayMember(make.remote(self._setup.imports)))
+        return Gang(members, layout.per_host)
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""

@@ -1,5 +1,6 @@
 """What is asked of a search: the one form that `redline.tune` and the command line fill in, and the search reads."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
@@ -11,12 +12,13 @@ from ..errors import UsageError, unknown
 from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest
 from ..runners.command.command import Command
+from ..runners.slurm import nodes
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-RUNNERS = ("ray", "local", "simulate")
+RUNNERS = ("ray", "local", "slurm", "simulate")
 IN_PROCESS = "function"
 """The runner of a callable that is not isolated."""
 
@@ -91,8 +93,9 @@ class RunRequest:
     """Who runs trials, on what, and within which limits.
 
     Args:
-        runner: `ray` or `local`; `simulate` answers with predictions for `hardware`, which need not be here.
-            By default `ray`, for a callable `local`.
+        runner: `ray` or `local`; `slurm` on the nodes of the allocation that this process is in; `simulate` answers with
+            predictions for `hardware`, which need not be here. By default `slurm` in an allocation of several nodes, else
+            `ray`; for a command else `local`, and for a callable `local`.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
             ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
             it changes is gone afterwards. False calls it in this process, as it must be where it works on state
@@ -110,7 +113,7 @@ class RunRequest:
 
     runner: Annotated[
         str | None,
-        Asked("Who runs the trials: ray, local without Ray, or simulate.  [default: ray]", metavar="NAME"),
+        Asked("Who runs the trials: ray, local, slurm in an allocation, or simulate.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
     hardware: Annotated[
@@ -191,12 +194,15 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
     @cached_property
     def runs_by_default_on(self) -> str:
         """The runner's name where none is asked for."""
-        return "local" if self.called or isinstance(self.target, Command) else "ray"
+        if self.called:
+            return "local"
+        if nodes() > 1 and not self.ray_address and "RAY_ADDRESS" not in os.environ:
+            return "slurm"
+        return "local" if isinstance(self.target, Command) else "ray"
 
     @cached_property
     def runs_on(self) -> str:
-        """The runner's name: where none is asked for `ray`, for a callable or a command `local`, without isolation
-        `function`.
+        """The runner's name: where none is asked for the default one, without isolation `function`.
 
         Raises:
             UsageError: there is no such runner, or it contradicts `isolate`.

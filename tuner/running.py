@@ -11,7 +11,7 @@ from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
 from ..results import Trial
-from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, TimingPlan, TrialTerms
+from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, SlurmRunner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
@@ -144,6 +144,8 @@ def make_runner(
     )
     if request.runs_on == "local":
         made: Runner = LocalRunner(work, terms, concurrency=at_once, agent=agent)
+    elif request.runs_on == "slurm":
+        made = SlurmRunner(work, terms, concurrency=at_once)
     else:
         made = RayRunner(work, terms, concurrency=at_once, address=request.ray_address)
     try:

@@ -53,7 +53,8 @@ def tune(request: Request) -> Result:
             agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))
         task = resolve_task(
             request,
-            cluster=request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS")),
+            cluster=request.runs_on == "slurm"
+            or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
             simulated=described(request.hardware) if request.runs_on == "simulate" else None,
         )
         if request.runs_on == "local" and task.own is not None and agent is None:
@@ -196,7 +197,8 @@ def _conclude(
         told.warn(tight)
     if task.command is not None and (winner := summary.best(done)) is not None:
         own = folder.path.absolute() / "trials" / str(winner.number)
-        told.warn(f"the winner's command: {task.command.rendered(winner.config, winner.number, own, short=False)}")
+        hosts = max(1, task.devices // (folder.document["asked"]["devices"].get("per_host") or task.devices))
+        told.warn(f"the winner's command: {task.command.whole(winner.config, winner.number, own, hosts=hosts)}")
     folder.write_best(command_of(request, task, beginning.limit_mib, done), devices=task.device.to_dict())
     result = make_result(
         done,

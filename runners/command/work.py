@@ -20,7 +20,7 @@ from .files import read_files
 from .launchers import find_launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
-from .template import ShellLine, Template, read_command
+from .template import CommandLine, ShellLine, Template, read_command
 from .trial import CommandTrial
 
 if TYPE_CHECKING:
@@ -120,11 +120,20 @@ class Commands(Work):
         absent = {knob.name: knob.default for knob in self._space.knobs if not knob.derived}
         return {**absent, **config, **self.given(number, folder)}
 
-    def rendered(self, config: Mapping[str, Any], number: int, folder: Path, *, short: bool = True) -> str:
-        """The command of a configuration, as it would be written in a shell; short as trials are, or to train with."""
-        values = self.values(config, number, folder)
+    def rendered(self, config: Mapping[str, Any], number: int, folder: Path) -> str:
+        """The command of a trial, as it would be written in a shell."""
+        return self._shown(self._line, self.values(config, number, folder))
+
+    def whole(self, config: Mapping[str, Any], number: int, folder: Path, *, hosts: int) -> str:
+        """The command to train with: not short, and what differs from host to host left in braces."""
+        values = {**self.values(config, number, folder), "hosts": hosts, "devices_per_host": self._devices // hosts}
+        if hosts > 1:
+            values |= {name: f"{{{name}}}" for name in ("node_rank", "master_addr", "master_port")}
+        return self._shown(self._whole, values)
+
+    def _shown(self, line: CommandLine | ShellLine, values: Mapping[str, Any]) -> str:
         variables = [(name, each.text(values)) for name, each in self._environment]
-        return (self._line if short else self._whole).shown(values, variables)
+        return line.shown(values, variables)
 
     def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
         import cloudpickle

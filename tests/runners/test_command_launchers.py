@@ -165,9 +165,8 @@ def test_a_launcher_has_standard_values_for_standard_knobs(name):
 def test_what_makes_a_run_short_is_not_what_one_trains_with():
     space = space_of("trainer", devices=1)
     work = Commands(Command(command="sh train.sh", launcher="trainer"), space, devices=1)
-    short, whole = (
-        work.rendered(space.config(micro_batch=2), 0, Path("/trial"), short=short) for short in (True, False)
-    )
+    config = space.config(micro_batch=2)
+    short, whole = work.rendered(config, 0, Path("/trial")), work.whole(config, 0, Path("/trial"), hosts=1)
     assert "--max_steps 1000" in short and "--output_dir /trial" in short
     assert "--max_steps" not in whole and "/trial" not in whole and "--per_device_train_batch_size 2" in whole
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from redline.errors import RunnerError
 from redline.results import Status
-from redline.runners import ray_gang
+from redline.runners import gang
+from redline.runners.gang import Layout, lay_out, merge
 from redline.runners.job import Outcome, RankOutcome
-from redline.runners.ray_gang import Layout, lay_out, merge
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -231,8 +231,8 @@ def test_ranks_of_several_hosts_meet_at_a_port_that_nobody_has(monkeypatch):
         for each in (taken, left):
             each.bind(("127.0.0.1", 0))
         ports = [taken.getsockname()[1], left.getsockname()[1]]
-        monkeypatch.setattr(ray_gang, "PORTS", ports)
+        monkeypatch.setattr(gang, "PORTS", ports)
         with pytest.raises(RunnerError, match=rf"no port from {ports[0]} to {ports[1]} is free on 127\.0\.0\.1"):
-            ray_gang.free_port("127.0.0.1")
+            gang.free_port("127.0.0.1")
         left.close()
-        assert ray_gang.free_port("127.0.0.1") == ports[1]
+        assert gang.free_port("127.0.0.1") == ports[1]

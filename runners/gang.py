@@ -1,11 +1,14 @@
-"""The hosts of one trial in a Ray cluster: how many devices on each, and one host agent on each."""
+"""The hosts of one trial: how many devices on each, a host agent on each, and one outcome of all."""
 
 import contextlib
+import queue
 import random
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +29,19 @@ STOP_S = 10.0
 """After being told to stop: how long a host may take to clean up and answer."""
 
 
-class HostActor:
-    """A host agent inside a Ray worker that holds the devices of one bundle of a placement group."""
+class Host:
+    """A host agent, on a host that somebody has given devices of."""
 
     def __init__(self, imports: tuple[str, ...]) -> None:
         self._agent = HostAgent(imports)
 
-    def node_id(self) -> str:
-        """Ray's name of the host."""
-        import ray
+    def address(self) -> str:
+        """By which other hosts reach this one."""
+        raise NotImplementedError
 
-        return ray.get_runtime_context().get_node_id()
+    def device_ids(self) -> tuple[str, ...]:
+        """CUDA devices that it was given; empty for those that it sees."""
+        return ()
 
     def wait_ready(self) -> None:
         """Returns when the agent takes jobs."""
@@ -44,20 +49,14 @@ class HostActor:
 
     def meeting_point(self) -> tuple[str, int]:
         """This host's address and a port on it that was free a moment ago."""
-        import ray
-
-        address = ray.util.get_node_ip_address()
+        address = self.address()
         return address, free_port(address)
 
     def run(self, job: Job, key: str, send_log: bool) -> tuple[Outcome, bytes]:
         """The outcome and, on a host that does not share the driver's disk, the log."""
-        import ray
-
-        ids = tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         if job.rendezvous.port:
-            interface = interface_of(ray.util.get_node_ip_address())
-            job = replace(job, rendezvous=replace(job.rendezvous, interface=interface))
-        job = replace(job, device_ids=ids)
+            job = replace(job, rendezvous=replace(job.rendezvous, interface=interface_of(self.address())))
+        job = replace(job, device_ids=self.device_ids())
         if not send_log or job.log is None:
             return self._agent.run(job, key), b""
         with Scratch("log") as folder:
@@ -75,6 +74,22 @@ class HostActor:
     def close(self) -> None:
         """Ends the agent with all it started."""
         self._agent.close()
+
+
+class Member(ABC):
+    """A `Host` somewhere, to be asked from here. Thread-safe."""
+
+    here = False
+    """Whether it is on this machine."""
+
+    @abstractmethod
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Calls a method of its host there, and returns or raises what that does; where it was lost, what those who
+        placed it take for that."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends it, and every trial with it."""
 
 
 def free_port(address: str) -> int:
@@ -142,90 +157,108 @@ class Gang:
     """The agents of one trial, a host each; trials follow one another on them.
 
     Args:
-        actors: handles of `HostActor`, in the order of ranks.
+        members: in the order of ranks.
         per_host: ranks on each.
     """
 
-    def __init__(self, actors: Sequence[Any], per_host: int) -> None:
-        import ray
-
-        self._ray = ray
-        self.actors = list(actors)
+    def __init__(self, members: Sequence[Member], per_host: int) -> None:
+        self.members = list(members)
         self._per_host = per_host
         self._ready = False
 
     def wait_ready(self) -> None:
         """Returns when all agents take jobs."""
-        self._ray.get([actor.wait_ready.remote() for actor in self.actors])
+        self._all("wait_ready")
         self._ready = True
 
     def answer(self) -> None:
         """Returns when all hosts have answered, which one that stands still does not; at once before they are ready."""
         if self._ready:
-            self._ray.get([actor.answer.remote() for actor in self.actors])
+            self._all("answer")
 
     def run(self, job: Job) -> Outcome:
         """The outcome of a job on all hosts; the first failure on one ends the others."""
         if not self._ready:
             self.wait_ready()
         key = uuid.uuid4().hex
-        if len(self.actors) == 1:
-            (actor,) = self.actors
-            here = self._ray.get_runtime_context().get_node_id()
-            send_log = self._ray.get(actor.node_id.remote()) != here
-            outcome, log = self._ray.get(actor.run.remote(job, key, send_log))
+        if len(self.members) == 1:
+            (member,) = self.members
+            outcome, log = member.ask("run", job, key, not member.here)
             _write_log(job, [log])
             return outcome
-        host, port = self._ray.get(self.actors[0].meeting_point.remote())
-        futures = []
+        host, port = self.members[0].ask("meeting_point")
         each = 1 if job.one_a_host else self._per_host
-        for number, actor in enumerate(self.actors):
-            world = each * len(self.actors)
+        shares = []
+        for number in range(len(self.members)):
+            world = each * len(self.members)
             rendezvous = Rendezvous(host=host, port=port, world_size=world, first_rank=number * each)
-            share = replace(job, ranks=each, rendezvous=rendezvous)
-            futures.append(actor.run.remote(share, key, True))
-        results = self._gather(futures, key, first=job.one_a_host)
+            shares.append(replace(job, ranks=each, rendezvous=rendezvous))
+        results = self._gather(shares, key, first=job.one_a_host)
         _write_log(job, [log for _, log in results])
         return merge([outcome for outcome, _ in results])
 
-    def _gather(self, futures: list[Any], key: str, *, first: bool) -> list[tuple[Outcome, bytes]]:
+    def _gather(self, shares: Sequence[Job], key: str, *, first: bool) -> list[tuple[Outcome, bytes]]:
         """The results in order of hosts. After a failure, or the `first` result if that is enough, the others have a
         moment, then they are stopped."""
-        waiting, results = list(futures), {}
+        answers = self._begin(lambda number, member: member.ask("run", shares[number], key, True))
+        results: dict[int, tuple[Outcome, bytes]] = {}
         deadline: float | None = None
         stopped = False
-        while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, waiting = self._ray.wait(waiting, timeout=left)
-            for future in ready:
-                try:
-                    results[future] = self._ray.get(future)
-                except BaseException:
-                    self._stop(key)
-                    raise
-                if (first or results[future][0].status is not Status.OK) and deadline is None:
-                    deadline = time.monotonic() + ECHO_S
-            if waiting and deadline is not None and time.monotonic() >= deadline:
+        while len(results) < len(shares):
+            try:
+                number, result, error = answers.get(
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+            except queue.Empty:
                 if stopped:
-                    raise TimeoutError(f"{len(waiting)} hosts did not end a trial within {STOP_S:g} s")
-                self._stop(key)
+                    left = len(shares) - len(results)
+                    raise TimeoutError(f"{left} hosts did not end a trial within {STOP_S:g} s") from None
+                self._begin(lambda number, member: member.ask("stop", key))
                 stopped, deadline = True, time.monotonic() + STOP_S
-        return [results[future] for future in futures]
+                continue
+            if error is not None:
+                self._begin(lambda number, member: member.ask("stop", key))
+                raise error
+            results[number] = result
+            if (first or result[0].status is not Status.OK) and deadline is None:
+                deadline = time.monotonic() + ECHO_S
+        return [results[number] for number in range(len(shares))]
 
-    def _stop(self, key: str) -> None:
-        for actor in self.actors:
-            actor.stop.remote(key)
+    def _begin(
+        self, call: "Callable[[int, Member], Any]"
+    ) -> "queue.SimpleQueue[tuple[int, Any, BaseException | None]]":
+        """Has a thread for each member call something; the answers as they come: whose, what, or what was raised."""
+        answers: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+        def ask(number: int, member: Member) -> None:
+            try:
+                answers.put((number, call(number, member), None))
+            except BaseException as error:
+                answers.put((number, None, error))
+
+        for each in enumerate(self.members):
+            threading.Thread(target=ask, args=each, daemon=True, name="gang").start()
+        return answers
+
+    def _all(self, what: str, within_s: float | None = None) -> None:
+        """Asks all for the same, and returns when they have answered."""
+        end = None if within_s is None else time.monotonic() + within_s
+        answers = self._begin(lambda number, member: member.ask(what))
+        for _ in self.members:
+            *_, error = answers.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Ends the agents in good order, so that they leave nothing, and then as `kill` does."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get([actor.close.remote() for actor in self.actors], timeout=CLOSE_S)
+        with contextlib.suppress(Exception):  # lost in whatever way, or too slow: it is killed next
+            self._all("close", CLOSE_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends the agents, and every trial with them."""
-        for actor in self.actors:
-            self._ray.kill(actor)
+        for member in self.members:
+            member.kill()
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:

@@ -1,0 +1,276 @@
+"""Trials on the nodes of the Slurm allocation that this process is in."""
+
+import contextlib
+import itertools
+import os
+import queue
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from ..device import usable_cores
+from ..errors import MissingDependency, RunnerError, UsageError
+from ..models import Workload
+from ..scratch import Scratch
+from .dispatch import DryRunner
+from .gang import Gang, Layout, Member, lay_out
+from .job import Job, Outcome
+from .process import kill_tree
+from .slurm_host import KEY
+from .work import TrialTerms, Work
+
+_CORES = re.compile(r"(?P<cores>\d+)(?:\(x(?P<nodes>\d+)\))?")
+LOOK_S = 0.2
+"""How often it is looked whether `srun` still lives while tasks are waited for, s."""
+CLOSE_S = 15.0
+"""How long tasks may take to end in good order, s."""
+START_S = 120.0
+"""How long the tasks of an allocation may take to answer, s."""
+
+
+def nodes() -> int:
+    """Nodes of the allocation that this process is in; 0 where it is in none."""
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or 0)
+
+
+class SlurmRunner(DryRunner):
+    """One task of `srun` on each node, with a host agent.
+
+    Args:
+        what: the workload that is trained, or other work.
+        terms: devices, limits and deadlines of every trial.
+        concurrency: trials at once; by default as many as there are devices for, and one on CPUs.
+
+    Raises:
+        MissingDependency: there is no `srun`.
+        UsageError: this is no allocation, or it has fewer devices than a trial needs.
+        RunnerError: Slurm did not start the tasks.
+    """
+
+    name = "slurm"
+
+    def __init__(self, what: Workload | Work, terms: TrialTerms, *, concurrency: int | None = None) -> None:
+        super().__init__(what, terms)
+        if shutil.which("srun") is None:
+            raise MissingDependency("the slurm runner needs Slurm's `srun`, which is not on the PATH")
+        count = nodes()
+        if not count:
+            raise UsageError(
+                "the slurm runner belongs into an allocation: `salloc --nodes 2 ... redline tune ...`, or sbatch"
+            )
+        self._layout = _layout(terms, count, self.work.several_hosts)
+        self.per_host = self._layout.per_host
+        cuda = terms.device.type == "cuda"
+        possible = self._layout.at_once
+        if concurrency is not None and concurrency > possible:
+            raise UsageError(f"{concurrency} trials at once need more devices than the allocation's {count} nodes have")
+        self.slots = concurrency or (possible if cuda else 1)
+        self._allocation = _Allocation(count, tuple(self.work.imports))
+        try:
+            members = self._allocation.members()
+        except BaseException:
+            self._allocation.close()
+            raise
+        hosts = self._layout.hosts
+        groups = [members[at : at + hosts] for at in range(0, count - hosts + 1, hosts)]
+        self._gangs: queue.SimpleQueue[Gang] = queue.SimpleQueue()
+        for slot in range(self.slots):
+            self._gangs.put(Gang(groups[slot % len(groups)], self.per_host))
+
+    def wait_ready(self) -> None:
+        """Returns when the first trial would start at once."""
+        gang = self._gangs.get()
+        try:
+            gang.wait_ready()
+        finally:
+            self._gangs.put(gang)
+
+    def dispatch(self, job: Job) -> Outcome:
+        gang = self._gangs.get()
+        try:
+            return gang.run(job)
+        except TimeoutError as error:
+            raise RunnerError(f"Slurm lost the node of a trial: {error}") from error
+        finally:
+            self._gangs.put(gang)
+
+    def close(self) -> None:
+        self.closed = True
+        self._allocation.close()
+
+
+def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
+    """How the devices of a trial are shared among the nodes; their GPUs are taken to be as many as here.
+
+    Raises:
+        UsageError: there are too few.
+    """
+    cuda = terms.device.type == "cuda"
+    capacities = [terms.device.count] * count if cuda else _cores(count)
+    found = lay_out(terms.devices, cuda, capacities)
+    if found is None:
+        raise UsageError(
+            f"a trial needs {terms.devices} devices, as many on each of its hosts, but the nodes of the allocation have "
+            f"{' + '.join(map(str, capacities))}"
+        )
+    if found.hosts > 1 and not several_hosts:
+        raise UsageError(
+            f"a callable is one process on one host, but no node of the allocation has {terms.devices} devices"
+        )
+    return found
+
+
+def _cores(count: int) -> list[int]:
+    """Cores of each node that the allocation has; such as `72(x2),36` for three."""
+    found: list[int] = []
+    for each in (os.environ.get("SLURM_JOB_CPUS_PER_NODE") or "").split(","):
+        if match := _CORES.fullmatch(each.strip()):
+            found += [int(match["cores"])] * int(match["nodes"] or 1)
+    return found if len(found) == count else [usable_cores()] * count
+
+
+class _Allocation:
+    """A step of the allocation: a task on each node, and a connection to each."""
+
+    def __init__(self, count: int, imports: tuple[str, ...]) -> None:
+        self._imports, self._count = imports, count
+        self._key = secrets.token_bytes(32)
+        self._server = socket.create_server(("", 0), backlog=count)
+        self._server.settimeout(LOOK_S)
+        self._scratch = Scratch("slurm")
+        cores = min(_cores(count))
+        command = [
+            *(
+                "srun",
+                "--nodes",
+                str(count),
+                "--ntasks",
+                str(count),
+                "--ntasks-per-node",
+                "1",
+                "--overlap",
+                "--mem",
+                "0",
+            ),
+            *("--cpus-per-task", str(cores)),
+            *("--kill-on-bad-exit=0", "--input=none", "--export=ALL"),
+            *(sys.executable, "-m", "redline.runners.slurm_host", str(self._server.getsockname()[1])),
+        ]
+        with open(self._scratch.path / "log", "wb") as log:
+            self._step = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, KEY: self._key.hex()},
+                start_new_session=True,
+            )
+        self._members: list[_SlurmMember] = []
+
+    def members(self) -> list["_SlurmMember"]:
+        """The nodes, in Slurm's order.
+
+        Raises:
+            RunnerError: not all of them have answered in time.
+        """
+        end = time.monotonic() + START_S
+        found: dict[int, _SlurmMember] = {}
+        while len(found) < self._count:
+            connection = self._accepted()
+            if connection is None:
+                if self._step.poll() is not None or time.monotonic() > end:
+                    raise RunnerError(self._with_last_words(f"Slurm started {len(found)} of {self._count} tasks"))
+                continue
+            number, name = connection.recv()
+            connection.send((tuple(os.path.abspath(each) for each in sys.path), self._imports))
+            found[number] = _SlurmMember(connection, name, here=name == os.environ.get("SLURMD_NODENAME"))
+        self._members = [found[number] for number in sorted(found)]
+        return self._members
+
+    def _accepted(self) -> Connection | None:
+        """The next task that connects; None where none does for a moment, or somebody without the key."""
+        try:
+            accepted, _ = self._server.accept()
+        except TimeoutError:
+            return None
+        accepted.setblocking(True)
+        connection = Connection(accepted.detach())
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
+            return None
+        return connection
+
+    def _with_last_words(self, what: str) -> str:
+        words = (self._scratch.path / "log").read_text(errors="replace").strip()
+        return f"{what}: {words[-2000:]}" if words else what
+
+    def close(self) -> None:
+        """Ends all tasks with what they have started."""
+        for member in self._members:
+            member.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._members:
+                self._step.wait(CLOSE_S)
+        if self._step.poll() is None:
+            kill_tree(self._step.pid)
+        self._step.wait()
+        self._server.close()
+        self._scratch.close()
+
+
+class _SlurmMember(Member):
+    """A task of the step.
+
+    Args:
+        connection: to it.
+        name: of its node.
+        here: whether that is this machine.
+    """
+
+    def __init__(self, connection: Connection, name: str, here: bool) -> None:
+        self._connection, self._name, self.here = connection, name, here
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        self._lost = False
+        threading.Thread(target=self._read, daemon=True, name=f"slurm {name}").start()
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._lost:
+                raise RunnerError(f"Slurm lost the node {self._name}")
+            number = next(self._numbers)
+            self._asked[number] = answer
+            self._connection.send((number, what, arguments))
+        return answer.result()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, value, error = self._connection.recv()
+                answer = self._asked.pop(number)
+                if error is None:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(error)
+        with self._lock:
+            self._lost = True
+        for answer in list(self._asked.values()):
+            answer.set_exception(RunnerError(f"Slurm lost the node {self._name}"))
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
