@@ -1,4 +1,4 @@
-"""How a candidate is tried: dry runs in fresh processes, on this machine or where Ray places them."""
+"""How a candidate is tried: in fresh processes, on this machine or where Ray or Slurm place them."""
 
 import lazy_loader
 
