@@ -18,5 +18,8 @@ LAUNCHER = Launcher(
         "checkpoint_ratio": "disable_gradient_checkpointing={checkpoint_ratio == 0}",
         "kernels": "enable_liger_kernel={kernels}",
     },
-    short="output_dir={trial_dir} max_steps=1000 save_strategy=no eval_strategy=no report_to=none plot_loss=false",
+    # Its values are read as YAML, where a bare `no` is false.
+    short=(
+        "output_dir={trial_dir} max_steps=1000 save_strategy='\"no\"' eval_strategy='\"no\"' report_to=none plot_loss=false"
+    ),
 )
