@@ -100,7 +100,7 @@ def make_work(request: Request, task: "Task") -> Work | None:
     if task.workload is not None:
         return DryRuns(task.workload, compiles=may_compile(task.workload, task.space))
     if task.command is not None:
-        return Commands(task.command, task.space, devices=task.devices)
+        return Commands(task.command, task.space, devices=task.devices, stated=task.stated)
     return Calls(task.callable)
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError
 from ..models import Workload
+from ..models.foreign import ForeignSpace
 from ..models.request import TrainingRequest, resolve
-from ..models.spaces import MEMORY_ALONG, lossy_of_space
+from ..models.spaces import declare, lossy_of_space
 from ..runners.command.command import Command
+from ..runners.command.foreign import completed
 from ..runners.command.launchers import find_launcher
+from ..runners.command.work import Commands
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ class Task:
     workload: Workload | None = None
     function: Callable[[Config], Any] | None = None
     command: Command | None = None
+    stated: frozenset[str] = frozenset()
+    """Knobs of a command with one value, which another tool's file states rather than varies."""
     free_batch: bool = False
     """Whether the samples of a step vary with `grad_accum`, as no global batch was given."""
     simulated: bool = False
@@ -98,16 +103,45 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
     if any(getattr(request, name) is not None for name in theirs):
         names = f"{', '.join(theirs[:-1])} and {theirs[-1]}"
         raise UsageError(f"{names} belong to a workload, not to {what}")
-    space, _ = request.space_or(
-        partial(_declared, target, request, count) if isinstance(target, Command) else _no_default
-    )
-    if isinstance(target, Command) and request.global_batch is not None:
-        _share(space, request.global_batch, count)
-    _check_effects(space, request.fix)
-    known: dict[str, Any] = {"space": space, "notes": notes, "device": device, "devices": count}
+    known: dict[str, Any] = {"device": device, "devices": count}
+    foreign = request.source.read(count, request.global_batch) if request.source is not None else None
     if isinstance(target, Command):
-        return Task(name=target.name, command=target, **known)
-    return Task(name=getattr(target, "__name__", type(target).__name__), function=target, **known)
+        return _of_command(target, request, foreign, notes=notes, **known)
+    space, said = request.space_or(_no_default, foreign)
+    _check_effects(space, request.fix)
+    name = getattr(target, "__name__", type(target).__name__)
+    return Task(name=name, function=target, space=space, notes=notes + said, **known)
+
+
+def _of_command(
+    command: Command,
+    request: TrainingRequest,
+    foreign: ForeignSpace | None,
+    *,
+    notes: tuple[str, ...],
+    device: Device,
+    devices: int,
+) -> Task:
+    """What tuning a command comes to."""
+    if foreign is not None:
+        command = completed(command, foreign)
+    space, said = request.space_or(partial(_declared, command, request, devices), foreign)
+    if request.global_batch is not None and (foreign is None or "grad_accum" not in space.by_name):
+        _share(space, request.global_batch, devices)
+    _check_effects(space, request.fix)
+    stated = foreign.stated if foreign is not None else frozenset()
+    if foreign is not None and (unsaid := Commands(command, space, devices=devices, stated=stated).unsaid):
+        values = ", ".join(f"{name}={space[name].default}" for name in unsaid)
+        said += (f"the file states {values}, for which the command has no place: that it is so is up to the command",)
+    return Task(
+        name=command.name,
+        command=command,
+        space=space,
+        stated=stated,
+        device=device,
+        devices=devices,
+        notes=notes + said,
+    )
 
 
 def _no_default(allow: Sequence[str]) -> Space:
@@ -120,12 +154,12 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
     values = dict(find_launcher(command.launcher).values(devices)) if command.launcher is not None else {}
     values |= request.override or {}
     if not values:
-        raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")
+        raise UsageError(
+            "tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, a --launcher, or --from FILE"
+        )
     space = Space()
     for name, each in values.items():
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in each)
-        ordered = sorted(each) if numbers else each
-        space.choice(name, ordered, default=each[0], monotone_memory=MEMORY_ALONG.get(name, 0) if numbers else 0)
+        declare(space, name, each)
     ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
     if ways and devices > 1:
         space.require(reduce(mul, ways) <= devices, f"there are {devices} devices")
@@ -143,7 +177,8 @@ def _share(space: Space, total: int, devices: int) -> None:
             "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
     ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
-    together = space["micro_batch"] * (devices // reduce(mul, ways) if ways else devices)
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
+    together = space["micro_batch"] * replicas
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
     space.require(together * accumulate == total, f"global batch {total}")
 

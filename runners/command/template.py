@@ -1,17 +1,18 @@
 """Texts with `{expression}` in them: over knobs, in the grammar of a space's rules, and over what a trial gives.
 
-`{{` and `}}` stand for braces, and `${...}` is left as it is: that is a shell's.
+`{{` and `}}` stand for braces, and `${...}` is left as it is: that is a shell's. As in Python's f-strings `!s` and `!r` behind
+an expression write its value as Python does: `True` for `{flag!s}`, and `{name!r}` with its quotes.
 """
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SpaceError, UsageError, unknown
 from ...space.expression import Expression
-from ...space.grammar import parse
+from ...space.grammar import CONSTANTS, parse
 
 GIVEN = {
     "trial": "the trial's number",
@@ -41,10 +42,25 @@ class _Given:
 
 
 @dataclass(frozen=True)
+class _AsPython:
+    """A value as Python writes it."""
+
+    of: Expression | _Given
+    how: Callable[[Any], str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+
+_Piece = str | Expression | _Given | _AsPython
+
+
+@dataclass(frozen=True)
 class Template:
     """A text with expressions in it."""
 
-    pieces: tuple[str | Expression | _Given, ...]
+    pieces: tuple[_Piece, ...]
     """In their order."""
 
     @classmethod
@@ -59,7 +75,7 @@ class Template:
         Raises:
             UsageError: an expression is none, names no knob, or a brace is alone.
         """
-        pieces: list[str | Expression | _Given] = []
+        pieces: list[_Piece] = []
         end = 0
         for match in _BRACES.finditer(text):
             pieces.append(text[end : match.start()])
@@ -201,13 +217,16 @@ def _split(command: str) -> list[str]:
     return [back.sub(lambda match: kept[ord(match[0]) - _MARK], word) if kept else word for word in words]
 
 
-def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expression | _Given:
+def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expression | _Given | _AsPython:
     name = text.strip()
+    if name.endswith(("!s", "!r")):
+        of = _expression(name[:-2], knobs, where)
+        return of if isinstance(of, _AsPython) else _AsPython(of, str if name.endswith("s") else repr)
     if name in knobs:
         return knobs[name]
     if name in GIVEN:
         return _Given(name)
-    if name.isidentifier():
+    if name.isidentifier() and name not in CONSTANTS:
         said = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
         raise UsageError(f"{where}: {said} Braces of its own are written {{{{ and }}}}.")
     try:
@@ -216,7 +235,7 @@ def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> Expre
         raise UsageError(f"{where}: {{{text}}}: {error} Braces of its own are written {{{{ and }}}}.") from None
 
 
-def _joined(pieces: Sequence[str | Expression | _Given]) -> Iterator[str | Expression | _Given]:
+def _joined(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
     """Texts that follow each other as one, empty ones left out; one at least."""
     text, some = "", False
     for each in pieces:
@@ -231,7 +250,9 @@ def _joined(pieces: Sequence[str | Expression | _Given]) -> Iterator[str | Expre
         yield text
 
 
-def _value(piece: str | Expression | _Given, values: Mapping[str, Any]) -> Any:
+def _value(piece: _Piece, values: Mapping[str, Any]) -> Any:
+    if isinstance(piece, _AsPython):
+        return piece.how(_value(piece.of, values))
     if isinstance(piece, _Given):
         return values[piece.name]
     if isinstance(piece, Expression):

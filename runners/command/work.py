@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class Commands(Work):
         command: as it is asked for.
         space: whose knobs it holds.
         devices: of one trial.
+        stated: knobs with one value that another tool's file states, for which the command need not have a place.
 
     Raises:
         UsageError: a placeholder is filled by nothing, a knob is used nowhere, or something that the command reads is
@@ -45,7 +46,7 @@ class Commands(Work):
     in_turns = False
     imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
 
-    def __init__(self, command: Command, space: Space, *, devices: int) -> None:
+    def __init__(self, command: Command, space: Space, *, devices: int, stated: Collection[str] = ()) -> None:
         self._space, self._devices, self._grows = space, devices, command.metric_file
         knobs = space.by_name
         if command.launcher is not None:
@@ -62,17 +63,23 @@ class Commands(Work):
         places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
         self.names = frozenset(name for each in places for name in each.names)
         """The knobs it mentions, and what of `GIVEN`."""
-        self._check_used()
+        self.unsaid: tuple[str, ...] = ()
+        """Of what is stated, what it has no place for."""
+        self._check_used(stated)
         self._check_program()
 
-    def _check_used(self) -> None:
+    def _check_used(self, stated: Collection[str]) -> None:
         """Refuses a knob whose value nothing depends on."""
         used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
-            if not knob.derived and knob.name not in used:
+            if knob.derived or knob.name in used:
+                continue
+            if knob.name in stated and len(knob.values) == 1:
+                self.unsaid += (knob.name,)
+            else:
                 raise UsageError(
                     f"the knob '{knob.name}' is used nowhere: neither by the command, nor by --env or --render; write "
                     f"{{{knob.name}}} where its value belongs, or take it out of the space"

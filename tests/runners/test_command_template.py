@@ -46,6 +46,8 @@ def words(text, space, **changed):
         ("train '{{\"a\": {micro_batch}}}'", ["train", '{"a": 8}']),
         ("train ${HOME} {min(micro_batch, 4)}", ["train", "${HOME}", "4"]),
         ("train a\\ b \"c 'd'\"", ["train", "a b", "c 'd'"]),
+        ("train {fusion!s} {name!s} {rate!s} {micro_batch > 8!s}", ["train", "True", "two words", "0.0001", "False"]),
+        ("train \"o={{'n': {name!r}, 'f': {fusion!r}}}\"", ["train", "o={'n': 'two words', 'f': True}"]),
     ],
 )
 def test_values_stand_where_they_are_written_and_words_stay_words(space, text, expected):

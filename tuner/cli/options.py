@@ -1,5 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
@@ -10,6 +11,7 @@ from ...errors import UsageError
 from ...models.request import Asked
 from ..request import Request
 
+_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -110,10 +112,12 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
 
 
 def _scalar(text: str) -> Any:
-    """A value as YAML reads it, but for `no`, `off` and their like, which are words."""
+    """A value as YAML reads it, but for `no`, `off` and their like, which are words, and `1e-4`, which is a number."""
     import yaml
 
     value = yaml.safe_load(text)
+    if isinstance(value, str) and _POWER.fullmatch(value):
+        return float(value)
     return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
 
 
