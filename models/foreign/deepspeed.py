@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import UsageError
+from .documents import section
 from .draft import Draft, identifiers
 from .format import Format
 
@@ -49,13 +50,14 @@ def _recognises(document: Any) -> bool:
 
 
 def _read(document: Any, draft: Draft) -> None:
-    tuner = document.get("autotuning") or {}
-    if not isinstance(tuner, Mapping):
-        raise UsageError(f"autotuning must be a mapping, but is {tuner!r}")
+    tuner = section(document.get("autotuning"), "autotuning")
     draft.leave_all((key for key in tuner if key != "metric"), _BESIDE, "autotuning.")
     if tuner.get("metric", "throughput") != "throughput":
         draft.leave("autotuning.metric", f"it is {tuner['metric']}, and throughput counts here; --metric for another")
-    told = {str(key).strip(): str(option).strip() for key, option in (tuner.get("arg_mappings") or {}).items()}
+    told = {
+        str(key).strip(): str(option).strip()
+        for key, option in section(tuner.get("arg_mappings"), "arg_mappings").items()
+    }
     paths: dict[str, str] = {}
     _zero(document, tuner, draft, paths)
     _batches(document, tuner, draft, paths)

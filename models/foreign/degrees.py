@@ -15,7 +15,20 @@ def listed(given: Any, auto: Sequence[Any]) -> list[Any]:
     return list(given) if isinstance(given, list) else [given]
 
 
-def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[Any]]]) -> str:
+def whole_numbers(values: Sequence[Any], shown: str) -> list[int]:
+    """Values of a degree or a batch.
+
+    Raises:
+        UsageError: one is no whole number of at least 1, or there are none.
+    """
+    if strange := [each for each in values if type(each) is not int or each < 1]:
+        raise UsageError(f"{shown} must be whole numbers of at least 1 or 'auto', but holds {strange[0]!r}")
+    if not values:
+        raise UsageError(f"{shown} must have values, but is empty")
+    return list(values)
+
+
+def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[int]]]) -> str:
     """Declares degrees of which the product divides the devices; the text of that product, empty where all are 1.
 
     Args:
@@ -27,8 +40,6 @@ def declare_degrees(draft: Draft, degrees: Mapping[str, tuple[str, Sequence[Any]
     """
     factors = []
     for name, (shown, values) in degrees.items():
-        if strange := [each for each in values if isinstance(each, bool) or not isinstance(each, int)]:
-            raise UsageError(f"{shown} must be whole numbers or 'auto', but holds {strange[0]!r}")
         fitting = divisors(draft.devices, values)
         left = [str(each) for each in values if each not in fitting]
         if not fitting:
@@ -58,7 +69,7 @@ def declare_micro_batch(draft: Draft, shown: str, given: Any, total: int | None,
             shown, "its range ends at the global batch, which nobody says: --global-batch B, or --set micro_batch=1,2,4"
         )
         return False
-    values = listed(given, divisors(total) if total else ())
+    values = whole_numbers(listed(given, divisors(total) if total else ()), shown)
     if auto and len(values) > MOST_LISTED:
         powers = [each for each in values if each & (each - 1) == 0 or each == total]
         draft.say(f"{shown}: {', '.join(map(str, powers))} of the {len(values)} divisors of the global batch {total}")

@@ -1,5 +1,6 @@
 """Documents of other tools: YAML and JSON, read within limits and never run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,16 @@ def read_document(path: Path) -> Any:
         raise UsageError(f"the space's file {path} cannot be read: {error.strerror or error}") from error
     except Refused as error:
         raise UsageError(f"the space's file {path} is no {kind}: {error}") from error
+
+
+def section(given: Any, shown: str) -> Mapping[str, Any]:
+    """A part of a document that is a mapping; empty where it is not there.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{shown} must be a mapping, but is {given!r}")
+    return given

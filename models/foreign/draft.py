@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpaceError, UsageError
+from ...reading import with_power
 from ...space import Space
 from ...space.grammar import check_name
 from ...space.values import Value, kind_of_all, python_scalar
 from ..spaces import declare
 
-_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
 _TEXT = re.compile(r"'[^']*'")
 
@@ -138,13 +138,10 @@ class Draft:
 def plain(values: Sequence[Any]) -> list[Value]:
     """Values as one knob can have them, in their order, none twice.
 
-    YAML reads `1e-4` as a text; it is the number here.
-
     Raises:
         SpaceError: one is a list or an object, or they are of different kinds.
     """
-    found = [float(each) if isinstance(each, str) and _NUMBER.fullmatch(each) else each for each in values]
-    scalars = [python_scalar(each, "a value") for each in found]
+    scalars = [python_scalar(with_power(each), "a value") for each in values]
     if scalars:
         kind_of_all(scalars, "it")
     return list(dict.fromkeys(scalars))

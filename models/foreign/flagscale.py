@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .degrees import declare_degrees, declare_micro_batch, listed, share
-from .documents import read_document
+from .degrees import declare_degrees, declare_micro_batch, listed, share, whole_numbers
+from .documents import read_document, section
 from .draft import Draft
 from .format import Format
 from .ranges import divisors
@@ -43,9 +43,7 @@ def _within(document: Any, *keys: str) -> Any:
 
 def _read(document: Any, draft: Draft) -> None:
     tuner = document["experiment"]["auto_tuner"]
-    space = tuner.get("space") or {}
-    if not isinstance(space, Mapping):
-        raise UsageError(f"experiment.auto_tuner.space must be a mapping, but is {space!r}")
+    space = section(tuner.get("space"), "experiment.auto_tuner.space")
     draft.leave_all(tuner, _BESIDE, "auto_tuner.")
     sizes = _sizes(document, draft)
     per_host = _per_host(document, draft)
@@ -68,7 +66,7 @@ def _read(document: Any, draft: Draft) -> None:
 
 def _sizes(document: Any, draft: Draft) -> dict[str, int]:
     """The model's sizes, of the document or of the file that its `defaults` name, as hydra has them."""
-    model = dict(_within(document, "train", "model") or {})
+    model = dict(section(_within(document, "train", "model"), "train.model"))
     defaults = document.get("defaults")
     for each in defaults if isinstance(defaults, list) else ():
         name = each.get("train") if isinstance(each, Mapping) else None
@@ -76,7 +74,7 @@ def _sizes(document: Any, draft: Draft) -> dict[str, int]:
             continue
         beside = draft.path.parent / "train" / f"{name}.yaml"
         if beside.is_file():
-            model = {**(_within(read_document(beside), "model") or {}), **model}
+            model = {**section(_within(read_document(beside), "model"), f"{beside}: model"), **model}
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "global_batch_size")
     sizes = {name: model[name] for name in names if type(model.get(name)) is int and model[name] > 0}
     if missing := [name for name in names if name not in sizes]:
@@ -114,14 +112,14 @@ def _degrees(draft: Draft, given: Mapping[str, Any], sizes: Mapping[str, int], p
     for name, (shown, auto, divided) in ranges.items():
         if shown not in given:
             continue
-        values = listed(given[shown], auto)
+        values = whole_numbers(listed(given[shown], auto), shown)
         for size in (sizes[each] for each in divided if each in sizes):
-            values = [each for each in values if type(each) is not int or each < 1 or size % each == 0]
+            values = divisors(size, values)
         if not values:
             raise UsageError(f"{shown} {given[shown]}: none of them divides {' and '.join(divided)} of the model")
         found[name] = (shown, values)
     factors = declare_degrees(draft, found)
-    replicas = listed(given.get("data_parallel_size", "auto"), every)
+    replicas = whole_numbers(listed(given.get("data_parallel_size", "auto"), every), "data_parallel_size")
     if not factors:
         return str(draft.devices)
     draft.space.derive("dp", f"{draft.devices} // ({factors})", help="data-parallel replicas")

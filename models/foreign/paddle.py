@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
-from .degrees import declare_degrees, declare_micro_batch, listed, share
+from .degrees import declare_degrees, declare_micro_batch, listed, share, whole_numbers
+from .documents import section
 from .draft import Draft, identifiers
 from .format import Format
 from .ranges import divisors
@@ -41,9 +42,7 @@ def _recognises(document: Any) -> bool:
 
 
 def _read(document: Any, draft: Draft) -> None:
-    model = document.get("model_cfg") or {}
-    if not isinstance(model, Mapping):
-        raise UsageError(f"model_cfg must be a mapping, but is {model!r}")
+    model = section(document.get("model_cfg"), "model_cfg")
     draft.leave_all((key for key in document if key not in _READ), _BESIDE)
     devices = document.get("num_gpus")
     if type(devices) is int and devices != draft.devices:
@@ -61,12 +60,10 @@ def _read(document: Any, draft: Draft) -> None:
         if "virtual_stages" in draft.space.by_name:
             draft.require("(virtual_stages == 1) | (grad_accum % pp == 0)", "interleaved stages go round")
     _recomputation(document, draft)
-    for key, values in (document.get("custom_search_dim") or {}).items():
+    for key, values in section(document.get("custom_search_dim"), "custom_search_dim").items():
         draft.knob(key, listed(values["value"] if isinstance(values, Mapping) and "value" in values else values, ()))
     _metric(document.get("metric_cfg"), draft)
-    run = document.get("run_cmd")
-    if isinstance(run, Mapping):
-        _said(run, draft, replicas, total)
+    _said(section(document.get("run_cmd"), "run_cmd"), draft, replicas, total)
 
 
 def _size(model: Mapping[str, Any], name: str) -> int | None:
@@ -88,10 +85,10 @@ def _degrees(document: Mapping[str, Any], model: Mapping[str, Any], draft: Draft
     """Declares the degrees; a text that says how many replicas there are, sharded ones among them."""
     every, found = divisors(draft.devices), {}
     for shown, name in _DEGREES.items():
-        values = listed(_range(document.get(shown, 1), shown), every)
+        values = whole_numbers(listed(_range(document.get(shown, 1), shown), every), shown)
         divided = {"tp": ("hidden_size", "vocab_size", "num_attention_heads"), "pp": ("num_layers",)}.get(name, ())
         for size in filter(None, (_size(model, each) for each in divided)):
-            values = [each for each in values if type(each) is not int or each < 1 or size % each == 0]
+            values = divisors(size, values)
         if not values:
             raise UsageError(f"{shown} {document[shown]}: none of them divides {' and '.join(divided)} of model_cfg")
         found[name] = (shown, values)
@@ -103,7 +100,7 @@ def _degrees(document: Mapping[str, Any], model: Mapping[str, Any], draft: Draft
     space.derive("dp", f"{devices} // ({' * '.join(ways)})", help="replicas, sharded ones among them") if ways else None
     space.derive("dp_degree", f"{devices} // ({factors})", help="replicas of what is sharded")
     space.require(f"{factors} * dp_degree == {devices}", f"there are {devices} devices")
-    replicas = listed(_range(document.get("dp_degree", 1), "dp_degree"), every)
+    replicas = whole_numbers(listed(_range(document.get("dp_degree", 1), "dp_degree"), every), "dp_degree")
     if set(replicas) != set(every):
         draft.require(f"dp_degree in {divisors(devices, replicas) or replicas}", "dp_degree")
     stages = listed(_range(document.get("sharding_stage", 1), "sharding_stage"), [1, 2, 3])
@@ -153,9 +150,9 @@ def _metric(metric: Any, draft: Draft) -> None:
 def _said(run: Mapping[str, Any], draft: Draft, replicas: str, total: int | None) -> None:
     """How `run_cmd` has the script told: by an option, by `-o KEY=VALUE`, or in a file that it reads."""
     known = draft.space.by_name
-    degrees = {shown: name if name in known else "1" for shown, name in _DEGREES.items()}
+    ways = {shown: name if name in known else "1" for shown, name in _DEGREES.items()}
     values = {
-        **degrees,
+        **ways,
         "dp_degree": "dp_degree" if "dp_degree" in known else str(draft.devices),
         "vpp_degree": "virtual_stages" if "virtual_stages" in known else "1",
         "sharding_stage": "zero" if "zero" in known else "1",

@@ -89,6 +89,6 @@ def rounded(values: Sequence[float], step: float) -> list[float]:
 
 def tried(values: Sequence[float], of: str, step: float | None = None) -> str:
     """What is to be said of values that stand for a range; nothing where they are all there are, by `step`."""
-    if step is not None and len(values) > round((max(values) - min(values)) / step):
+    if not values or (step is not None and len(values) > round((max(values) - min(values)) / step)):
         return ""
     return f"{', '.join(f'{each:g}' if isinstance(each, float) else str(each) for each in values)} are tried of {of}"

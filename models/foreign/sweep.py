@@ -24,6 +24,7 @@ _BESIDE = {
     "method": "",
     "metric": "",
 }
+_LARGEST = math.log(1e300)
 _SAMPLERS = {"grid": "--sampler grid tries all", "random": "--sampler random draws at random"}
 
 
@@ -59,7 +60,7 @@ def _read(document: Any, draft: Draft) -> None:
         elif draft.knob(shown, each.values, name=each.knob) and each.remark:
             draft.say(f"{shown}: {each.remark}")
     draft.leave_all(document, _BESIDE)
-    if (method := document.get("method")) in _SAMPLERS:
+    if (method := str(document.get("method"))) in _SAMPLERS:
         draft.leave("method", f"it is {method}, and redline's own sampler proposes; {_SAMPLERS[method]}")
     metric = document.get("metric")
     if not isinstance(metric, Mapping):
@@ -97,7 +98,7 @@ def _values(spec: Any) -> tuple[list[Any], str]:
         if not isinstance(spec["values"], list) or not spec["values"]:
             raise _Unusable("its values must be a list")
         return spec["values"], "all values count alike here" if "probabilities" in spec else ""
-    kind = spec.get("distribution") or _kind_of_bounds(spec)
+    kind = str(spec.get("distribution") or _kind_of_bounds(spec))
     if kind not in _DISTRIBUTIONS:
         raise _Unusable(f"the distribution {kind} has no values to choose from here; --set gives some")
     numbers = _Numbers(spec)
@@ -158,9 +159,9 @@ def _stepped(low: Any, high: Any, step: Any, *, log: bool = False) -> list[Any]:
 
 def _logarithms(numbers: _Numbers) -> list[float]:
     low, high = numbers.between()
-    if high > math.log(1e300):
+    if high > _LARGEST or low < -_LARGEST:
         raise _Unusable(
-            f"min and max are logarithms, and e to {high} is beyond numbers; log_uniform_values takes values"
+            f"min and max are logarithms, and e to {low} or {high} is beyond numbers; log_uniform_values takes values"
         )
     return reals(float(f"{math.exp(low):.3g}"), float(f"{math.exp(high):.3g}"), log=True)
 
@@ -170,7 +171,7 @@ def _normal(numbers: _Numbers) -> list[float]:
 
 
 def _log_normal(numbers: _Numbers) -> list[float]:
-    if any(each > math.log(1e300) for each in _normal(numbers)):
+    if any(abs(each) > _LARGEST for each in _normal(numbers)):
         raise _Unusable("mu and sigma are of logarithms, and the values are beyond numbers")
     return [float(f"{math.exp(each):.3g}") for each in _normal(numbers)]
 

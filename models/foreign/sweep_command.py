@@ -50,10 +50,10 @@ def command_of(document: Mapping[str, Any], parameters: Sequence[Parameter]) -> 
     out: dict[str, Any] = {"command": words}
     metric = document.get("metric")
     if isinstance(metric, Mapping) and str(metric.get("name", "")).isidentifier():
-        goal = metric.get("goal", "minimize")
+        goal = str(metric.get("goal", "minimize"))
         if goal not in _GOALS:
             raise UsageError(f"the sweep's metric: {unknown('goal', goal, _GOALS)}")
-        out |= {"metric": (metric["name"],), "direction": _GOALS[goal]}
+        out |= {"metric": (str(metric["name"]),), "direction": _GOALS[goal]}
     return out
 
 

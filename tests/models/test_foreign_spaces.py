@@ -1,5 +1,6 @@
 """Spaces that other tools state: what becomes of each, and that nothing of them is dropped without a word."""
 
+import copy
 import doctest
 import json
 import math
@@ -7,6 +8,7 @@ import math
 import optuna
 import pytest
 import yaml
+from hypothesis import given, settings, strategies as st
 from ray import tune
 from redline.errors import UsageError
 from redline.models.foreign import find_source, ranges
@@ -74,7 +76,7 @@ experiment:
       tensor_model_parallel_size: [2, 4, 8]
       sequence_parallel: [true]
       pipeline_model_parallel_size: "auto"
-      num_layers_per_virtual_pipeline_stage: [0, 1]
+      num_layers_per_virtual_pipeline_stage: [0, 1, 2]
       context_parallel_size: [1]
       expert_model_parallel_size: [1]
       micro_batch_size: [1, 2, 4]
@@ -132,7 +134,7 @@ def test_flagscales_space_holds_the_strategies_of_its_searcher_and_no_others(tmp
     names = ("tp", "pp", "dp", "zero", "sequence_parallel", "micro_batch", "num_layers_per_virtual_pipeline_stage")
     names += ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
     mine = {tuple(config.get(name) for name in names) for config in found.space}
-    given = {"tp": [2, 4, 8], "pp": [1, 2, 4, 8], "zero": [0, 1], "sp": [True], "micro": [1, 2, 4], "chunk": [0, 1]}
+    given = {"tp": [2, 4, 8], "pp": [1, 2, 4, 8], "zero": [0, 1], "sp": [True], "micro": [1, 2, 4], "chunk": [0, 1, 2]}
     assert mine == flagscale_strategies(given, 8) and len(mine) == len(found.space) > 100
     assert all(each["micro_batch"] * each["grad_accum"] * each["dp"] == 32 for each in found.space)
     assert found.space["zero"].default == 1 and found.space["tp"].monotone_memory == -1
@@ -245,7 +247,7 @@ def test_paddles_missing_degrees_are_one_and_recomputing_is_a_ratio():
     assert found.space["checkpoint_ratio"].values == (0.0, 1.0)
     with pytest.raises(UsageError, match="pp_degree must have min and max"):
         read({"pp_degree": {"min": 2}})
-    with pytest.raises(UsageError, match="mp_degree must be whole numbers or 'auto', but holds 'two'"):
+    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but holds 'two'"):
         read({"mp_degree": ["two"]})
 
 
@@ -612,3 +614,34 @@ def test_a_name_in_a_python_file_is_read(tmp_path):
 def test_names_that_are_none_become_different_ones():
     document = {"parameters": {each: {"values": [1, 2]} for each in ("a-b", "a.b", "2x", "lambda", "min")}}
     assert list(values(read(document).space)) == ["a_b", "a_b_2", "_2x", "_lambda", "_min"]
+
+
+ODD = [None, True, 0, -1, 1.5, math.inf, "auto", "x", "", [], [1, "a"], [[1]], [None], {}, {"a": 1}, {"min": 1}]
+
+
+@st.composite
+def damaged(draw):
+    """A document of one of the tools in which one value, wherever it stands, is another."""
+    whole = draw(st.sampled_from([yaml.safe_load(FLAGSCALE), PADDLE, DEEPSPEED, yaml.safe_load(SWEEP)]))
+    document = at = copy.deepcopy(whole)
+    while True:
+        keys = sorted(at) if isinstance(at, dict) else range(len(at))
+        key = draw(st.sampled_from(list(keys)))
+        if not isinstance(at[key], dict | list) or not at[key] or draw(st.integers(0, 2)) == 0:
+            at[key] = draw(st.sampled_from(ODD))
+            return document
+        at = at[key]
+
+
+@settings(max_examples=400, deadline=None)
+@given(damaged(), st.sampled_from([1, 2, 8]))
+def test_a_damaged_document_is_read_or_refused_in_words(document, devices):
+    try:
+        source = find_source(document)
+        found = source.read(devices)
+        if source.format.command is not None:
+            assert source.command["command"]
+    except UsageError as error:
+        assert str(error)
+    else:
+        assert found.space.default() in found.space

@@ -1,6 +1,5 @@
 """Options that several commands share, and how their values are read."""
 
-import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
@@ -9,9 +8,9 @@ import click
 
 from ...errors import UsageError
 from ...models.request import Asked
+from ...reading import with_power
 from ..request import Request
 
-_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -115,9 +114,7 @@ def _scalar(text: str) -> Any:
     """A value as YAML reads it, but for `no`, `off` and their like, which are words, and `1e-4`, which is a number."""
     import yaml
 
-    value = yaml.safe_load(text)
-    if isinstance(value, str) and _POWER.fullmatch(value):
-        return float(value)
+    value = with_power(yaml.safe_load(text))
     return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
 
 
