@@ -219,6 +219,14 @@ def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
         return
 
 
+_POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+def with_power(value: Any) -> Any:
+    """`1e-4` as the number that it is, which YAML 1.1 takes for a text; anything else as it is."""
+    return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
+
+
 _CORE = "tag:yaml.org,2002:"
 _EMPTY = object()
 

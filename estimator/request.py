@@ -107,6 +107,8 @@ def _of_shape(
     if request.global_batch is None:
         notes = (f"global batch: {total}, {SAMPLES_A_DEVICE} sequences a device, since none was given",)
     notes += too_few(total, devices)
+    if request.source is not None:
+        raise UsageError("a space of another tool's belongs to a model, a command or a callable, not to shape numbers")
     space, said = request.space_or(lambda allow: shape_space(shape, machine, devices, total, length, allow))
     return space, length, total, notes + said
 

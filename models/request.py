@@ -9,9 +9,10 @@ from typing import Annotated, Any
 from ..device import Device
 from ..errors import UsageError
 from ..space import Space
+from .foreign import ForeignSpace, Source, find_source, narrow
 from .global_batch import free_accumulation, shared
 from .resolve import workload as resolve_workload
-from .spaces import checked_allowance, fix_knob, make_space, nothing_allowed
+from .spaces import checked_allowance, declare, fix_knob, make_space, nothing_allowed
 from .workload import Workload
 
 
@@ -83,6 +84,9 @@ class SpaceRequest:
 
     Args:
         space: knobs and constraints, also as a YAML file; by default the workload's own for the devices at hand.
+        taken_from: another tool's space, in the place of `space`: a file of FlagScale's or Paddle's auto-tuner, of DeepSpeed
+            or of a W&B sweep, or `file.py:name` or an object with a space of Optuna's or Ray Tune's. What of it cannot be
+            carried over is said.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
             fp32 master weights; the best without them stands beside the winner.
         override: values of knobs, in place of the space's.
@@ -93,6 +97,14 @@ class SpaceRequest:
         Space | str | Path | None,
         Asked("A space in YAML, instead of the model's own.", metavar="FILE"),
     ] = field(default=None, kw_only=False)
+    taken_from: Annotated[
+        Any,
+        Asked(
+            "Another tool's space: FlagScale, Paddle, DeepSpeed, a W&B sweep; Optuna or Ray Tune in Python.",
+            flag="from",
+            metavar="FILE[:NAME]",
+        ),
+    ] = None
     allow: Annotated[
         str | Sequence[str],
         Asked("lossy: also values that trade accuracy for speed, such as bf16_pure.", metavar="WHAT", many=True),
@@ -112,24 +124,53 @@ class SpaceRequest:
         """
         return Space.from_yaml(self.space) if isinstance(self.space, (str, Path)) else self.space
 
-    def space_or(self, default: Callable[[tuple[str, ...]], Space]) -> tuple[Space, tuple[str, ...]]:
+    @cached_property
+    def source(self) -> Source | None:
+        """Another tool's space, recognised and not yet read; None where none is given.
+
+        Raises:
+            UsageError: it is none that is known, or given beside a space.
+        """
+        if self.taken_from is None:
+            return None
+        if self.space is not None:
+            raise UsageError("--space and --from both say what may vary; give one of them")
+        return find_source(self.taken_from)
+
+    @property
+    def asked_knobs(self) -> frozenset[str]:
+        """The knobs of which values are given beside a space."""
+        return frozenset((*(self.override or ()), *(self.fix or ())))
+
+    def space_or(
+        self, default: Callable[[tuple[str, ...]], Space], foreign: ForeignSpace | None = None
+    ) -> tuple[Space, tuple[str, ...]]:
         """A space that is the caller's, knobs overridden and fixed as asked, and what is to be said of it.
 
         Args:
             default: makes it where none is given, with what is allowed.
+            foreign: what `source` came to, for what has no default space: a command or a callable. Values that are given
+                for knobs beyond it declare these.
 
         Raises:
             SpaceError: nothing of the name can be allowed; the space has no such knob or value, or no configuration is
                 left.
         """
-        allow = checked_allowance(self.allow, own_space=self.given_space is not None)
-        space = default(allow) if self.given_space is None else self.given_space.copy()
+        own = self.given_space if foreign is None else foreign.space
+        allow = checked_allowance(self.allow, own_space=own is not None)
+        space = default(allow) if own is None else own.copy()
         notes = nothing_allowed(space, allow)
         for knob, values in (self.override or {}).items():
-            space.override(knob, values)
+            if foreign is not None and knob not in space.by_name:
+                declare(space, knob, values)
+            else:
+                space.override(knob, values)
         for knob, value in (self.fix or {}).items():
-            fix_knob(space, knob, value)
-        return space, notes
+            if foreign is not None and knob not in space.by_name:
+                declare(space, knob, [value])
+            else:
+                fix_knob(space, knob, value)
+        return space, notes if foreign is None else notes + foreign.notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +204,13 @@ def resolve(request: TrainingRequest, device: Device, devices: int) -> Resolved:
     notes: tuple[str, ...] = ()
     if accumulation is None:
         workload, notes = shared(workload, devices, target=request.target, asked=request.global_batch)
-    space, said = request.space_or(
-        lambda allow: make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
-    )
-    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=notes + said)
+    told: list[str] = []
+
+    def default(allow: tuple[str, ...]) -> Space:
+        space = make_space(workload, device, devices=devices, grad_accum=accumulation, allow=allow)
+        if request.source is not None:
+            told.extend(narrow(space, request.source.read(devices, workload.global_batch), request.asked_knobs))
+        return space
+
+    space, said = request.space_or(default)
+    return Resolved(workload=workload, space=space, free_batch=accumulation is not None, notes=(*notes, *told, *said))

@@ -1,4 +1,4 @@
-"""A workload that somebody wrote in a Python file."""
+"""A workload, or another value, that somebody wrote in a Python file."""
 
 import hashlib
 import inspect
@@ -40,7 +40,7 @@ class FileSource:
         except OSError as error:
             beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
             near = nearest(path.name, beside) if isinstance(error, FileNotFoundError) else ""
-            raise WorkloadError(f"cannot read the workload file {path}: {error.strerror}{near}") from None
+            raise WorkloadError(f"cannot read the Python file {path}: {error.strerror}{near}") from None
         return cls(path=str(path.resolve()), name=name, text=text)
 
     @property
@@ -74,6 +74,19 @@ class FileSource:
                 f"but is {type(made).__name__} {made!r}"
             )
         return replace(made, source=self)
+
+    def value(self) -> Any:
+        """Runs the file (once a process) and returns what stands under the name, whatever it is.
+
+        Raises:
+            WorkloadError: the file fails, or has no such name.
+        """
+        public = {name: each for name, each in vars(self._module()).items() if not name.startswith("_")}
+        if not self.name:
+            raise WorkloadError(f"{self.path} needs a name in it, {self.path}:NAME")
+        if self.name not in public:
+            raise WorkloadError(f"{self.path}: {unknown('name', self.name, public)}")
+        return public[self.name]
 
     def _call(self, function: Any) -> Any:
         try:
@@ -109,7 +122,7 @@ class FileSource:
             exec(code, module.__dict__)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise WorkloadError(f"the workload file failed: {self._where(error)}") from error
+            raise WorkloadError(f"the Python file failed: {self._where(error)}") from error
         except BaseException:
             del sys.modules[name]
             raise

@@ -183,6 +183,19 @@ def fix_knob(space: Space, name: str, value: Any) -> None:
     space.choice(name, [str(value)], help="blocks by their indices")
 
 
+def declare(space: Space, name: str, values: Sequence[Any], *, when: str | None = None) -> None:
+    """Declares a knob by its values, the first of them its default; numbers are put in order, and one whose name is
+    standard in training needs memory as it does there.
+
+    Raises:
+        SpaceError: the name or the values can be no knob's.
+    """
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    along = MEMORY_ALONG.get(name, 0) if numbers else 0
+    default = values[0] if values else None
+    space.choice(name, sorted(values) if numbers else values, default=default, when=when, monotone_memory=along)
+
+
 def micro_batches(samples: int) -> list[int]:
     """The divisors of a replica's samples; only the powers of two and the whole where those are too many."""
     divisors = [size for size in range(1, samples + 1) if samples % size == 0]

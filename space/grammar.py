@@ -30,9 +30,10 @@ MAX_LENGTH = 10_000
 MAX_NESTING = 50
 """Deepest nesting of parentheses and powers in a text, and most signs before an operand."""
 
-_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False}
+CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False}
+"""Words that are values."""
 _FUNCTIONS = {"min": minimum, "max": maximum}
-_RESERVED = frozenset({*keyword.kwlist, *_CONSTANTS, *_FUNCTIONS})
+_RESERVED = frozenset({*keyword.kwlist, *CONSTANTS, *_FUNCTIONS})
 _WORDS = frozenset({"and", "or", "not", "in"})
 _OR, _AND, _NOT = 1, 2, 3
 _LEVELS = {"or": _OR, "and": _AND, "not": COMPARISON} | {
@@ -242,7 +243,7 @@ class _Parser:
 
     def operand(self) -> Expression:
         token = self.token
-        if token.kind in ("number", "text") or (token.kind == "name" and token.text in _CONSTANTS):
+        if token.kind in ("number", "text") or (token.kind == "name" and token.text in CONSTANTS):
             return self.build(token, Constant, self.literal())
         if token.kind == "name" and token.text not in _WORDS:
             self.take()
@@ -303,8 +304,8 @@ class _Parser:
             value = -magnitude if minus else magnitude
         elif token.kind == "text":
             value = self.unquoted(token)
-        elif token.kind == "name" and token.text in _CONSTANTS:
-            value = _CONSTANTS[token.text]
+        elif token.kind == "name" and token.text in CONSTANTS:
+            value = CONSTANTS[token.text]
         else:
             self.fail(f"expected a value, but got {token}", token)
         if minus and token.kind != "number":

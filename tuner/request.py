@@ -222,7 +222,7 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
 
     def check_values(self) -> None:
         """Raises UsageError where a value can be seen to be none before anything is looked at."""
-        for each in ("given_space", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
+        for each in ("given_space", "source", "runs_on", "budget", "limit_mib", "timeout_s", "measure_s"):
             getattr(self, each)
 
     def given(self, *names: str) -> dict[str, Any]:

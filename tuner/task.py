@@ -12,8 +12,9 @@ from ..errors import SpaceError, UsageError, WorkloadError
 from ..models import Workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
-from ..models.spaces import MEMORY_ALONG, lossy_of_space
+from ..models.spaces import declare, lossy_of_space
 from ..runners.command.command import Command
+from ..runners.command.foreign import completed
 from ..runners.command.launchers import find_launcher
 from ..runners.command.trained import Trained
 from ..runners.command.work import Commands
@@ -123,14 +124,20 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
     _refuse_parts(request, _OF_A_WORKLOAD, "a callable")
     if simulated is not None:
         raise UsageError("the runner 'simulate' needs a model or a workload, and has no part in a callable")
-    space, _ = request.space_or(_no_default)
+    foreign = request.source.read(count, request.global_batch) if request.source is not None else None
+    space, said = request.space_or(_no_default, foreign)
     _check_effects(space, request.fix)
+    known["notes"] += said
     return Task(name=getattr(target, "__name__", type(target).__name__), function=target, space=space, **known)
 
 
 def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]) -> Task:
     """The task of a command, with what it trains where that is known."""
-    count, says = known["devices"], Trained.by(target)
+    count, total = known["devices"], request.global_batch
+    foreign = request.source.read(count, total) if request.source is not None else None
+    if foreign is not None:
+        target = completed(target, foreign)
+    says = Trained.by(target)
     if request.data is not None:
         raise UsageError("data belongs to a workload, not to a command, which has its own")
     workload, said = _trained(target, says, request)
@@ -138,14 +145,19 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
         _refuse_parts(request, ("seq_len", "lora"), "a command of which --model says what it trains")
         if known["simulated"]:
             raise UsageError("the runner 'simulate' predicts trials, and needs to know what a command trains: --model")
-    space, allowed = request.space_or(partial(_declared, target, request, count))
-    if request.global_batch is not None:
-        _share(space, request.global_batch, count)
+    space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
+    if total is not None and (foreign is None or "grad_accum" not in space.by_name):
+        _share(space, total, count)
     _check_effects(space, request.fix)
+    stated = foreign.stated if foreign is not None else frozenset()
+    command = Commands(target, space, devices=count, global_batch=total, stated=stated)
+    if command.unsaid:
+        values = ", ".join(f"{name}={space[name].default}" for name in command.unsaid)
+        said += (f"the file states {values}, for which the command has no place: that it is so is up to the command",)
     known["notes"] += (*said, *allowed)
     return Task(
         name=target.name,
-        command=Commands(target, space, devices=count, global_batch=request.global_batch),
+        command=command,
         workload=workload,
         says=says,
         space=space,
@@ -194,12 +206,12 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
         values |= find_launcher(command.launcher).values(devices, lossy="lossy" in allow)
     values |= request.override or {}
     if not values:
-        raise UsageError("tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, or a --launcher")
+        raise UsageError(
+            "tuning a command needs knobs: --space FILE, --set KNOB=A,B,C for each, a --launcher, or --from FILE"
+        )
     space = Space()
     for name, each in values.items():
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in each)
-        ordered = sorted(each) if numbers else each
-        space.choice(name, ordered, default=each[0], monotone_memory=MEMORY_ALONG.get(name, 0) if numbers else 0)
+        declare(space, name, each)
     ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
     if ways and devices > 1:
         space.require(devices % reduce(mul, ways) == 0, f"replicas are as many on all of {devices} devices")
@@ -217,7 +229,8 @@ def _share(space: Space, total: int, devices: int) -> None:
             "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
     ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
-    together = space["micro_batch"] * (devices // reduce(mul, ways) if ways else devices)
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
+    together = space["micro_batch"] * replicas
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
     space.require(together * accumulate == total, f"global batch {total}")
 

@@ -1,18 +1,19 @@
 """Texts with `{expression}` in them: over knobs, in the grammar of a space's rules, and over what a trial gives.
 
-`{a if condition else b}` chooses between two of them. `{{` and `}}` stand for braces, and `${...}` is left as it is: that
-is a shell's.
+`{a if condition else b}` chooses between two of them. As in Python's f-strings `!s` and `!r` behind one write its value as
+Python does: `True` for `{flag!s}`, and `{name!r}` with its quotes. `{{` and `}}` stand for braces, and `${...}` is left as it
+is: that is a shell's.
 """
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import SpaceError, UsageError, unknown
 from ...space.expression import Expression
-from ...space.grammar import parse
+from ...space.grammar import CONSTANTS, parse
 from ...space.values import FLAG
 
 GIVEN = {
@@ -66,7 +67,22 @@ class _Choice:
         return chosen.evaluate(values)
 
 
-_Piece = Expression | _Given | _Choice
+@dataclass(frozen=True)
+class _AsPython:
+    """A value as Python writes it."""
+
+    of: "_Piece"
+    how: Callable[[Any], str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        return self.how(self.of.evaluate(values))
+
+
+_Piece = Expression | _Given | _Choice | _AsPython
 
 
 @dataclass(frozen=True)
@@ -240,11 +256,14 @@ def _expression(text: str, knobs: Mapping[str, Expression], where: str) -> _Piec
             raise UsageError(f"{where}: {{{text}}}: `{choice['condition'].strip()}` is no condition")
         one, other = (_expression(choice[each], knobs, where) for each in ("one", "other"))
         return _Choice(condition, one, other)
+    if name.endswith(("!s", "!r")):
+        of = _expression(name[:-2], knobs, where)
+        return of if isinstance(of, _AsPython) else _AsPython(of, str if name.endswith("s") else repr)
     if name in knobs:
         return knobs[name]
     if name in GIVEN:
         return _Given(name)
-    if name.isidentifier():
+    if name.isidentifier() and name not in CONSTANTS:
         said = unknown("placeholder", f"{{{name}}}", [f"{{{each}}}" for each in (*knobs, *GIVEN)])
         raise UsageError(f"{where}: {said} Braces of its own are written {{{{ and }}}}.")
     try:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ class Commands(Work):
         space: whose knobs it holds.
         devices: of one trial.
         global_batch: samples of a step, where that is given.
+        stated: knobs with one value that another tool's file states, for which the command need not have a place.
 
     Raises:
         UsageError: a placeholder is filled by nothing, a knob is used nowhere, or a file to be rendered is not there.
@@ -47,7 +48,15 @@ class Commands(Work):
     in_turns = False
     imports = ("redline.runners.supervisor", "redline.runners.command.trial", "cloudpickle")
 
-    def __init__(self, command: Command, space: Space, *, devices: int, global_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        command: Command,
+        space: Space,
+        *,
+        devices: int,
+        global_batch: int | None = None,
+        stated: Collection[str] = (),
+    ) -> None:
         self.asked = command
         """As it was asked for."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
@@ -74,16 +83,22 @@ class Commands(Work):
         """The knobs it mentions, and what of `GIVEN`."""
         if "global_batch" in self.names and global_batch is None:
             raise UsageError("the command takes {global_batch}: say it with --global-batch")
-        self._check_used()
+        self.unsaid: tuple[str, ...] = ()
+        """Of what is stated, what it has no place for."""
+        self._check_used(stated)
 
-    def _check_used(self) -> None:
+    def _check_used(self, stated: Collection[str]) -> None:
         """Refuses a knob whose value nothing depends on."""
         used = set(self.names)
         for knob in reversed(list(self._space.by_name.values())):  # each after those it depends on
             if isinstance(knob, DerivedKnob) and knob.name in used:
                 used.update(knob.rule.names)
         for knob in self._space.knobs:
-            if not knob.derived and knob.name not in used:
+            if knob.derived or knob.name in used:
+                continue
+            if knob.name in stated and len(knob.values) == 1:
+                self.unsaid += (knob.name,)
+            else:
                 raise UsageError(
                     f"the knob '{knob.name}' is used nowhere: neither by the command, nor by --env or --render; write "
                     f"{{{knob.name}}} where its value belongs, or take it out of the space"

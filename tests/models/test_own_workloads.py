@@ -503,7 +503,7 @@ def test_a_file_that_fails_is_refused_with_the_line_and_the_error(file, text, sa
 
 
 def test_a_file_that_is_not_there_or_no_python_is_refused(tmp_path):
-    with pytest.raises(WorkloadError, match=r"cannot read the workload file .*none\.py: No such file"):
+    with pytest.raises(WorkloadError, match=r"cannot read the Python file .*none\.py: No such file"):
         workload(f"{tmp_path}/none.py:net")
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(WorkloadError, match=r"binary\.py is not a Python file"):

@@ -52,6 +52,8 @@ def words(text, space, **changed):
         ("train {1 if fusion and micro_batch > 8 else 2 if micro_batch == 8 else name}", ["train", "2"]),
         ("train -o {trial_dir if fusion else 'out'}", ["train", "-o", "/runs/a b/3"]),
         ("train a\\ b \"c 'd'\"", ["train", "a b", "c 'd'"]),
+        ("train {fusion!s} {name!s} {rate!s} {micro_batch > 8!s}", ["train", "True", "two words", "0.0001", "False"]),
+        ("train \"o={{'n': {name!r}, 'f': {fusion!r}}}\"", ["train", "o={'n': 'two words', 'f': True}"]),
     ],
 )
 def test_values_stand_where_they_are_written_and_words_stay_words(space, text, expected):

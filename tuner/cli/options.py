@@ -8,6 +8,7 @@ import click
 
 from ...errors import UsageError
 from ...models.request import Asked
+from ...reading import with_power
 from ..request import Request
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -110,10 +111,10 @@ def values_of(pairs: tuple[str, ...], option: str) -> dict[str, list[Any]]:
 
 
 def _scalar(text: str) -> Any:
-    """A value as YAML reads it, but for `no`, `off` and their like, which are words."""
+    """A value as YAML reads it, but for `no`, `off` and their like, which are words, and `1e-4`, which is a number."""
     import yaml
 
-    value = yaml.safe_load(text)
+    value = with_power(yaml.safe_load(text))
     return text if isinstance(value, bool) and text.lower() not in ("true", "false") else value
 
 

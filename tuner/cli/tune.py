@@ -29,6 +29,7 @@ Examples:
   redline tune gpt2-tiny --log-to tensorboard
   redline tune gpt2 --memory-limit 4GiB --layerwise
   redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
+  redline tune --from sweep.yaml
   redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 DRY_COMMANDS = 3
@@ -78,12 +79,16 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
 
 
 def _command(options: dict[str, Any], file: str | None) -> Command | None:
-    """The command that is asked for, whose options are taken out; None where it is a model.
+    """The command that is asked for, or stated by another tool's file, whose options are taken out; None where it is a
+    model.
 
     Raises:
         UsageError: its options are given without it, or beside a file that states it.
     """
     given = {each.name: options.pop(each.name) for each in fields(Command)}
+    if file is None and given["command"] is None and not any(options[each] for each in ("model", "workload")):
+        if options["taken_from"] is not None:
+            return Command.stated_by(options["taken_from"], **given)
     stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
     if file is not None:
         if stray is not None:
@@ -105,7 +110,9 @@ def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
         raise UsageError("--dry prints commands; give one with --command or --command-file")
     request = Request(**given)
     task = resolve_task(request)
-    assert task.command is not None, "what is tuned is a command"
+    assert task.command is not None, "a command was given"
+    for note in task.notes:
+        click.echo(f"note: {note}", err=True)
     configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
     for number, config in enumerate(configs):
         folder = Path(given["out"] or _fresh_folder(command.name), "trials", str(number))

@@ -1,0 +1,647 @@
+"""Spaces that other tools state: what becomes of each, and that nothing of them is dropped without a word."""
+
+import copy
+import doctest
+import json
+import math
+
+import optuna
+import pytest
+import yaml
+from hypothesis import given, settings, strategies as st
+from ray import tune
+from redline.errors import UsageError
+from redline.models.foreign import find_source, ranges
+
+
+def read(document, devices=1, **asked):
+    return find_source(document).read(devices, **asked)
+
+
+def values(space):
+    """The values of each knob that is chosen."""
+    return {knob.name: knob.values for knob in space.knobs if not knob.derived}
+
+
+def left(found):
+    """What was not carried over, by name."""
+    notes = [each.removeprefix("not carried over: ") for each in found.notes if each.startswith("not carried over: ")]
+    return dict(each.split(": ", 1) for each in notes)
+
+
+def written(tmp_path, name, document):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document) if name.endswith(".json") else yaml.safe_dump(document))
+    return str(path)
+
+
+# -- ranges --------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_ranges_hold():
+    assert doctest.testmod(ranges).failed == 0 < doctest.testmod(ranges).attempted
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1e-8, 1e-7), (100.0, 100.5), (3.0, 1e12), (0.1, 0.1000001)])
+def test_values_of_a_range_are_apart_in_order_and_within(low, high, log):
+    found = ranges.reals(low, high, log=log)
+    assert found[0] == low and found[-1] == high and len(found) == 5
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize(("low", "high", "step"), [(1, 10**9, 1), (0, 17, 1), (5, 1000, 7), (16, 4096, 16)])
+@pytest.mark.parametrize("log", [False, True])
+def test_integers_of_a_range_are_on_its_steps(low, high, step, log):
+    found = ranges.integers(low, high, step=step, log=log)
+    assert found[0] == low and found[-1] == low + (high - low) // step * step
+    assert all((each - low) % step == 0 for each in found) and found == sorted(set(found))
+
+
+# -- FlagScale -----------------------------------------------------------------------------------------------
+
+FLAGSCALE = """
+defaults:
+  - train: 7b
+  - _self_
+experiment:
+  exp_name: aquila2
+  task: {type: train, backend: megatron, entrypoint: ./flagscale/train/train_gpt.py}
+  runner: {backend: torchrun, nnodes: 1, nproc_per_node: 8}
+  auto_tuner:
+    space:
+      data_parallel_size: "auto"
+      use_distributed_optimizer: [true, false]
+      tensor_model_parallel_size: [2, 4, 8]
+      sequence_parallel: [true]
+      pipeline_model_parallel_size: "auto"
+      num_layers_per_virtual_pipeline_stage: [0, 1, 2]
+      context_parallel_size: [1]
+      expert_model_parallel_size: [1]
+      micro_batch_size: [1, 2, 4]
+      use_recompute: [true, false]
+      recompute_method: "auto"
+      recompute_granularity: "auto"
+      recompute_num_layers: "auto"
+    control: {max_time_per_task: 300, train_iters: 5, max_time: 600}
+action: auto_tune
+"""
+MODEL = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 1024, "global_batch_size": 32}
+
+
+def flagscale(tmp_path, **changed):
+    document = yaml.safe_load(FLAGSCALE)
+    document["experiment"]["auto_tuner"]["space"].update(changed)
+    written(tmp_path, "train/7b.yaml", {"system": {}, "model": MODEL})
+    return written(tmp_path, "config.yaml", document)
+
+
+def flagscale_strategies(space, cards):
+    """The strategies of `Searcher.build_strategies`, written once more from its rules."""
+    out = set()
+    for tp in space["tp"]:
+        for pp in space["pp"]:
+            dp = cards // (tp * pp)
+            if tp * pp * dp != cards or MODEL["num_layers"] % pp or MODEL["global_batch_size"] % max(dp, 1):
+                continue
+            for zero in space["zero"] if dp > 1 else [None]:
+                for sp in space["sp"] if tp > 1 else [None]:
+                    for micro in space["micro"]:
+                        if (MODEL["global_batch_size"] // dp) % micro:
+                            continue
+                        for chunk in space["chunk"]:
+                            stage = MODEL["num_layers"] // pp
+                            if chunk and (pp <= 2 or stage % chunk or micro % chunk):
+                                continue
+                            for recompute in _recomputations(stage):
+                                out.add((tp, pp, dp, zero, sp, micro, chunk, *recompute))
+    return out
+
+
+def _recomputations(stage):
+    yield False, None, None, None
+    yield True, "selective", None, None
+    for layers in range(1, MODEL["num_layers"] + 1):
+        if layers == stage:
+            yield True, "full", "uniform", layers
+        if layers <= stage:
+            yield True, "full", "block", layers
+
+
+def test_flagscales_space_holds_the_strategies_of_its_searcher_and_no_others(tmp_path):
+    found = read(flagscale(tmp_path), devices=8)
+    names = ("tp", "pp", "dp", "zero", "sequence_parallel", "micro_batch", "num_layers_per_virtual_pipeline_stage")
+    names += ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
+    mine = {tuple(config.get(name) for name in names) for config in found.space}
+    given = {"tp": [2, 4, 8], "pp": [1, 2, 4, 8], "zero": [0, 1], "sp": [True], "micro": [1, 2, 4], "chunk": [0, 1, 2]}
+    assert mine == flagscale_strategies(given, 8) and len(mine) == len(found.space) > 100
+    assert all(each["micro_batch"] * each["grad_accum"] * each["dp"] == 32 for each in found.space)
+    assert found.space["zero"].default == 1 and found.space["tp"].monotone_memory == -1
+    assert set(left(found)) == {"auto_tuner.control"}
+    assert "off there, and so no knobs: context_parallel_size=1, expert_model_parallel_size=1" in found.notes
+
+
+def test_flagscales_auto_is_its_own_range_and_recomputing_everything_is_a_ratio(tmp_path):
+    path = flagscale(
+        tmp_path,
+        tensor_model_parallel_size="auto",
+        context_parallel_size="auto",
+        micro_batch_size="auto",
+        recompute_method=["uniform"],
+        recompute_granularity=["full"],
+        num_layers_per_virtual_pipeline_stage="auto",
+    )
+    space = read(path, devices=8).space
+    assert space["tp"].values == space["cp"].values == (1, 2, 4, 8)
+    assert space["micro_batch"].values == (1, 2, 4, 8, 16, 32)
+    assert space["num_layers_per_virtual_pipeline_stage"].values == (0, 1, 2, 4, 8)
+    assert space["checkpoint_ratio"].values == (0.0, 1.0) and space["checkpoint_ratio"].default == 1.0
+    assert space["dp"].rule.text == "8 // (tp * pp * cp)"
+
+
+def test_flagscales_file_for_other_devices_is_told_from_these(tmp_path):
+    found = read(flagscale(tmp_path, data_parallel_size=[1]), devices=4)
+    assert found.space["tp"].values == (2, 4) and {config["dp"] for config in found.space} == {1}
+    assert left(found)["tensor_model_parallel_size 8"] == "it does not divide the 4 devices"
+    assert any("for 8 devices (nnodes 1, nproc_per_node 8), here are 4" in each for each in found.notes)
+    with pytest.raises(UsageError, match="tensor_model_parallel_size 2, 4, 8: none of them divides 1 devices"):
+        read(flagscale(tmp_path), devices=1)
+
+
+def test_what_flagscales_file_leaves_open_is_said(tmp_path):
+    document = yaml.safe_load(FLAGSCALE)
+    del document["defaults"]
+    document["experiment"]["auto_tuner"]["space"] |= {"micro_batch_size": "auto", "block_size": [8, 16], "odd": "auto"}
+    document["experiment"]["auto_tuner"]["novel"] = 1
+    found = read(document, devices=8)
+    assert set(left(found)) == {
+        *("auto_tuner.control", "auto_tuner.novel", "micro_batch_size", "recompute_num_layers", "odd"),
+    }
+    assert found.space["block_size"].values == (8, 16)
+    assert any("num_layers, hidden_size" in each and "not in the file" in each for each in found.notes)
+    assert read(document, devices=8, global_batch=16).space["micro_batch"].values == (1, 2, 4, 8, 16)
+
+
+# -- PaddlePaddle --------------------------------------------------------------------------------------------
+
+PADDLE = {
+    "dp_degree": "auto",
+    "mp_degree": [1, 2],
+    "pp_degree": {"min": 1, "max": 2},
+    "vpp_degree": [1, 2],
+    "micro_batch_size": "auto",
+    "sharding_degree": "auto",
+    "sharding_stage": [1, 2],
+    "use_recompute": "auto",
+    "recompute_granularity": ["full", "core_attn"],
+    "task_limit": 1,
+    "max_time_per_task": 90,
+    "custom_search_dim": {"fuse_attn": {"value": ["0", "1"]}},
+    "model_cfg": {"hidden_size": 64, "global_batch_size": 8, "num_layers": 8, "num_attention_heads": 4},
+    "run_cmd": {
+        "dp_degree": ["-o", "Distributed.dp_degree"],
+        "mp_degree": ["-o", "Distributed.mp_degree"],
+        "local_batch_size": ["--local_batch_size", ""],
+        "sequence_parallel": ["--sequence_parallel", ""],
+        "use_recompute": ["model.json", "recompute.use"],
+        "fuse_attn": ["model.json", "fuse", "level_"],
+        "search_stage": {"max_steps": ["--max_steps", "20"]},
+        "run_best_stage": {"max_steps": ["--max_steps", "1000"]},
+        "refined_recompute": ["--rr", ""],
+        "generate_launch_cfg": True,
+    },
+    "metric_cfg": {"name": "interval_samples_per_second", "OptimizationDirection": "Maximize"},
+}
+
+
+def test_paddles_degrees_share_the_devices_and_the_batch(tmp_path):
+    found = read(written(tmp_path, "tuner.json", PADDLE), devices=8)
+    space = found.space
+    for config in space:
+        assert config["tp"] * config["pp"] * config["sharding_degree"] * config["dp_degree"] == 8
+        assert config["dp"] == config["dp_degree"] * config["sharding_degree"]
+        assert ("zero" in config) == (config["sharding_degree"] > 1)
+        assert config["micro_batch"] * config["dp"] * config["grad_accum"] == 8
+        assert 8 % (config["pp"] * config["virtual_stages"]) == 0
+        assert config["virtual_stages"] == 1 or config["grad_accum"] % config["pp"] == 0
+        assert ("recompute_granularity" in config) == config["use_recompute"]
+    assert {each["sharding_degree"] for each in space} == {1, 2, 4, 8} and space["zero"].values == (1, 2)
+    assert space["virtual_stages"].values == (1, 2) and space["fuse_attn"].values == ("0", "1")
+    assert {"task_limit", "max_time_per_task", "run_cmd.refined_recompute"} == set(left(found))
+    assert found.options == (
+        ("-o Distributed.dp_degree=", "{dp_degree!s}"),
+        ("-o Distributed.mp_degree=", "{tp!s}"),
+        ("--local_batch_size", "{micro_batch * grad_accum!s}"),
+        ("--sequence_parallel", "{min(tp - 1, 1)!s}"),
+        ("--max_steps", "20"),
+    )
+    assert found.render == ("model.json:recompute.use={use_recompute}", "model.json:fuse=level_{fuse_attn!s}")
+    assert found.metric == r"interval_samples_per_second:* *(?P<samples_per_second>\d+(?:\.\d*)?)"
+    assert found.direction is None
+
+
+def test_paddles_missing_degrees_are_one_and_recomputing_is_a_ratio():
+    found = read({"mp_degree": [1, 2], "dp_degree": "auto", "use_recompute": [True, False]}, devices=2)
+    assert {(each["tp"], each["dp_degree"]) for each in found.space} == {(1, 2), (2, 1)}
+    assert found.space["checkpoint_ratio"].values == (0.0, 1.0)
+    with pytest.raises(UsageError, match="pp_degree must have min and max"):
+        read({"pp_degree": {"min": 2}})
+    with pytest.raises(UsageError, match="mp_degree must be whole numbers of at least 1 or 'auto', but holds 'two'"):
+        read({"mp_degree": ["two"]})
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------------------------
+
+DEEPSPEED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "fp16": {"enabled": True},
+    "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": [0.9, 0.999]}},
+    "zero_optimization": {"stage": [2, 3], "overlap_comm": [True, False], "reduce_bucket_size": [5e7, 5e8]},
+    "autotuning": {
+        "enabled": True,
+        "max_train_batch_size": 64,
+        "min_train_micro_batch_size_per_gpu": 2,
+        "max_train_micro_batch_size_per_gpu": 12,
+        "num_tuning_micro_batch_sizes": 3,
+        "tuner_type": "model_based",
+        "start_profile_step": 3,
+        "metric": "latency",
+        "arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"},
+    },
+}
+
+
+def test_deepspeeds_lists_are_choices_and_its_file_is_rendered(tmp_path):
+    path = written(tmp_path, "ds_config.json", DEEPSPEED)
+    found = read(path, devices=2)
+    assert values(found.space) == {
+        "zero": (2, 3),
+        "micro_batch": (2, 4, 8, 12),
+        "overlap_comm": (True, False),
+        "reduce_bucket_size": (5e7, 5e8),
+    }
+    assert {(each["micro_batch"], each["grad_accum"]) for each in found.space} == {(2, 16), (4, 8), (8, 4), (12, 2)}
+    assert found.options == (("--per_device_train_batch_size", "{micro_batch}"),)
+    # What the Trainer is told on the command line stays `auto` in the file, which it compares with that.
+    assert set(found.render) == {
+        path,
+        f"{path}:zero_optimization.stage={{zero}}",
+        f"{path}:gradient_accumulation_steps={{grad_accum}}",
+        f"{path}:zero_optimization.overlap_comm={{overlap_comm}}",
+        f"{path}:zero_optimization.reduce_bucket_size={{reduce_bucket_size}}",
+        f"{path}:autotuning.enabled={{false}}",
+    }
+    assert set(left(found)) == {
+        f"autotuning.{each}" for each in ("tuner_type", "num_tuning_micro_batch_sizes", "start_profile_step", "metric")
+    }
+
+
+def test_deepspeeds_own_choices_come_with_fast_off_and_only_for_their_stages():
+    document = {"zero_optimization": {"stage": "all", "reduce_scatter": True}, "autotuning": {"fast": False}}
+    space = read(document).space
+    assert space["zero"].values == (0, 1, 2, 3)
+    for config in space.sample(200):
+        assert ("reduce_bucket_size" in config) == (config["zero"] >= 1)
+        assert ("overlap_comm" in config) == (config["zero"] >= 2)
+        assert ("allgather_partitions" in config) == (config["zero"] == 3)
+        assert "reduce_scatter" not in config
+    one = read({"zero_optimization": {"stage": 1}, "autotuning": {"fast": False}}).space
+    assert {"reduce_bucket_size", "allgather_bucket_size", "micro_batch"} == set(values(one))
+
+
+def test_deepspeeds_micro_batches():
+    listed = {"train_micro_batch_size_per_gpu": [1, 4, 16], "gradient_accumulation_steps": 2, "autotuning": {}}
+    assert values(read(listed).space) == {"micro_batch": (1, 4, 16)}
+    least = {"train_micro_batch_size_per_gpu": 4, "autotuning": {"enabled": True}}
+    assert read(least).space["micro_batch"].values == (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    assert read(least, devices=2, global_batch=64).space["micro_batch"].values == (4, 8, 16, 32)
+    several = {**listed, "gradient_accumulation_steps": [1, 2]}
+    assert "gradient_accumulation_steps" in left(read(several))
+    with pytest.raises(UsageError, match="micro-batches from 8 to 4: there are none"):
+        read({"train_micro_batch_size_per_gpu": 8, "autotuning": {"max_train_micro_batch_size_per_gpu": 4}})
+    with pytest.raises(UsageError, match="mp_size must be a whole number of at least 1, but is 'two'"):
+        read({"autotuning": {"mp_size": "two"}})
+    with pytest.raises(UsageError, match=r"zero_optimization must be a mapping, such as \{'stage': 'all'\}"):
+        read({"zero_optimization": "all"})
+    with pytest.raises(UsageError, match="stage must be of 0, 1, 2, 3 or 'all', but is 4"):
+        read({"zero_optimization": {"stage": [1, 4]}})
+
+
+# -- W&B -----------------------------------------------------------------------------------------------------
+
+SWEEP = """
+program: train.py
+name: sweepdemo
+method: random
+metric: {goal: minimize, name: step_ms_total, target: 3}
+run_cap: 20
+early_terminate: {type: hyperband, min_iter: 3}
+parameters:
+  learning_rate: {distribution: log_uniform_values, min: 1e-5, max: 1e-1}
+  batch_size: {values: [16, 32, 64], probabilities: [0.5, 0.3, 0.2]}
+  epochs: {value: 5}
+  layers: {min: 1, max: 4}
+  dropout: {distribution: q_uniform, min: 0.1, max: 0.5, q: 0.1}
+  width: {distribution: q_log_uniform_values, min: 8, max: 4096, q: 8}
+  decay: {distribution: log_uniform, min: -9.2103, max: -4.6052}
+  shift: {distribution: normal, mu: 1, sigma: 0.5}
+  rate: {min: 0.0, max: 1.0}
+  optimizer:
+    parameters:
+      name: {values: [adam, sgd]}
+      "beta-1": {values: [0.9, 0.95]}
+  noise: {distribution: beta, a: 1, b: 2}
+  mixed: {values: [1, none]}
+  nested: {values: [[1, 2], [3]]}
+"""
+
+
+def test_a_sweeps_distributions_become_values():
+    found = read(yaml.safe_load(SWEEP))
+    assert values(found.space) == {
+        "learning_rate": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+        "batch_size": (16, 32, 64),
+        "epochs": (5,),
+        "layers": (1, 2, 3, 4),
+        "dropout": (0.1, 0.2, 0.3, 0.4, 0.5),
+        "width": (8, 40, 184, 880, 4096),
+        "decay": (1e-4, 3.2e-4, 1e-3, 3.2e-3, 1e-2),
+        "shift": (0.0, 0.5, 1.0, 1.5, 2.0),
+        "rate": (0.0, 0.25, 0.5, 0.75, 1.0),
+        "optimizer_name": ("adam", "sgd"),
+        "optimizer_beta_1": (0.9, 0.95),
+    }
+    assert found.stated == {"epochs"} and found.space["shift"].default == 1.0
+    missing = left(found)
+    assert set(missing) == {
+        *("noise", "mixed", "nested", "name", "run_cap", "early_terminate", "method", "metric.target"),
+    }
+    assert "the distribution beta has no values" in missing["noise"] and "mixes kinds" in missing["mixed"]
+    told = "\n".join(found.notes)
+    assert "1e-05, 0.0001, 0.001, 0.01, 0.1 are tried of log_uniform_values min=1e-5, max=1e-1" in told
+    assert "optimizer.name is optimizer_name, optimizer.beta-1 is optimizer_beta_1" in told
+    assert "layers:" not in told and "all values count alike" in told
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"min": 2.0, "max": 1.0}, "min <= max must hold"),
+        ({"distribution": "log_uniform_values", "min": 0, "max": 1}, "both above 0"),
+        ({"distribution": "uniform", "min": 0}, "max must be a number, but is None"),
+        ({"distribution": "q_uniform", "min": 0, "max": 1, "q": 0}, "q must be more than 0"),
+        ({"min": "low", "max": "high"}, "min must be a number, but is 'low'"),
+        ({"distribution": "log_uniform", "min": 0, "max": 1e9}, "beyond numbers"),
+        ({"distribution": "log_normal", "mu": 1e6}, "beyond numbers"),
+        ({"values": []}, "its values must be a list"),
+        ({}, "min must be a number, but is None"),
+    ],
+)
+def test_a_parameter_that_has_no_values_is_left_out_with_the_reason(spec, says):
+    found = read({"parameters": {"a": {"values": [1, 2]}, "b": spec}})
+    assert list(values(found.space)) == ["a"] and says in left(found)["b"]
+
+
+def test_a_sweep_states_its_command_as_its_agent_would_have_it():
+    source = find_source(
+        {
+            "program": "train.py",
+            "metric": {"name": "loss"},
+            "parameters": {
+                "lr": {"values": [0.1, 0.2]},
+                "amp": {"values": [True, False]},
+                "opt": {"parameters": {"name": {"values": ["adam"]}, "betas": {"values": [0.9]}}},
+                "left": {"distribution": "beta"},
+            },
+        }
+    )
+    assert source.command == {
+        "command": [
+            *("/usr/bin/env", "python", "train.py", "--lr={lr!s}", "--amp={amp!s}"),
+            "--opt={{'name': {opt_name!r}, 'betas': {opt_betas!r}}}",
+        ],
+        "metric": ("loss",),
+        "direction": "min",
+    }
+
+
+def stated(*command, parameters=None, **more):
+    parameters = parameters or {"lr": {"values": [0.1, 0.2]}, "model.name": {"values": ["a", "b"]}}
+    return find_source({"command": list(command), "parameters": parameters, **more}).command["command"]
+
+
+def test_every_macro_of_a_sweeps_command(monkeypatch):
+    monkeypatch.setenv("DATA", "/data/{raw}")
+    assert stated("python3", "${args_no_equals}", "x{1}") == [
+        *("python3", "--lr", "{lr!s}", "--model.name", "{model_name!s}", "x{{1}}"),
+    ]
+    assert stated("${args_no_hyphens}") == ["lr={lr!s}", "model.name={model_name!s}"]
+    assert stated("${args_append_hydra}")[0] == "+lr={lr!s}" and stated("${args_override_hydra}")[0] == "++lr={lr!s}"
+    assert stated("run", "${args_json}") == ["run", '{{"lr": {lr}, "model.name": "{model_name}"}}']
+    assert stated("--data=${envvar:DATA}", "${envvar:NO_SUCH}") == ["--data=/data/{{raw}}", "NO_SUCH"]
+    flags = {"on": {"value": True}, "off": {"value": False}, "lr": {"values": [1, 2]}}
+    assert stated("${args_no_boolean_flags}", parameters=flags) == ["--on", "--lr={lr!s}"]
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"command": ["${program}"]}, "states no program"),
+        ({"command": ["a", "${args_json_file}"]}, "is a file that W&B's agent writes"),
+        ({"command": ["a", "${argz}"]}, "unknown macro 'argz'; did you mean 'args'"),
+        ({"command": "python train.py"}, "command must be a list"),
+        ({"program": "a.py", "metric": {"name": "x", "goal": "best"}}, "unknown goal 'best'"),
+        ({"command": ["a", "${args_no_boolean_flags}"]}, "leaves --flag out where it is false"),
+        ({"command": ["a", "${args_json}"]}, "cannot say"),
+    ],
+)
+def test_a_command_that_no_template_can_be_is_refused(document, says):
+    parameters = {"flag": {"values": [True, False]}, "text": {"values": ['a "b"', "c"]}}
+    with pytest.raises(UsageError, match=says):
+        dict(find_source({"parameters": parameters, **document}).command)
+
+
+# -- Optuna --------------------------------------------------------------------------------------------------
+
+
+def test_optunas_distributions_become_values():
+    of = optuna.distributions
+    found = read(
+        {
+            "lr": of.FloatDistribution(1e-4, 1.0, log=True),
+            "batch": of.IntDistribution(8, 32, step=8),
+            "width": of.IntDistribution(1, 1024, log=True),
+            "drop": of.FloatDistribution(0.1, 0.3, step=0.1),
+            "opt": of.CategoricalDistribution(["adam", "sgd"]),
+            "mixed": of.CategoricalDistribution([None, 1]),
+        }
+    )
+    assert values(found.space) == {
+        "lr": (1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        "batch": (8, 16, 24, 32),
+        "width": (1, 6, 32, 180, 1024),
+        "drop": (0.1, 0.2, 0.3),
+        "opt": ("adam", "sgd"),
+    }
+    assert list(left(found)) == ["mixed"]
+    assert sum("are tried of" in each for each in found.notes) == 2
+
+
+def conditional(trial):
+    kind = trial.suggest_categorical("kind", ["adam", "sgd", "lion"])
+    if kind == "sgd":
+        trial.suggest_float("momentum", 0.0, 1.0)
+    elif trial.suggest_categorical("amsgrad", [False, True]):
+        trial.suggest_int("window", 1, 3)
+    layers = trial.suggest_int("layers", 1, 3)
+    for at in range(layers):
+        trial.suggest_int(f"width_{at}", 4, 8)
+    if kind == "sgd" and layers == 3:
+        trial.suggest_int("both", 0, 1)
+    trial.suggest_float("depends", 0, layers)
+
+
+def test_a_function_of_a_trial_gives_its_parameters_with_their_conditions():
+    found = read(conditional)
+    assert set(left(found)) == {"both", "depends"}
+    seen = set()
+    for config in found.space:
+        expected = {"kind", "layers", *(f"width_{at}" for at in range(config["layers"]))}
+        expected |= {"momentum"} if config["kind"] == "sgd" else {"amsgrad"}
+        expected |= {"window"} if config.get("amsgrad") else set()
+        assert set(config) == expected
+        seen.add(config["kind"])
+    assert seen == {"adam", "sgd", "lion"}
+
+
+def test_a_function_is_ended_where_it_reports_and_refused_where_it_fails():
+    def objective(trial):
+        trial.suggest_int("a", 0, 1)
+        trial.report(1.0, step=0)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        raise AssertionError("it went on to train")
+
+    assert values(read(objective).space) == {"a": (0, 1)}
+    with pytest.raises(UsageError, match=r"broken\(trial\) failed: ZeroDivisionError"):
+        read(broken)
+    with pytest.raises(UsageError, match="suggests nothing"):
+        read(lambda trial: None)
+    with pytest.raises(UsageError, match="must take an Optuna trial and nothing else"):
+        read(lambda: None)
+
+
+def broken(trial):
+    return 1 / 0
+
+
+# -- Ray Tune ------------------------------------------------------------------------------------------------
+
+
+def test_rays_space_becomes_values():
+    found = read(
+        {
+            "lr": tune.loguniform(1e-4, 1.0),
+            "batch": tune.choice([16, 32]),
+            "amp": tune.grid_search([True, False]),
+            "layers": tune.randint(1, 5),
+            "drop": tune.quniform(0.0, 0.5, 0.25),
+            "tens": tune.qrandint(10, 40, 10),
+            "depth": tune.lograndint(1, 1000),
+            "shift": tune.randn(0, 2),
+            "model": {"width": tune.choice([64, 128]), "kind": "mlp"},
+            "late": tune.sample_from(lambda config: config["lr"]),
+            "stages": [1, 2],
+        }
+    )
+    assert values(found.space) == {
+        "lr": (1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        "batch": (16, 32),
+        "amp": (True, False),
+        "layers": (1, 2, 3, 4),
+        "drop": (0.0, 0.25, 0.5),
+        "tens": (10, 20, 30, 40),
+        "depth": (1, 6, 32, 180, 999),
+        "shift": (-4.0, -2.0, 0.0, 2.0, 4.0),
+        "model_width": (64, 128),
+        "model_kind": ("mlp",),
+    }
+    assert set(left(found)) == {"late", "stages"} and "sample_from draws by a function" in left(found)["late"]
+
+
+def test_values_for_ray_are_ones_that_ray_may_draw():
+    domain = tune.qloguniform(0.1, 100, 0.1)
+    found = values(read({"x": domain}).space)["x"]
+    assert all(domain.is_valid(each) and math.isclose(each / 0.1, round(each / 0.1)) for each in found)
+
+
+# -- all of them ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_no_tool_wrote_is_refused_and_those_known_are_named(tmp_path):
+    with pytest.raises(UsageError, match="no space that is known. FlagScale's auto-tuner has .*a W&B sweep has"):
+        find_source(written(tmp_path, "odd.yaml", {"a": 1}))
+    with pytest.raises(UsageError, match="a space of redline's own: give it with --space"):
+        find_source(written(tmp_path, "own.yaml", {"knobs": []}))
+    with pytest.raises(UsageError, match="none.yaml cannot be read: No such file"):
+        find_source(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "deep.yaml").write_text("[" * 1000)
+    (tmp_path / "code.yaml").write_text("parameters: !!python/object/apply:os.system ['true']")
+    for name, says in (("bad.yaml", "no YAML"), ("bad.json", "no JSON"), ("deep.yaml", "nested"), ("code.yaml", "tag")):
+        with pytest.raises(UsageError, match=says):
+            find_source(tmp_path / name)
+    with pytest.raises(UsageError, match=r"a W&B sweep\)?: nothing in it can be tuned here.*beta has no values"):
+        read({"parameters": {"x": {"distribution": "beta"}}})
+
+
+def test_a_name_in_a_python_file_is_read(tmp_path):
+    path = tmp_path / "spaces.py"
+    path.write_text("from ray import tune\nspace = {'a': tune.choice([1, 2])}\n_hidden = space\n")
+    assert values(read(f"{path}:space").space) == {"a": (1, 2)}
+    for name, says in ((":spase", "did you mean 'space'"), ("", "needs a name in it"), (":_hidden", "unknown name")):
+        with pytest.raises(UsageError, match=says):
+            find_source(f"{path}{name}")
+    (tmp_path / "fails.py").write_text("1 / 0\n")
+    with pytest.raises(UsageError, match=r"the Python file failed: .*fails.py:1: ZeroDivisionError"):
+        find_source(f"{tmp_path}/fails.py:space")
+
+
+def test_names_that_are_none_become_different_ones():
+    document = {"parameters": {each: {"values": [1, 2]} for each in ("a-b", "a.b", "2x", "lambda", "min")}}
+    assert list(values(read(document).space)) == ["a_b", "a_b_2", "_2x", "_lambda", "_min"]
+
+
+ODD = [None, True, 0, -1, 1.5, math.inf, "auto", "x", "", [], [1, "a"], [[1]], [None], {}, {"a": 1}, {"min": 1}]
+
+
+@st.composite
+def damaged(draw):
+    """A document of one of the tools in which one value, wherever it stands, is another."""
+    whole = draw(st.sampled_from([yaml.safe_load(FLAGSCALE), PADDLE, DEEPSPEED, yaml.safe_load(SWEEP)]))
+    document = at = copy.deepcopy(whole)
+    while True:
+        keys = sorted(at) if isinstance(at, dict) else range(len(at))
+        key = draw(st.sampled_from(list(keys)))
+        if not isinstance(at[key], dict | list) or not at[key] or draw(st.integers(0, 2)) == 0:
+            at[key] = draw(st.sampled_from(ODD))
+            return document
+        at = at[key]
+
+
+@settings(max_examples=400, deadline=None)
+@given(damaged(), st.sampled_from([1, 2, 8]))
+def test_a_damaged_document_is_read_or_refused_in_words(document, devices):
+    try:
+        source = find_source(document)
+        found = source.read(devices)
+        if source.format.command is not None:
+            assert source.command["command"]
+    except UsageError as error:
+        assert str(error)
+    else:
+        assert found.space.default() in found.space
