@@ -86,7 +86,7 @@ def _command(options: dict[str, Any], file: str | None) -> Command | None:
         UsageError: its options are given without it, or beside a file that states it.
     """
     given = {each.name: options.pop(each.name) for each in fields(Command)}
-    if file is None and given["command"] is None and not any(options[each] for each in ("model", "workload")):
+    if file is None and given["command"] is None and not any(options[each] for each in ("target", "workload")):
         if options["taken_from"] is not None:
             return Command.stated_by(options["taken_from"], **given)
     stray = next((f"--{name.replace('_', '-')}" for name, value in given.items() if value), None)
