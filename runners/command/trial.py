@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -384,16 +384,21 @@ class _Run(Clock):
             )
         for each in self.trial.requirements:
             if broken := each.broken(self.told):
-                return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
+                others = self._told_beside(each.rule.names)
+                return Measurement(
+                    status=Status.WRONG, reason="; ".join(filter(None, [broken, others])), peak_memory_mib=peak
+                )
         assert self.objective is not None
         cost, spread, note = self._cost(timing)
         throughput, unit = self.objective.throughput(cost), self.objective.unit
         timed = self.objective.name in STEP_TIMES
+        beside = self._told_beside((self.objective.name,))
         return Measurement(
             status=Status.OK,
-            reason="; ".join(filter(None, [note, self._beside()])),
+            reason="; ".join(filter(None, [note, beside])),
             throughput=throughput,
             unit=unit,
+            told=beside,
             tokens_per_second=throughput if unit == "tokens/s" else None,
             samples_per_second=throughput if unit == "samples/s" else None,
             step_ms=cost if timed else None,
@@ -403,15 +408,10 @@ class _Run(Clock):
             foreign_cores=self._foreign,
         )
 
-    def _beside(self) -> str:
-        """What else was asked for, as it was told last: other metrics, and one of which the throughput is the reciprocal."""
-        assert self.objective is not None
+    def _told_beside(self, without: Collection[str]) -> str:
+        """What was asked for by name or is required, as it was told last."""
         asked = [*self.trial.lines.asked, *(name for each in self.trial.requirements for name in each.rule.names)]
-        shown = [
-            name
-            for name in dict.fromkeys(asked)
-            if name in self.told and name not in BESIDE and (self.objective.smaller or name != self.objective.name)
-        ]
+        shown = [name for name in dict.fromkeys(asked) if name in self.told and name not in (*BESIDE, *without)]
         return ", ".join(f"{name} = {self.told[name]:g}" for name in shown)
 
     def _cost(self, timing: Timing | None) -> tuple[float, float | None, str]:
