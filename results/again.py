@@ -52,7 +52,7 @@ def measured_again(first: Measurement, throughputs: Sequence[float], failure: Me
     again = replace(
         first,
         throughput=middle,
-        reason=f"{first.reason}; {told}" if first.reason else told,
+        reason=f"{told} ({first.reason})" if first.reason else told,
         samples_per_second=_times(first.samples_per_second, ratio),
         tokens_per_second=_times(first.tokens_per_second, ratio),
         tflops_per_device=_times(first.tflops_per_device, ratio),

@@ -129,7 +129,9 @@ def number(value: float, digits: int = 7) -> str:
 
 
 def speed(throughput: float, unit: str) -> str:
-    """A throughput as people read it: `12,345 tokens/s`."""
+    """A throughput as people read it: `12,345 tokens/s`; where its unit is one over that of a quantity, the quantity."""
+    if unit.startswith("1/") and throughput:
+        throughput, unit = 1 / throughput, unit.removeprefix("1/")
     digits = f"{throughput:,.0f}" if throughput >= 1000 else number(throughput, 4)
     return f"{digits} {unit}".strip()
 

@@ -53,7 +53,7 @@ class RankReport:
 
 
 _STATUSES = frozenset(Status)
-_TEXTS = frozenset({"reason", "unit", "log"})
+_TEXTS = frozenset({"reason", "unit", "log", "told"})
 _COUNTS = frozenset({"rank", "allocation_retries", "devices", "samples_per_step"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Numbers that JSON has no word for."""
@@ -144,6 +144,8 @@ class Measurement:
     """What the search maximises, in `unit`; higher is better."""
     unit: str = ""
     """Unit of `throughput`: `tokens/s`, `samples/s`, or empty for a callable's own number."""
+    told: str = ""
+    """What else a command was asked to tell and told, such as `p99_ms = 120`."""
     samples_per_second: float | None = None
     """Sequences (or images) per second over all devices."""
     tokens_per_second: float | None = None

@@ -28,8 +28,10 @@ class Command:
             `{...}` in its values, or `FILE:PATH=VALUE`, such as `ds.json:zero_optimization.stage={zero}`.
         metric: what is read of what it says: a regular expression with a named group, such as
             `speed: (?P<tokens_per_second>[\\d.]+)`, or a name in lines of JSON, in `metric_file` or told by
-            `redline.report`. By default what known frameworks print, the steps of a progress bar among it.
-        metric_file: a file of JSON lines or CSV that it appends to, beside what it prints.
+            `redline.report`; `METRIC=NAME` where it is to be called otherwise, such as `tokens_per_second=perf/tps`. By default
+            what known frameworks print, the steps of a progress bar among it. The first is what is tuned for.
+        metric_file: a file of JSON lines or CSV that it appends to, beside what it prints, or a folder or file of TensorBoard's
+            events, whose scalars are named by their tags. It may hold `{...}`: `{trial_dir}/runs`.
         direction: `max` or `min`, of a metric that is no throughput and no time of a step. Such a metric counts as it
             stands when the command ends; the others as soon as they are steady.
         samples: samples of a step, such as `{micro_batch * grad_accum}`, where times of steps are told; by default the
@@ -62,11 +64,13 @@ class Command:
         Sequence[str],
         Asked(
             "What to read of what it prints: a name, or a regular expression with one; repeatable.",
-            metavar="RE",
+            metavar="NAME|RE",
             many=True,
         ),
     ] = ()
-    metric_file: Annotated[str | None, Asked("JSON lines or CSV that it appends to.", metavar="FILE")] = None
+    metric_file: Annotated[
+        str | None, Asked("JSON lines or CSV that it appends to, or TensorBoard's folder.", metavar="PATH")
+    ] = None
     direction: Annotated[str | None, Asked("max or min, of a metric that is no throughput.", metavar="WHICH")] = None
     samples: Annotated[str | None, Asked("Samples of a step, such as '{micro_batch * 2}'.", metavar="N")] = None
     require: Annotated[

@@ -44,6 +44,8 @@ class Objective:
             return RATES[self.name]
         if self.name in STEP_TIMES:
             return "steps/s" if self.work is None else "samples/s"
+        if self.name.endswith("_per_second"):
+            return f"{self.name.removesuffix('_per_second')}/s"
         return f"1/{self.name}" if self.smaller else self.name
 
     def cost(self, value: float) -> float:

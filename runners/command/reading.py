@@ -2,10 +2,12 @@
 
 import csv
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from ...errors import UsageError
 from ...reporting import TIME
@@ -20,6 +22,8 @@ _NUMBER = re.compile(
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _SPLIT = re.compile(rb"[\r\n]")
+_OF_PATTERNS = re.compile(r"\(\?|[\\\[\]*+^$|{}]")
+"""What regular expressions have and names, such as `throughput(tps)`, have not."""
 
 KNOWN = {
     # megatron/training/training.py
@@ -64,22 +68,19 @@ class Lines:
 
     Args:
         patterns: regular expressions whose groups have the names of metrics.
-        names: metrics to be taken of lines that are JSON objects.
-        names_known: whether nobody asked for these, so that they are what known frameworks print.
+        names: metrics by the names they have in lines that are JSON objects, and in files.
+        asked: the metrics that were asked for, in their order; none where all that known frameworks print is read.
     """
 
     patterns: Sequence[re.Pattern[str]]
-    names: Sequence[str] = ()
-    names_known: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    asked: Sequence[str] = ()
     _rest: bytes = field(default=b"", init=False)
 
     @property
     def first(self) -> str | None:
-        """The metric that was asked for first; None where none was."""
-        if self.names_known:
-            return None
-        groups = [name for pattern in self.patterns for name in pattern.groupindex]
-        return next((name for name in (*groups, *self.names) if name not in BESIDE), None)
+        """The objective that was asked for; None where none was."""
+        return next((name for name in self.asked if name not in BESIDE), None)
 
     def feed(self, data: bytes) -> Iterator[str]:
         """The lines that are complete with these bytes."""
@@ -104,38 +105,45 @@ class Lines:
                     if text is not None and name not in found and (value := number(text)) is not None:
                         found[name] = value
         if self.names and line.lstrip().startswith("{"):
-            found = {**_of_object(line, self.names), **found}
+            told = _of_object(line)
+            found = {**{self.names[name]: told[name] for name in self.names if name in told}, **found}
         return found
 
 
 class Appended:
-    """Numbers in a file that grows: JSON lines, or CSV with a header.
+    """Numbers in a file that grows: JSON lines, or CSV with a header. What is in it already is an earlier run's.
 
     Args:
         path: need not be there yet.
-        names: metrics to be taken; all numbers where there are none.
+        names: metrics by the names they have in the file; all others are taken as they are called.
     """
 
-    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, names: Mapping[str, str] | None = None) -> None:
         self.path = path
-        self._names = tuple(names)
+        self._names = names or {}
         self._at, self._rest = 0, b""
         self._header: list[str] | None = None
+        self._earlier = _contents(path)
 
-    def read(self, now: float) -> list[Told]:
+    def read(self, now: float, *, ended: bool = False) -> list[Told]:
         """What was appended since it was last asked, in its order.
 
         Args:
             now: the moment that rows without one of their own are from, s.
+            ended: whether nothing is appended any more, so that the last line may lack its end.
         """
         try:
             with self.path.open("rb") as file:
+                if self._earlier is not None and not self._begins(file):
+                    return []
                 file.seek(self._at)
                 data = file.read()
         except FileNotFoundError:
             return []
         self._at += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
+        if ended:
+            whole, self._rest = [*whole, self._rest], b""
         found = []
         for line in whole:
             values = self._row(line.decode("utf-8", "replace").strip())
@@ -144,49 +152,99 @@ class Appended:
                 found.append(Told(values, at))
         return found
 
+    def _begins(self, file: BinaryIO) -> bool:
+        """Whether this run has written to a file that was there before; finds where."""
+        assert self._earlier is not None
+        stamp, size, start = self._earlier
+        if _stamp(file) == stamp:
+            return False
+        # What is longer, and begins as it did, was appended to; else it was written anew.
+        if os.fstat(file.fileno()).st_size > size and file.read(len(start)) == start:
+            self._at = size
+            self._row(start.partition(b"\n")[0].decode("utf-8", "replace").strip())
+        self._earlier = None
+        return True
+
     def _row(self, line: str) -> dict[str, float]:
         if line.startswith("{"):
-            return _of_object(line, self._names)
-        if self.path.suffix != ".csv" or not line:
+            values = _of_object(line)
+        elif self.path.suffix != ".csv" or not line:
             return {}
-        cells = next(csv.reader([line]))
-        if self._header is None:
-            self._header = cells
+        elif self._header is None:
+            self._header = next(csv.reader([line]))
             return {}
-        row = {name: number(text) for name, text in zip(self._header, cells)}
-        return {
-            name: value for name, value in row.items() if value is not None and (not self._names or name in self._names)
-        }
+        else:
+            cells = zip(self._header, next(csv.reader([line])))
+            values = {name: value for name, text in cells if (value := number(text)) is not None}
+        return renamed(values, self._names)
+
+
+def renamed(values: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """Values by metric, those that `names` knows by another name under that; these count first."""
+    other = {name: value for name, value in values.items() if name not in names}
+    return {**other, **{names[name]: value for name, value in values.items() if name in names}}
 
 
 def lines_for(metrics: Sequence[str]) -> Lines:
     """What reads the metrics that are asked for, or what known frameworks print where none is.
 
     Args:
-        metrics: names, or regular expressions with named groups.
+        metrics: regular expressions with named groups, or names in JSON, CSV and event files: `NAME`, or `METRIC=NAME`
+            where the metric is to be called otherwise. Without that it is called by what follows the last slash, where
+            that is a known metric: `train/steps_per_second` is one.
 
     Raises:
-        UsageError: one is no regular expression, or none of its groups has a name.
+        UsageError: one is no regular expression, none of its groups has a name, or two have the same.
     """
-    patterns, names = [], []
-    for text in metrics:
-        if text.isidentifier():
-            names.append(text)
-            continue
-        try:
-            pattern = re.compile(text)
-        except re.error as error:
-            raise UsageError(f"--metric '{text}' is no regular expression: {error}") from None
-        if not pattern.groupindex:
-            raise UsageError(
-                f"--metric '{text}' names no number; write it as a group with a name, such as "
-                r"'speed: (?P<tokens_per_second>[\d.]+)'"
-            )
-        patterns.append(pattern)
     if not metrics:
-        patterns = [re.compile(each) for each in (*KNOWN.values(), *_SPOKEN.values())]
-        names = [*PREFERRED, *BESIDE]
-    return Lines(patterns, names, names_known=not metrics)
+        known = {name: name for name in (*PREFERRED, *BESIDE)}
+        return Lines([re.compile(each) for each in (*KNOWN.values(), *_SPOKEN.values())], known)
+    patterns: list[re.Pattern[str]] = []
+    names: dict[str, str] = {}
+    asked: list[str] = []
+    for text in metrics:
+        if _OF_PATTERNS.search(text):
+            pattern = _pattern(text)
+            patterns.append(pattern)
+            asked += [name for name in pattern.groupindex if name not in asked]
+            continue
+        called, equals, name = text.partition("=")
+        if not (equals and called.isidentifier() and name):
+            last = text.rpartition("/")[2]
+            called, name = last if last in (*PREFERRED, *BESIDE) else text, text
+        if called in names.values():
+            other = next(each for each in names if names[each] == called)
+            raise UsageError(f"--metric: '{other}' and '{name}' are both called {called}; write one as OTHER={name}")
+        names[name] = called
+        asked.append(called)
+    return Lines(patterns, names, asked)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--metric '{text}' is no regular expression: {error}") from None
+    if not pattern.groupindex:
+        raise UsageError(
+            f"--metric '{text}' names no number; write it as a group with a name, such as "
+            r"'speed: (?P<tokens_per_second>[\d.]+)'"
+        )
+    return pattern
+
+
+def _contents(path: Path) -> tuple[tuple[int, int], int, bytes] | None:
+    """What tells whether a file was written to, its size and how it begins; None where it is not there."""
+    try:
+        with path.open("rb") as file:
+            return _stamp(file), os.fstat(file.fileno()).st_size, file.read(LONGEST_LINE)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_ino, found.st_mtime_ns
 
 
 def near_misses(lines: Sequence[str], wanted: Sequence[str], most: int = 3) -> list[str]:
@@ -214,7 +272,8 @@ def number(text: str) -> float | None:
     return float(match["number"].replace(",", "")) * _SCALES[(match["scale"] or "").lower()]
 
 
-def _of_object(line: str, names: Sequence[str]) -> dict[str, float]:
+def _of_object(line: str) -> dict[str, float]:
+    """The numbers of a JSON object."""
     try:
         given = json.loads(line)
     except ValueError:
@@ -224,7 +283,5 @@ def _of_object(line: str, names: Sequence[str]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in given.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (not names or name in names or name == TIME)
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }

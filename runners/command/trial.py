@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,9 @@ from ..memory import GpuMemory
 from ..process import family
 from ..shortage import Shortage
 from ..timing import Clock, Timing, TimingPlan, measure, median_interval
+from .events import Events, of_events
 from .files import Rendered
-from .objective import STEP_TIMES, Objective, Requirement, chosen, usable
+from .objective import BESIDE, STEP_TIMES, Objective, Requirement, chosen, usable
 from .reading import Appended, Lines, Told, near_misses
 from .template import CommandLine, ShellLine
 
@@ -84,7 +85,7 @@ class CommandTrial:
     lines: Lines
     """Reads what it prints."""
     grows: str | None
-    """A file that it writes numbers to."""
+    """A file that it writes numbers to, or a folder of TensorBoard's event files."""
     wanted: str | None
     """The objective's metric; None for the first known one that is told."""
     smaller: bool
@@ -180,9 +181,11 @@ class _Run(Clock):
         folder = Path(self.trial.folder)
         self.report = folder / "report.jsonl"
         self.report.unlink(missing_ok=True)
-        self._appended = [Appended(self.report)]
+        self._appended: list[Appended | Events] = [Appended(self.report)]
         if self.trial.grows is not None:
-            self._appended.append(Appended(Path(self.trial.cwd, self.trial.grows)))
+            path, names = Path(self.trial.cwd, self.trial.grows), self.trial.lines.names
+            kind = Events if of_events(path) else Appended
+            self._appended.append(kind(path, names))
         self._tail: deque[str] = deque(maxlen=SHOWN_LINES)
         self._last_step: tuple[float, float] | None = None
         self._reported_at: float | None = None
@@ -291,7 +294,7 @@ class _Run(Clock):
                 self._heard(line, now)
         if over or now >= self._look:
             self._look = now + LOOK_S
-            self._watch(now)
+            self._watch(now, ended=over)
         if over or (self.out_of_memory and now >= self._oom_until):
             raise _Over
 
@@ -349,10 +352,10 @@ class _Run(Clock):
             if self._load is None and self.process.poll() is None:
                 self._load = Watch(lambda: family_s(self.process.pid))
 
-    def _watch(self, now: float) -> None:
+    def _watch(self, now: float, *, ended: bool) -> None:
         """Looks at what does not come by the pipe: files that grow, and memory."""
         for each in self._appended:
-            for told in each.read(now):
+            for told in each.read(now, ended=ended):
                 self._take(self._with_rates(told) if each.path == self.report else told)
         held = _held_mib(self.process.pid)
         self.peak_mib = max(self.peak_mib, *held.values(), self._gpus.held_mib(held) if self._gpus else 0.0, 0.0)
@@ -413,16 +416,21 @@ class _Run(Clock):
             )
         for each in self.trial.requirements:
             if broken := each.broken(self.told):
-                return Measurement(status=Status.WRONG, reason=broken, peak_memory_mib=peak)
+                others = self._told_beside(each.rule.names)
+                return Measurement(
+                    status=Status.WRONG, reason="; ".join(filter(None, [broken, others])), peak_memory_mib=peak
+                )
         assert self.objective is not None
         cost, spread, note = self._cost(timing)
         throughput, unit = self.objective.throughput(cost), self.objective.unit
         timed = self.objective.name in STEP_TIMES
+        beside = self._told_beside((self.objective.name,))
         return Measurement(
             status=Status.OK,
-            reason=note,
+            reason="; ".join(filter(None, [note, beside])),
             throughput=throughput,
             unit=unit,
+            told=beside,
             tokens_per_second=throughput if unit == "tokens/s" else None,
             samples_per_second=throughput if unit == "samples/s" else None,
             step_ms=cost if timed else None,
@@ -431,6 +439,12 @@ class _Run(Clock):
             loss=loss,
             foreign_cores=self._foreign,
         )
+
+    def _told_beside(self, without: Collection[str]) -> str:
+        """What was asked for by name or is required, as it was told last."""
+        asked = [*self.trial.lines.asked, *(name for each in self.trial.requirements for name in each.rule.names)]
+        shown = [name for name in dict.fromkeys(asked) if name in self.told and name not in (*BESIDE, *without)]
+        return ", ".join(f"{name} = {self.told[name]:g}" for name in shown)
 
     def _cost(self, timing: Timing | None) -> tuple[float, float | None, str]:
         """What counts of all costs, how sure that is, and what is to be said of it."""

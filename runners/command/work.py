@@ -16,6 +16,7 @@ from ..function import measured_by_itself
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import Command
+from .events import check_installed, of_events
 from .files import read_files
 from .launchers import find_launcher
 from .objective import PREFERRED, Requirement, objective_of
@@ -60,7 +61,6 @@ class Commands(Work):
         self.asked = command
         """As it was asked for."""
         self._space, self._devices, self._global_batch = space, devices, global_batch
-        self._grows = command.metric_file
         knobs = space.by_name
         whole = command
         if command.launcher is not None:
@@ -73,6 +73,7 @@ class Commands(Work):
         self._environment = tuple(_variable(each, knobs) for each in command.env)
         self._files = read_files(command.render, knobs)
         self._samples = Template.read(command.samples, knobs, "--samples") if command.samples else None
+        self._grows = Template.read(command.metric_file, knobs, "--metric-file") if command.metric_file else None
         self._lines = lines_for(command.metric)
         self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
@@ -86,6 +87,8 @@ class Commands(Work):
         self.unsaid: tuple[str, ...] = ()
         """Of what is stated, what it has no place for."""
         self._check_used(stated)
+        if self._grows is not None:
+            self._check_metric_file(self._grows)
 
     def _check_used(self, stated: Collection[str]) -> None:
         """Refuses a knob whose value nothing depends on."""
@@ -115,6 +118,17 @@ class Commands(Work):
         program = self._line.words[0].text(self.given(0, Path()))
         if shutil.which(program) is None:
             raise UsageError(f"the command is not found: there is no program '{program}'")
+
+    def _check_metric_file(self, grows: Template) -> None:
+        """Refuses event files that cannot be read, or of which nobody says what counts."""
+        if not of_events(Path(grows.text(self.values(self._space.default(), 0, Path("{trial_dir}"))))):
+            return
+        check_installed()
+        if self._lines.first is None:
+            raise UsageError(
+                "--metric-file is a folder or a file of TensorBoard's; say by --metric which tag counts, such as "
+                "--metric train/steps_per_second, or --metric step for the time between its steps"
+            )
 
     def given(self, number: int, folder: Path) -> dict[str, Any]:
         """What a trial gives besides the knobs: on one host, and of several what is the same on each."""
@@ -167,7 +181,7 @@ class Commands(Work):
             cwd=os.getcwd(),
             lines=self._lines,
             takes_port="master_port" in self.names,
-            grows=self._grows,
+            grows=self._grows.text(values) if self._grows else None,
             wanted=self._wanted,
             smaller=self._smaller,
             work=self._work(values),

@@ -70,6 +70,12 @@ def test_re_measurements_are_shown(run):
     assert "stand first" not in shown(run, selection=listing.Selection(statuses=("oom",)))
 
 
+def test_what_was_told_of_the_first_measurement_stands_beside_that(run):
+    run.finish(3, Measurement(status=Status.OK, throughput=400.0, unit="tokens/s", reason="p99_ms = 120"))
+    run.remeasure(3, [390.0])
+    assert "the re-measurement; the first time 400 tokens/s (p99_ms = 120)" in shown(run)
+
+
 def test_hostile_reasons_are_printed_as_they_are_on_one_line(run):
     reason = "[bold]not markup[/bold]\n\x1b[31mred " + "x" * 300
     run.finish(3, Measurement(status=Status.CRASH, reason=reason))

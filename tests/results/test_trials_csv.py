@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from redline.errors import StudyError
 from redline.results import Measurement, Status, Trial, read_table, table_frame
-from redline.results.columns import MAX_TEXT, cell, fold, number, row, unquoted
+from redline.results.columns import MAX_TEXT, cell, fold, number, row, speed, unquoted
 from redline.results.table import Table, trials
 
 HEADER = (
@@ -66,6 +66,19 @@ def test_a_row_says_everything_plainly():
         '3,ok,"slow, but sure",123456.8,tokens/s,64,,0.0001234568,,81234.5,,,,100000,,8,gp,10.8254328,'
         '1763692062.123,,,,,,logs/3.log,4,0.25,true,false,"a ""b""",\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("throughput", "unit", "text"),
+    [
+        (12345.6, "tokens/s", "12,346 tokens/s"),
+        (0.123456, "", "0.1235"),
+        (4.0, "1/seconds", "0.25 seconds"),
+        (0.0, "1/seconds", "0 1/seconds"),
+    ],
+)
+def test_people_read_a_throughput_and_of_what_is_to_be_small_the_value_itself(throughput, unit, text):
+    assert speed(throughput, unit) == text
 
 
 @pytest.mark.parametrize(

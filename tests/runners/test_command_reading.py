@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from redline.errors import UsageError
@@ -82,16 +83,51 @@ def test_the_first_metric_that_is_asked_for_is_the_objective():
     assert lines.first == "p99_ms"
     assert lines.read("loss nan at 12.5 ms") == pytest.approx({"loss": math.nan, "p99_ms": 12.5}, nan_ok=True)
     assert lines.read('{"rps": 3, "other": 4}') == {"rps": 3.0}
+    assert lines_for(["rps", r"at (?P<p99_ms>[\d.]+) ms"]).first == "rps"
     assert lines_for(()).first is None and lines_for(["step_ms"]).first == "step_ms"
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("(", "is no regular expression"), (r"speed: (\d+)", "names no number; write it as a group with a name")],
+    [
+        ("(?P<speed>", "is no regular expression"),
+        (r"speed: (\d+)", "names no number; write it as a group with a name"),
+        ("speed: ([0-9.]+)", "names no number; write it as a group with a name"),
+    ],
 )
 def test_a_metric_that_cannot_be_read_is_refused(text, says):
     with pytest.raises(UsageError, match=says):
         lines_for([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "name"),
+    [
+        ("rps", "rps", "rps"),
+        ("perf/throughput(tok/s)", "perf/throughput(tok/s)", "perf/throughput(tok/s)"),
+        ("iteration-time", "iteration-time", "iteration-time"),
+        ("train/steps_per_second", "steps_per_second", "train/steps_per_second"),
+        ("train/loss", "loss", "train/loss"),
+        ("tokens_per_second=throughput(tps)", "tokens_per_second", "throughput(tps)"),
+        ("train_loss=train/loss", "train_loss", "train/loss"),
+        ("a/b=c", "a/b=c", "a/b=c"),
+    ],
+)
+def test_what_is_no_regular_expression_is_a_name_and_what_that_is_called(text, metric, name):
+    lines = lines_for([text])
+    assert lines.asked == [metric]
+    assert lines.read(json.dumps({name: 2.5, "x": 1})) == {metric: 2.5}
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(
+        UsageError, match="'train/loss' and 'eval/loss' are both called loss; write one as OTHER=eval/loss"
+    ):
+        lines_for(["train/loss", "eval/loss"])
+    assert lines_for(["train/loss", "eval_loss=eval/loss"]).read('{"train/loss": 1, "eval/loss": 2}') == {
+        "loss": 1.0,
+        "eval_loss": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,16 +157,45 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
 
 
 def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
-    rows, objects = Appended(tmp_path / "log.csv", ["speed"]), Appended(tmp_path / "log.jsonl")
+    rows, objects = Appended(tmp_path / "log.csv", {"speed (it/s)": "speed"}), Appended(tmp_path / "log.jsonl")
     assert rows.read(1.0) == [] == objects.read(1.0)
-    (tmp_path / "log.csv").write_text("step,speed\n1,10.5\n2,")
+    (tmp_path / "log.csv").write_text("step,speed (it/s)\n1,10.5\n2,")
     (told,) = rows.read(2.0)
-    assert (told.values, told.at) == ({"speed": 10.5}, 2.0)
+    assert (told.values, told.at) == ({"step": 1.0, "speed": 10.5}, 2.0)
     with (tmp_path / "log.csv").open("a") as file:
-        file.write("11\n3,x\n4,12\n")
-    assert [each.values for each in rows.read(3.0)] == [{"speed": 11.0}, {"speed": 12.0}]
+        file.write("11\nx,x\n4,12\n")
+    assert [each.values.get("speed") for each in rows.read(3.0)] == [11.0, 12.0]
     (tmp_path / "log.jsonl").write_text('{"a": 1, "b": true, "c": "x"}\nnot json\n[1]\n{"time_s": 7.5, "a": 2}\n')
     assert [(each.values, each.at) for each in objects.read(4.0)] == [({"a": 1.0}, 4.0), ({"a": 2.0}, 7.5)]
+
+
+def test_a_last_line_without_an_end_counts_once_nothing_is_appended_any_more(tmp_path):
+    objects = Appended(tmp_path / "result.json")
+    (tmp_path / "result.json").write_text('{"a": 1}')
+    assert objects.read(1.0) == []
+    assert [each.values for each in objects.read(2.0, ended=True)] == [{"a": 1.0}] and objects.read(
+        3.0, ended=True
+    ) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "mode", "more", "expected"),
+    [
+        ("a,b\n1,2\n", "a", "3,4\n", [3.0]),
+        ("a,b\n1,2\n", "w", "a,b\n1,2\n", [1.0]),
+        ("a,b\n1,2\n", "w", "b,a\n5,6\n7,8\n", [6.0, 8.0]),
+        ("a,b\n1,2\n", "w", "a\n5\n", [5.0]),
+    ],
+)
+def test_what_an_earlier_run_left_in_a_file_is_not_this_ones(tmp_path, before, mode, more, expected):
+    path = tmp_path / "log.csv"
+    path.write_text(before)
+    os.utime(path, ns=(0, 0))
+    rows = Appended(path)
+    assert rows.read(1.0) == []
+    with path.open(mode) as file:
+        file.write(more)
+    assert [each.values["a"] for each in rows.read(2.0)] == expected
 
 
 @pytest.mark.parametrize(
@@ -140,6 +205,7 @@ def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):
         (Objective(name="step_ms"), 20.0, 20.0, 50.0, "steps/s"),
         (Objective(name="step_s", work=8.0), 0.5, 500.0, 16.0, "samples/s"),
         (Objective(name="speed"), 2.5, 400.0, 2.5, "speed"),
+        (Objective(name="requests_per_second"), 50.0, 20.0, 50.0, "requests/s"),
         (Objective(name="p99_ms", smaller=True), 4.0, 4.0, 0.25, "1/p99_ms"),
     ],
 )

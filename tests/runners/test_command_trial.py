@@ -142,10 +142,37 @@ def test_a_metric_of_no_known_name_counts_as_it_stands_at_the_end(run, script):
     assert (measured.throughput, measured.unit) == (3.0, "speed")
     measured, _ = run(script(text), metric=[r"latency (?P<latency>\S+)", r"speed (?P<speed>\d+)"], direction="min")
     assert (measured.throughput, measured.unit) == (4.0, "1/latency")
+    assert measured.reason == measured.told == "speed = 3"
     measured, _ = run(
         script(text), metric=[r"speed (?P<speed>\d+)", r"latency (?P<latency>\S+)"], require=["latency < 0.2"]
     )
-    assert measured.status is Status.WRONG and measured.reason == "latency = 0.25, but `latency < 0.2` is required"
+    assert measured.status is Status.WRONG
+    assert measured.reason == "latency = 0.25, but `latency < 0.2` is required; speed = 3"
+
+
+def test_of_a_trial_that_keeps_a_bound_what_is_bounded_is_told(run, script):
+    text = "print('12.5 requests/s, p50 20 ms, p99 150.5 ms')"
+    metric = r"(?P<requests_per_second>[\d.]+) requests/s, .*p99 (?P<p99_ms>[\d.]+) ms"
+    measured, _ = run(script(text), metric=[metric], require=["p99_ms < 200"])
+    assert (measured.status, measured.throughput, measured.unit) == (Status.OK, 12.5, "requests/s")
+    assert measured.reason == measured.told == "p99_ms = 150.5"
+
+
+def test_a_file_in_the_trials_folder_is_named_as_the_command_names_it(run, script, tmp_path):
+    Path("result-2.json").write_text('{"speed": 99}')
+    measured, _ = run(
+        script(
+            """
+            import json
+            with open(sys.argv[1] + "/result-" + sys.argv[2] + ".json", "w") as file:
+                json.dump({"speed": 7, "note": "no end of line"}, file)
+            """,
+            "{trial_dir} {micro_batch}",
+        ),
+        metric=["speed"],
+        metric_file="{trial_dir}/result-{micro_batch}.json",
+    )
+    assert (measured.status, measured.throughput) == (Status.OK, 7.0), measured.reason
 
 
 def test_a_file_that_it_writes_is_read(run, script):

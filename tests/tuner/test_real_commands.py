@@ -2,8 +2,11 @@
 
 import csv
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -78,6 +81,79 @@ def test_a_training_as_anyone_has_it_is_tuned(checkout, name):
     assert "the winner's command:" in done.stdout
     assert sorted(each.name for each in checkout.iterdir()) == ["examples", "run"], "the checkout is left as it was"
     assert yaml.safe_load(Path("run/best.yaml").read_text())["best"]["trial"] in (0, 1)
+
+
+SERVER = (
+    "--command-file", "serve.yaml", "--trial-timeout", "3m", "--set", "wait_ms=2", "--set", "threads=1", "--set", "clients=2",
+)  # fmt: skip
+
+
+def serving(**changes):
+    """The example's file with something in it changed, such as a bound that holds however busy the machine is."""
+    given = yaml.safe_load((EXAMPLES / "serve.yaml").read_text())
+    Path("serve.yaml").write_text(yaml.safe_dump({**given, **changes}))
+    return given
+
+
+@pytest.mark.slow
+def test_a_model_server_is_tuned_by_its_load(checkout):
+    serving(require="p99_ms < 60000")
+    done, rows = tune(*SERVER, "--set", "max_batch=8,1", "--trials", 2, "--patience", 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["status"], row["unit"]) for row in rows] == [("ok", "requests/s")] * 2
+    for row in rows:
+        (line,) = [each for each in Path("run", row["log"]).read_text().splitlines() if " requests/s, p50 " in each]
+        assert "p99_ms = " + line.split()[-2].rstrip("0").rstrip(".") in row["reason"]
+    assert yaml.safe_load(Path("run/best.yaml").read_text())["best"]["measurement"]["told"].startswith("p99_ms = ")
+    assert "load.py" in next(line for line in done.stdout.splitlines() if "the winner's command:" in line)
+
+
+@pytest.mark.slow
+def test_a_server_that_breaks_its_bound_is_wrong_and_nothing_of_it_is_left(checkout):
+    serving(require="p99_ms < 0.1")
+    before = {each.pid for each in psutil.process_iter()}
+    done, rows = tune(*SERVER, "--set", "max_batch=1", "--trials", 1)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (row,) = rows
+    assert row["status"] == "wrong" and "but `p99_ms < 0.1` is required; requests_per_second = " in row["reason"]
+    left = [each for each in psutil.process_iter() if each.pid not in before and "serve.py" in " ".join(_words(each))]
+    assert left_of(left) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_the_trials_crash(checkout):
+    serving(command=serving()["command"] + " --new-tokens 0")
+    done, rows = tune(*SERVER, "--set", "max_batch=1", "--trials", 1)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert rows[0]["status"] == "crash" and "code 1: error: the server ended with code 1" in rows[0]["reason"]
+    assert "ValueError" in Path("run/logs/0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_the_load_ends_its_server_whatever_ends_it(checkout, ending):
+    port = str(find_port())
+    server = [sys.executable, "examples/commands/serve.py", "--port", port]
+    load = [sys.executable, "examples/commands/load.py", "--port", port, "--seconds", "300", "--", *server]
+    started = subprocess.Popen(load)
+    end = time.monotonic() + 120
+    while not _answers(int(port)) and time.monotonic() < end and started.poll() is None:
+        time.sleep(0.2)
+    children = psutil.Process(started.pid).children()
+    assert len(children) == 1
+    started.send_signal(ending)
+    assert started.wait(20) != 0 and left_of(children) == []
+
+
+def find_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _answers(port):
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
 
 
 OUT_OF_MEMORY = """

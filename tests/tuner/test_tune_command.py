@@ -175,6 +175,31 @@ def test_values_that_yaml_would_take_for_others_stay_words(checkout, capsys):
     assert [row["knob.compile"] for row in csv.DictReader(open("r/trials.csv"))] == ["no", "off"]
 
 
+def test_what_a_bound_is_on_is_told_of_every_trial_and_of_the_winner(checkout, capsys):
+    text = "import sys\nload = int(sys.argv[1])\nprint(f'{load * 10} requests/s, p99 {load * 60} ms')\n"
+    Path("bench.py").write_text(text)
+    code, out, err = run(
+        capsys, "tune", "--command", f"{shlex.quote(sys.executable)} bench.py {{clients}}", "--set", "clients=1,3,5",
+        "--metric", r"(?P<requests_per_second>\d+) requests/s, p99 (?P<p99_ms>\d+) ms", "--require", "p99_ms < 200",
+        "--sampler", "grid", "--out", "r",
+    )  # fmt: skip
+    assert code == 0, out + err
+    rows = {row["knob.clients"]: row for row in csv.DictReader(open("r/trials.csv"))}
+    assert {clients: row["status"] for clients, row in rows.items()} == {"1": "ok", "3": "ok", "5": "wrong"}
+    assert "p99_ms = 60" in rows["1"]["reason"] and "p99_ms = 180" in rows["3"]["reason"]
+    assert rows["5"]["reason"] == "p99_ms = 300, but `p99_ms < 200` is required; requests_per_second = 50"
+    best = yaml.safe_load(Path("r/best.yaml").read_text())["best"]
+    assert (best["throughput"], best["unit"], best["measurement"]["told"]) == (
+        pytest.approx(30.0),
+        "requests/s",
+        "p99_ms = 180",
+    )
+    assert ": 30 requests/s" in next(line for line in out.splitlines() if line.startswith("winner"))
+    (told,) = [line.split() for line in out.splitlines() if line.startswith("told ")]
+    assert told == ["told", "at", "first", "p99_ms", "=", "180", "p99_ms", "=", "60"]
+    assert "redline report r" in out and "redline export" not in out
+
+
 def test_a_global_batch_gives_the_accumulation_on_ray_and_when_it_is_measured_again(checkout, capsys):
     Path("train.py").write_text(TRAIN.replace("fast", "2"))
     command = f"{shlex.quote(sys.executable)} train.py {{micro_batch}} {{grad_accum}}"

@@ -13,8 +13,13 @@ from ..result import Candidate, Result
 from . import words
 
 
-def print_result(result: Result) -> None:
-    """Prints what came of a search, as wide as the terminal."""
+def print_result(result: Result, *, exports: bool = True) -> None:
+    """Prints what came of a search, as wide as the terminal.
+
+    Args:
+        result: of the search.
+        exports: whether the winner is one that trainers' files can be written of.
+    """
     console = Console(highlight=False)
     console.print()
     if result.interrupted:
@@ -29,7 +34,7 @@ def print_result(result: Result) -> None:
         names = ["best.yaml", "trials.csv", "run.yaml", "study.log", "logs"]
         there = [name for name in names if (result.folder / name).exists() and (name != "best.yaml" or result.best)]
         console.print(Text(f"wrote    {result.folder}: {', '.join(there)}"), soft_wrap=True)
-        for line in _next(result):
+        for line in _next(result, exports):
             console.print(Text(line, style="dim"), soft_wrap=True)
 
 
@@ -85,6 +90,7 @@ def _side_by_side(sides: Mapping[str, Candidate]) -> Table:
 
 def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
     measured = [each.measurement for each in sides]
+    again = any(each.trial.remeasured for each in sides)
     precisions = [str(each.config.get("precision", "")) for each in sides]
     return [
         ("step", [f"{each.step_ms:,.1f} ms" if each.step_ms else "" for each in measured]),
@@ -96,6 +102,7 @@ def _numbers(sides: list[Candidate]) -> list[tuple[str, list[str]]]:
                 for each, precision in zip(measured, precisions)
             ],
         ),
+        ("told at first" if again else "told", [fold(each.told) for each in measured]),
         ("measured again", [f"{len(each.trial.remeasured)} times" if each.trial.remeasured else "" for each in sides]),
     ]
 
@@ -113,10 +120,11 @@ def _default_failed(result: Result) -> str:
     return f"{trial.measured.status} ({fold(trial.measured.reason)})"
 
 
-def _next(result: Result) -> list[str]:
+def _next(result: Result, exports: bool) -> list[str]:
     folder = shlex.quote(str(result.folder))
     if result.interrupted:
         return [f"next     the same command with --out {folder} --resume goes on"]
     if result.best is None:
         return [f"next     redline show {folder}"]
-    return [f"next     redline report {folder}", f"         redline export {folder} --to accelerate   (or --list)"]
+    export = [f"         redline export {folder} --to accelerate   (or --list)"] if exports else []
+    return [f"next     redline report {folder}", *export]

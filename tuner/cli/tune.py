@@ -72,7 +72,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     if as_json:
         click.echo(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print_result(result)
+        print_result(result, exports=command is None or command.launcher is not None)
     if result.interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FOUND if result.best is not None else EXIT_NOTHING_FEASIBLE
