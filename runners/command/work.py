@@ -16,13 +16,15 @@ from ..function import measured_by_itself
 from ..job import Job, Outcome, RankOutcome
 from ..work import Work
 from .command import Command
+from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
 from .launchers import find_launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
+from .run import RunTerms
 from .template import CommandLine, ShellLine, Template, read_command
-from .trial import CommandTrial
+from .trial import CommandReport, CommandTrial
 
 if TYPE_CHECKING:
     from ..runner import TrialRequest
@@ -77,8 +79,7 @@ class Commands(Work):
         self._lines = lines_for(command.metric)
         self._wanted, self._smaller = objective_of(self._lines.first, command.direction)
         self._requirements = tuple(Requirement.read(each) for each in command.require)
-        self._unit = ""
-        """Of the throughput of the first run that ended well."""
+        self._comparison = Comparison()
         places = (self._line, *(value for _, value in self._environment), *self._files, *filter(None, [self._samples]))
         self.names = frozenset(name for each in places for name in each.names)
         """The knobs it mentions, and what of `GIVEN`."""
@@ -172,7 +173,7 @@ class Commands(Work):
         else:
             folder = request.log.parent.parent.absolute() / "trials" / request.log.stem
         values = self.values(request.config, request.number, folder)
-        trial = CommandTrial(
+        run = RunTerms(
             command=self._line,
             environment=self._environment,
             files=self._files,
@@ -180,7 +181,6 @@ class Commands(Work):
             folder=str(folder),
             cwd=os.getcwd(),
             lines=self._lines,
-            takes_port="master_port" in self.names,
             grows=self._grows.text(values) if self._grows else None,
             wanted=self._wanted,
             smaller=self._smaller,
@@ -193,7 +193,7 @@ class Commands(Work):
             on_gpus=terms.device.type == "cuda",
         )
         return Job(
-            program=cloudpickle.dumps(trial),
+            program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
             memory_limit_mib=terms.memory_limit_mib,
             timeout_s=request.timeout_s or terms.timeout_s,
@@ -203,16 +203,13 @@ class Commands(Work):
     def measurement(
         self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
     ) -> Measurement:
-        measured = measured_by_itself(_together(outcome), terms.memory_limit_mib, known)
-        if measured.ok and measured.unit != (unit := self._unit or measured.unit):
-            return replace(
-                measured,
-                status=Status.WRONG,
-                reason=f"it told {measured.unit}, and {unit} before: --metric says which counts",
-            )
-        if measured.ok:
-            self._unit = measured.unit
-        return measured
+        whole, losses = _together(outcome)
+        measured = measured_by_itself(whole, terms.memory_limit_mib, known)
+        if not measured.ok:
+            return measured
+        samples = self._work(self.values(request.config, request.number, Path()))
+        why = self._comparison.why_not(measured, samples, losses)
+        return replace(measured, status=Status.WRONG, reason=why) if why else measured
 
     def _work(self, values: Mapping[str, Any]) -> float | None:
         """Samples of a step."""
@@ -228,19 +225,20 @@ class Commands(Work):
         return float(values["micro_batch"] * values.get("grad_accum", 1) * replicas)
 
 
-def _together(outcome: Outcome) -> Outcome:
-    """What the hosts of a trial come to: what one of them has measured, else the cause of its failure.
+def _together(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
+    """What the hosts of a trial come to: what one of them has measured, else the cause of its failure; and its losses.
 
     Of the processes that read along no memory counts: the command's is in what they returned.
     """
-    reports = [each.report for each in outcome.ranks if each.report is not None]
+    reports: list[CommandReport] = [each.report for each in outcome.ranks if each.report is not None]
     if not reports:
         ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
-        return replace(outcome, ranks=ranks)
-    first = min(reports, key=lambda each: _TOLD_FIRST.index(each.status) if each.status in _TOLD_FIRST else 3)
-    peaks = [each.peak_memory_mib for each in reports if each.peak_memory_mib is not None]
-    whole = replace(first, peak_memory_mib=max(peaks, default=None))
-    return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),))
+        return replace(outcome, ranks=ranks), {}
+    order = {status: number for number, status in enumerate(_TOLD_FIRST)}
+    first = min(reports, key=lambda each: order.get(each.measured.status, len(order)))
+    peaks = [each.measured.peak_memory_mib for each in reports if each.measured.peak_memory_mib is not None]
+    whole = replace(first.measured, peak_memory_mib=max(peaks, default=None))
+    return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),)), first.losses
 
 
 def _variable(text: str, knobs: Mapping[str, Any]) -> tuple[str, Template]:

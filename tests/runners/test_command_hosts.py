@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 from redline.results import Measurement, Status
+from redline.runners.command.trial import CommandReport
 from redline.runners.command.work import _together
 from redline.runners.job import Outcome, RankOutcome
 
@@ -90,7 +91,8 @@ def test_each_host_starts_its_part_and_what_one_tells_or_suffers_is_the_trials(t
 
 def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_echo():
     def told(rank, status, **more):
-        return RankOutcome(rank=rank, status=Status.OK, report=Measurement(status=status, **more))
+        report = CommandReport(measured=Measurement(status=status, **more), losses={rank: 1.0})
+        return RankOutcome(rank=rank, status=Status.OK, report=report)
 
     ok = told(1, Status.OK, throughput=5.0, unit="samples/s", peak_memory_mib=10.0)
     oom, echo = told(1, Status.OOM, reason="memory"), told(0, Status.CRASH, reason="peer lost", peak_memory_mib=20.0)
@@ -100,7 +102,8 @@ def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_
         ((echo, oom), Status.OOM, 20.0),
         ((ok,), Status.OK, 10.0),
     ):
-        found = _together(Outcome(status=stopped.status, reason=stopped.reason, ranks=ranks))
+        found, losses = _together(Outcome(status=stopped.status, reason=stopped.reason, ranks=ranks))
         (rank,) = found.ranks
         assert (found.status, rank.report.status, rank.report.peak_memory_mib) == (Status.OK, status, peak)
-    assert _together(stopped) == stopped
+        assert losses == {ranks[-1].rank: 1.0}
+    assert _together(stopped) == (stopped, {})

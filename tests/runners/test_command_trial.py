@@ -212,6 +212,25 @@ def test_its_folder_its_files_and_its_environment_are_its_own(run, script, tmp_p
     assert sorted(each.name for each in Path().iterdir()) == ["job.yaml", "train.py"]
 
 
+def test_a_candidate_that_learns_something_else_is_wrong(space, tmp_path, script):
+    command = script(
+        """
+        from redline import report
+        for step in range(60):
+            time.sleep(0.01)
+            report(step=step, samples=8, loss=5 - 0.01 * step if sys.argv[1] != "4" else 5 + step)
+        """
+    )
+    work = Commands(Command(command=command, samples="8"), space, devices=1)
+    with LocalRunner(work, TrialTerms(device=detect(), timeout_s=60, plan=TimingPlan(seconds=0.2))) as runner:
+        done = [
+            runner.run(TrialRequest(config=space.config(micro_batch=each), number=each, log=tmp_path / f"l/{each}.log"))
+            for each in (1, 2, 4)
+        ]
+    assert [each.status for each in done] == [Status.OK, Status.OK, Status.WRONG], done
+    assert "where that of the first run was" in done[2].reason
+
+
 OUT_OF_MEMORY = {
     "cuda": (
         "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 79.10 GiB",
@@ -409,7 +428,7 @@ def test_gigabytes_of_output_are_read_and_not_kept(run, script):
 )
 def test_a_command_that_cannot_work_is_refused_before_the_first_trial(space, more, says):
     with pytest.raises(UsageError, match=says):
-        Commands(Command(**more), space, devices=1)
+        Commands(Command(**more), space, devices=1).check_program()
 
 
 def test_a_knob_counts_as_used_where_what_follows_from_it_is(space):

@@ -1,0 +1,52 @@
+"""Whether runs of a command can be compared with its first one: by what they count, and by what they learn."""
+
+import math
+
+import pytest
+from redline.results import Measurement, Status
+from redline.runners.command.comparison import Comparison
+
+
+def told(unit="samples/s"):
+    return Measurement(status=Status.OK, throughput=1.0, unit=unit)
+
+
+def curve(start=10.0, rate=0.02, noise=0.0, steps=40):
+    """A loss that falls, with a scatter that is the same each time."""
+    return {step: start * math.exp(-rate * step) + noise * math.sin(7 * step * step) for step in range(steps)}
+
+
+@pytest.mark.parametrize(
+    ("losses", "compares"),
+    [
+        (curve(), True),
+        (curve(start=10.5), True),  # another order of the data, another format
+        (curve(rate=0.021), True),
+        ({step: 1.5 * loss for step, loss in curve().items()}, False),
+        ({step: 10.0 + step for step in range(40)}, False),  # it diverges
+        ({step: loss / 8 for step, loss in curve().items()}, False),  # summed or averaged otherwise
+        ({}, True),
+        ({0: 99.0, 1: 99.0}, True),  # too few
+        ({step + 1000: 99.0 for step in range(40)}, True),  # of other steps
+    ],
+)
+def test_a_loss_far_from_the_first_runs_at_the_same_steps_is_another_training(losses, compares):
+    comparison = Comparison()
+    assert comparison.why_not(told(), 32.0, curve()) == ""
+    why = comparison.why_not(told(), 32.0, losses)
+    assert (why == "") is compares
+    if not compares:
+        assert why.startswith("its loss is ") and "at step 39, where that of the first run was 4.584" in why
+
+
+def test_what_scatters_from_step_to_step_may_be_as_far_off():
+    comparison = Comparison()
+    comparison.why_not(told(), None, curve(start=1.0, noise=0.5))
+    assert comparison.why_not(told(), None, curve(start=1.6, noise=0.5)) == ""
+
+
+def test_steps_of_other_sizes_are_not_held_against_each_other():
+    comparison = Comparison()
+    comparison.why_not(told(), 32.0, curve())
+    assert comparison.why_not(told(), 64.0, curve(start=30.0)) == ""
+    assert comparison.why_not(told("tokens/s"), 32.0, curve()).startswith("it told tokens/s, and samples/s before")
