@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device, detect, usable_cores
 from ..errors import SpaceError, UsageError, WorkloadError
 from ..models import Workload
+from ..models.huggingface import hugging_face_workload
 from ..models.request import TrainingRequest, resolve
 from ..models.resolve import workload as resolve_workload
 from ..models.spaces import declare, lossy_of_space
@@ -170,16 +171,26 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
 def _trained(command: Command, says: Trained, request: TrainingRequest) -> tuple[Workload | None, tuple[str, ...]]:
     """What a command trains, None where that is not known, and what is to be said of it."""
     name = command.model or says.model
-    if name is None:
+    if name is None and says.architecture is None:
         return None, ()
-    length = request.seq_len or says.seq_len
+    length, total = request.seq_len or says.seq_len, request.global_batch
     try:
-        found = resolve_workload(name, seq_len=length, global_batch=request.global_batch, lora=request.lora)
+        if name is not None:
+            found = resolve_workload(name, seq_len=length, global_batch=total, lora=request.lora)
+        else:
+            assert says.architecture is not None
+            found = hugging_face_workload(
+                says.architecture, name=command.name, spec="", seq_len=length, global_batch=total
+            )
     except WorkloadError as error:
         if command.model is not None:
             raise
         return None, (f"the search begins without an estimate of the command's model: {error}; --model names one",)
     of = f", {found.seq_len} tokens a sample" if found.seq_len else ""
+    if name is None:
+        return found, (
+            f"the estimate is that of the model that the command's flags describe{of}; --model names another",
+        )
     how = "" if command.model is not None else "; the command names it, and --model names another"
     return found, (f"the estimate is that of {found.name}{of}{how}",)
 

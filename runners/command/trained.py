@@ -1,16 +1,22 @@
 """What a command trains, as far as it says so itself: in its words, or in the files that it reads."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...models.architecture import Architecture
+from ...models.presets import PRESETS
 from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
 from .command import Command
 from .files import PLACED
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
 """What options are called that name a model; the first that is given counts."""
+RECIPE = ("config", "factory", "recipe", "flavor")
+"""And those that name a recipe, which may be that of a preset."""
+VOCABULARY = 50_304
+"""Tokens that a model is taken to know where only its tokenizer says how many."""
 SEQ_LEN = ("max_seq_length", "seq_length", "block_size", "cutoff_len", "sequence_len", "max_seq_len", "seq_len")
 """And those for the tokens of a sample."""
 PRECISION = ("mixed_precision", "precision", "dtype", "torch_dtype")
@@ -24,6 +30,8 @@ class Trained:
 
     model: str | None = None
     """By whatever name `redline.workload` may take it."""
+    architecture: Architecture | None = None
+    """Of a model that it gives the sizes of, as Megatron-LM's flags do."""
     seq_len: int | None = None
     """Tokens of a sample."""
     precision: str | None = None
@@ -41,10 +49,54 @@ class Trained:
         said = {name: value for name, value in said.items() if "{" not in value}
         length = next((said[name] for name in SEQ_LEN if said.get(name, "").isdigit()), None)
         return cls(
-            model=next((said[name] for name in MODEL if said.get(name)), None),
+            model=next((said[name] for name in MODEL if said.get(name)), None) or _preset(said),
+            architecture=_of_megatron(said),
             seq_len=int(length) if length else None,
             precision=_precision(said),
         )
+
+
+def _preset(said: Mapping[str, str]) -> str | None:
+    """A preset whose name a recipe has, such as torchtitan's and NeMo's `llama3_8b`."""
+    names = (said.get(name, "").lower().replace("_", "-") for name in RECIPE)
+    return next((name for name in names if name in PRESETS), None)
+
+
+def _of_megatron(said: Mapping[str, str]) -> Architecture | None:
+    """The model that flags of Megatron-LM describe: Llama's kind of blocks or GPT-2's, with its sizes."""
+    sizes = {name: int(value) for name, value in said.items() if value.isdigit() and int(value)}
+    if not all(name in sizes for name in ("num_layers", "hidden_size", "num_attention_heads")):
+        return None
+    layers, hidden, heads = (sizes[name] for name in ("num_layers", "hidden_size", "num_attention_heads"))
+    vocabulary = sizes.get("padded_vocab_size") or sizes.get("vocab_size") or VOCABULARY
+    positions = sizes.get("max_position_embeddings") or sizes.get("seq_length") or 2048
+    if "swiglu" not in said:
+        arguments = {
+            "n_layer": layers,
+            "n_embd": hidden,
+            "n_head": heads,
+            "vocab_size": vocabulary,
+            "n_positions": positions,
+        }
+        arguments["n_inner"] = sizes.get("ffn_hidden_size", 4 * hidden)
+        return Architecture(model_type="gpt2", arguments=arguments, task="causal")
+    groups = sizes.get("num_query_groups", 1) if "group_query_attention" in said else heads
+    return Architecture(
+        model_type="llama",
+        arguments={
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            # As Megatron-LM has it: as many parameters as without a gate, in multiples of 64.
+            "intermediate_size": sizes.get("ffn_hidden_size", hidden * 8 // 3 // 64 * 64),
+            "head_dim": sizes.get("kv_channels", hidden // heads),
+            "vocab_size": vocabulary,
+            "max_position_embeddings": positions,
+            "tie_word_embeddings": "untie_embeddings_and_output_weights" not in said,
+        },
+        task="causal",
+    )
 
 
 def _precision(said: dict[str, str]) -> str | None:

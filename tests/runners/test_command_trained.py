@@ -33,6 +33,39 @@ def test_what_its_words_say(command, expected):
     assert Trained.by(Command(command=command)) == expected
 
 
+MEGATRON = (
+    "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
+)
+
+
+def test_flags_of_megatron_describe_a_model():
+    plain = Trained.by(Command(command=MEGATRON)).architecture
+    assert plain.model_type == "gpt2"
+    assert plain.arguments == {
+        "n_layer": 32, "n_embd": 4096, "n_head": 32, "vocab_size": 50304, "n_positions": 2048, "n_inner": 16384
+    }  # fmt: skip
+    llama = "--swiglu --ffn-hidden-size 11008 --group-query-attention --num-query-groups 8 --vocab-size 32000"
+    made = Trained.by(Command(command=f"{MEGATRON} {llama} --untie-embeddings-and-output-weights")).architecture
+    assert made.model_type == "llama" and made.configuration().num_key_value_heads == 8
+    assert made.arguments["intermediate_size"] == 11008 and not made.arguments["tie_word_embeddings"]
+    # As many parameters as without a gate: Megatron's own default.
+    assert Trained.by(Command(command=f"{MEGATRON} --swiglu")).architecture.arguments["intermediate_size"] == 10880
+    assert Trained.by(Command(command=MEGATRON.replace("4096", "{hidden}"))).architecture is None
+
+
+@pytest.mark.parametrize(
+    ("command", "model"),
+    [
+        ("torchrun -m torchtitan.train --module llama3 --config llama3_8b", "llama3-8b"),
+        ("nemo llm pretrain --factory llama3_8b", "llama3-8b"),
+        ("nemo llm pretrain --factory llama9_8b", None),
+        ("train --config conf.yaml", None),
+    ],
+)
+def test_a_recipe_may_have_the_name_of_a_preset(command, model):
+    assert Trained.by(Command(command=command)).model == model
+
+
 def test_what_its_files_say_unless_its_words_say_otherwise():
     Path("a.yaml").write_text("base_model: one\nsequence_len: 2048\nbf16: auto\nlora: {model: no}\n")
     Path("ds.json").write_text(json.dumps({"model": "of ds", "seq_len": "{length}"}))

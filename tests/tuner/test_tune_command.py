@@ -244,6 +244,19 @@ def test_a_command_whose_model_is_known_can_be_simulated_exported_and_learned_fr
     assert "the command names it, and --model names another" in out
 
 
+def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50257"
+    code, out, err = run(
+        capsys, "tune", "--launcher", "megatron", "--command", f"{MEGATRON} {sizes}", *CLUSTER, "--out", "r"
+    )
+    assert code == 0, out + err
+    assert "the estimate is that of the model that the command's flags describe, 1024 tokens a sample" in out
+    assert yaml.safe_load(Path("r/run.yaml").read_text())["asked"]["shape"]["layers"] == 12
+    code, out, err = run(capsys, "export", "r", "--to", "megatron")
+    assert code == 0 and "--num-layers 12" in out, out + err
+
+
 def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
     command = [
         "tune", "--command", checkout, "--set", "micro_batch=65536,2,4", "--set", "mode=fast", "--model", "gpt2-tiny",
