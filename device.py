@@ -175,3 +175,11 @@ def _cpu() -> Device:
         memory_mib=psutil.virtual_memory().total // MIB,
         features=frozenset(features),
     )
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; `count` of them where that names none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(each) for each in range(count)]
+    return [each.strip() for each in visible.split(",") if each.strip()]

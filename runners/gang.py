@@ -56,7 +56,7 @@ class Host:
         """The outcome and, on a host that does not share the driver's disk, the log."""
         if job.rendezvous.port:
             job = replace(job, rendezvous=replace(job.rendezvous, interface=interface_of(self.address())))
-        job = replace(job, device_ids=self.device_ids())
+        job = replace(job, device_ids=job.device_ids or self.device_ids())
         if not send_log or job.log is None:
             return self._agent.run(job, key), b""
         with Scratch("log") as folder:

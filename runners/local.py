@@ -1,9 +1,9 @@
 """Trials on this machine, without Ray."""
 
-import os
 import queue
 from dataclasses import replace
 
+from ..device import visible_gpus
 from ..errors import UsageError
 from ..models import Workload
 from .dispatch import DryRunner
@@ -52,7 +52,7 @@ class LocalRunner(DryRunner):
             at_once = concurrency
         self.slots = at_once
         self._free: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
-        ids = _cuda_ids(terms.device.count) if cuda else []
+        ids = visible_gpus(terms.device.count) if cuda else []
         for slot in range(at_once):
             self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
         if agent is None:
@@ -75,11 +75,3 @@ class LocalRunner(DryRunner):
     def close(self) -> None:
         self.closed = True
         self._agent.close()
-
-
-def _cuda_ids(count: int) -> list[str]:
-    """The devices this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(each) for each in range(count)]
-    return [each.strip() for each in visible.split(",") if each.strip()]

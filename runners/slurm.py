@@ -12,7 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -80,8 +82,7 @@ class SlurmRunner(DryRunner):
         except BaseException:
             self._allocation.close()
             raise
-        hosts = self._layout.hosts
-        groups = [members[at : at + hosts] for at in range(0, count - hosts + 1, hosts)]
+        groups = shares(members, self._layout, terms.device.count if cuda else 0)
         self._gangs: queue.SimpleQueue[Gang] = queue.SimpleQueue()
         for slot in range(self.slots):
             self._gangs.put(Gang(groups[slot % len(groups)], self.per_host))
@@ -127,6 +128,22 @@ def _layout(terms: TrialTerms, count: int, several_hosts: bool) -> Layout:
             f"a callable is one process on one host, but no node of the allocation has {terms.devices} devices"
         )
     return found
+
+
+def shares(members: Sequence[Member], layout: Layout, gpus: int) -> list[list[Member]]:
+    """Who runs a trial together, for each that there is room for.
+
+    Args:
+        members: the nodes.
+        layout: of a trial.
+        gpus: of each node, which are shared out; 0 where devices are cores, which are not.
+    """
+    hosts, each = layout.hosts, layout.per_host
+    places = [range(at, at + each) for at in range(0, gpus - each + 1, each)] if hosts == 1 else [range(each)]
+    nodes = [members[at : at + hosts] for at in range(0, len(members) - hosts + 1, hosts)]
+    if not gpus:
+        return [list(group) for group in nodes]
+    return [[_Slice(member, place) for member in group] for group in nodes for place in places]
 
 
 def _cores(count: int) -> list[int]:
@@ -228,6 +245,28 @@ class _Allocation:
         self._step.wait()
         self._server.close()
         self._scratch.close()
+
+
+class _Slice(Member):
+    """Some of a node's GPUs.
+
+    Args:
+        member: the node.
+        places: which of the GPUs that it was given.
+    """
+
+    def __init__(self, member: Member, places: Sequence[int]) -> None:
+        self._member, self.here = member, member.here
+        self._ids = tuple(map(str, places))
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        if what == "run":
+            job, *others = arguments
+            arguments = (replace(job, device_ids=self._ids), *others)
+        return self._member.ask(what, *arguments)
+
+    def kill(self) -> None:
+        self._member.kill()
 
 
 class _SlurmMember(Member):

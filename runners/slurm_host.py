@@ -9,10 +9,13 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 
+from ..device import visible_gpus
 from ..errors import RedlineError, RunnerError
 from .gang import Host
+from .job import Job, Outcome
 from .process import adopt_orphans, kill_descendants
 
 KEY = "REDLINE_SLURM_KEY"
@@ -33,6 +36,12 @@ class SlurmHost(Host):
 
     def address(self) -> str:
         return self._address
+
+    def run(self, job: Job, key: str, send_log: bool) -> tuple[Outcome, bytes]:
+        if job.device_ids:  # places among those that Slurm has given
+            given = visible_gpus(max(map(int, job.device_ids)) + 1)
+            job = replace(job, device_ids=tuple(given[int(each)] for each in job.device_ids))
+        return super().run(job, key, send_log)
 
 
 def main() -> None:

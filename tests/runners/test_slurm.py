@@ -17,7 +17,9 @@ from redline.errors import MissingDependency, UsageError
 from redline.runners import SlurmRunner, TrialTerms
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
-from redline.runners.slurm import _cores
+from redline.runners.gang import Member, lay_out
+from redline.runners.job import Job
+from redline.runners.slurm import _cores, shares
 from redline.space import Space
 from redline.tuner.request import Request
 
@@ -210,6 +212,45 @@ def test_outside_of_an_allocation_it_says_so(monkeypatch, tmp_path):
 def test_the_cores_of_each_node_are_read(monkeypatch, said, expected):
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", said)
     assert _cores(3) == (expected or [usable_cores()] * 3)
+
+
+class Node(Member):
+    def __init__(self, name):
+        self.name, self.asked = name, []
+
+    def ask(self, what, *arguments):
+        self.asked.append((what, *arguments))
+
+    def kill(self):
+        self.asked.append("kill")
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "gpus", "expected"),
+    [
+        (4, 2, 8, [["n0 0,1,2,3"], ["n0 4,5,6,7"], ["n1 0,1,2,3"], ["n1 4,5,6,7"]]),
+        (8, 2, 8, [["n0 0,1,2,3,4,5,6,7"], ["n1 0,1,2,3,4,5,6,7"]]),
+        (3, 1, 8, [["n0 0,1,2"], ["n0 3,4,5"]]),
+        (4, 4, 2, [["n0 0,1", "n1 0,1"], ["n2 0,1", "n3 0,1"]]),
+        (2, 3, 0, [["n0"], ["n1"], ["n2"]]),
+    ],
+)
+def test_trials_at_once_have_gpus_of_their_own(devices, count, gpus, expected):
+    nodes = [Node(f"n{number}") for number in range(count)]
+    layout = lay_out(devices, gpus > 0, [gpus or devices] * count)
+    groups = shares(nodes, layout, gpus)
+    assert not gpus or len(groups) == layout.at_once
+    found = []
+    for group in groups:
+        found.append([])
+        for member in group:
+            member.ask("run", Job(program=b""), "key", True)
+            (node,) = (each for each in nodes if each.asked)
+            ((what, job, key, send),) = node.asked
+            assert (what, key, send) == ("run", "key", True)
+            found[-1].append(f"{node.name} {','.join(job.device_ids)}".strip())
+            node.asked.clear()
+    assert found == expected
 
 
 def test_it_is_the_default_in_an_allocation_of_several_nodes(monkeypatch):

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -59,11 +60,23 @@ RUNS = {
         "--devices", 1, "--set", "micro_batch=8,32",
         "--command", "python examples/commands/fit.py --batch {micro_batch} --folder {trial_dir}",
     ),
+    "LLaMA-Factory": (
+        "--launcher", "llamafactory", "--global-batch", 8, "--devices", 1, "--set", "micro_batch=4,8", "--set", "precision=fp32",
+        "--set", "checkpoint_ratio=0", "--set", "kernels=false", "--command", "llamafactory-cli train examples/commands/sft.yaml",
+    ),
+    "LitGPT": (
+        "--launcher", "litgpt", "--global-batch", 8, "--devices", 1, "--set", "micro_batch=4,8", "--set", "precision=fp32",
+        "--command", "litgpt finetune_full tiny/litgpt --data JSON --data.json_path tiny/data/count.json "
+        "--data.val_split_fraction 0.1 --train.max_seq_length 128",
+    ),
     "SQLite": (
         "--command-file", "examples/commands/sqlite.yaml", "--set", "page_size=4096", "--set", "cache=-2000",
         "--set", "journal=DELETE,MEMORY",
     ),
 }  # fmt: skip
+
+OWN_ENVIRONMENT = {"LLaMA-Factory": "llamafactory-cli", "LitGPT": "litgpt"}
+"""What needs other versions of the libraries that the tests have, and is started from an environment of its own."""
 
 
 @pytest.mark.slow
@@ -71,6 +84,11 @@ RUNS = {
 def test_a_training_as_anyone_has_it_is_tuned(checkout, name):
     if name == "DeepSpeed":
         pytest.importorskip("deepspeed")
+    if name in OWN_ENVIRONMENT:
+        if (program := shutil.which(OWN_ENVIRONMENT[name])) is None:
+            pytest.skip(f"{OWN_ENVIRONMENT[name]} is not on the PATH")
+        subprocess.run([Path(program).parent / "python", EXAMPLES / "tiny_llama.py", "tiny"], check=True)
+    there = {each.name for each in checkout.iterdir()}
     done, rows = tune(*RUNS[name], *SHORT)
     assert done.returncode == 0, (
         done.stdout + done.stderr + "".join(each.read_text()[-3000:] for each in sorted(Path("run/logs").glob("*.log")))
@@ -79,7 +97,7 @@ def test_a_training_as_anyone_has_it_is_tuned(checkout, name):
     unit = "1/seconds" if name == "SQLite" else "samples/s"
     assert all(row["unit"] == unit and float(row["throughput"]) > 0 for row in rows)
     assert "the winner's command:" in done.stdout
-    assert sorted(each.name for each in checkout.iterdir()) == ["examples", "run"], "the checkout is left as it was"
+    assert {each.name for each in checkout.iterdir()} == there | {"run"}, "the checkout is left as it was"
     assert yaml.safe_load(Path("run/best.yaml").read_text())["best"]["trial"] in (0, 1)
 
 
