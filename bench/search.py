@@ -4,7 +4,8 @@ Replays recorded tables (see `bench/tables.py`): a dry run looks a row up. For e
 the fraction of the table's best after 5, 10, 20 and 30 dry runs, the share of the first 10 and of all that
 failed, dry runs to 99 %, and seconds a proposal; then a summary over the tables, with 95 % confidence
 intervals (bootstrap over tables). Samplers are redline's by name, `bayes+PRIOR` for one guided by a prior
-(`estimate`, or `reversed`, `random`), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own
+(`estimate`, or `reversed`, `random`; `vague`, what knobs' names say without a model, or `vague-reversed`, `vague-renamed`,
+where they mislead), `bayes-botorch` and `bayes-hebo` (see `surrogates.py`), and peers through their own
 libraries:
 
     optuna-tpe, optuna-gp   Optuna's samplers as they come, failures violating a constraint
@@ -33,8 +34,11 @@ from typing import Any
 import numpy as np
 import redline as rl
 from peers import PEERS, Ask
+from redline.estimator import find_hardware
 from redline.results import Status, Trial
 from redline.tuner.samplers import make_sampler, sampler_names
+from redline.tuner.samplers.prior import Vague
+from redline.tuner.vague import CPU, VaguePrior, vague_prior
 from surrogates import SURROGATES
 from tables import Surface, read_folder
 
@@ -56,16 +60,19 @@ def ours(surface: Surface, seed: int, name: str) -> Ask:
 
 
 def make_prior(surface: Surface, kind: str, seed: int) -> Any:
-    """The prior of that kind: the estimate from the table's YAML, the same reversed, or noise."""
+    """The prior of that kind: the estimate from the table's YAML, the same reversed, or noise; or a vague one."""
     if kind == "random":
         rng = np.random.default_rng(seed)
         noise = {config: float(np.exp(rng.normal())) for config in surface.rows}
         return noise.__getitem__
+    if kind.startswith("vague"):
+        found = vague_of(surface)
+        return found if kind == "vague" else Misleading(found, list(surface.rows), kind.partition("-")[2])
     prior = estimator_of(surface)
     if kind == "reversed":
         return lambda config: 1e12 / prior(config).throughput
     if kind != "estimate":
-        raise SystemExit(f"a prior must be estimate, reversed or random, but got '{kind}'")
+        raise SystemExit(f"a prior must be estimate, reversed, random or vague, but got '{kind}'")
     return prior
 
 
@@ -86,10 +93,63 @@ def estimator_of(surface: Surface) -> Any:
         raise LookupError(f"no estimate: {error}") from error
 
 
-def replay(surface: Surface, name: str, seed: int, trials: int) -> dict[str, Any]:
+def vague_of(surface: Surface) -> Any:
+    """What is known where nobody names the model: the knobs, and kind and number of the devices.
+
+    Raises:
+        LookupError: the table's YAML states no hardware, or too few of the knobs have a standard name.
+    """
+    hardware = surface.facts.get("hardware") or {}
+    if "device" not in hardware:
+        raise LookupError("no vague prior, as no YAML beside the table states hardware")
+    machine = CPU if hardware["device"] == "cpu" else find_hardware(hardware["device"])
+    devices = hardware.get("gpus")
+    prior = vague_prior(surface.space, devices if isinstance(devices, int) else 1, machine)
+    if prior is None:
+        raise LookupError("no vague prior, as fewer than two knobs have a standard name")
+    return prior
+
+
+class Misleading(Vague):
+    """A vague prior in a world where the knobs have the standard names and mean something else.
+
+    Args:
+        prior: what it would be.
+        rows: the table's configurations.
+        how: `reversed`, what should be fast and large is slow and small; `renamed`, each of the knobs that count
+            something has the name of the next.
+    """
+
+    def __init__(self, prior: VaguePrior, rows: Sequence[Mapping[str, Any]], how: str) -> None:
+        if how not in ("reversed", "renamed"):
+            raise SystemExit(f"a vague prior may be vague-reversed or vague-renamed, but not vague-{how}")
+        self._prior, self._how = prior, how
+        self._names = [name for name in ("tp", "pp", "micro_batch", "dp", "grad_accum") if name in rows[0]]
+
+    def table(self, configs: Sequence[Mapping[str, Any]]) -> Any:
+        """What it says of many configurations."""
+        if self._how == "renamed":
+            after = dict(zip(self._names, [*self._names[1:], *self._names[:1]]))
+            return self._prior.table([{name: each[after.get(name, name)] for name in each} for each in configs])
+        found = self._prior.table(configs)
+        found.throughput = 1e30 / found.throughput
+        found.peak_memory_mib = found.fullest_memory_mib = 1e9 / found.fullest_memory_mib
+        return found
+
+
+def beginning(surface: Surface, how: str, seed: int) -> list[Trial]:
+    """What is measured before anybody proposes: nothing, the default configuration, or a random one."""
+    if how == "sampler":
+        return []
+    rows = list(surface.rows)
+    config = surface.space.default() if how == "default" else rows[np.random.default_rng(seed).integers(len(rows))]
+    return [Trial(number=0, config=config, measurement=surface.rows[config])]
+
+
+def replay(surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
     """One search: throughput (0 where it failed) and failure of each dry run, seconds a proposal."""
     ask = PEERS[name](surface, seed) if name in PEERS else ours(surface, seed, name)
-    done: list[Trial] = []
+    done = beginning(surface, begin, seed)
     seconds = 0.0
     while len(done) < trials:
         started = time.perf_counter()
@@ -125,17 +185,17 @@ def interval(rows: np.ndarray) -> tuple[float, float]:
     return float(rows.mean()), float(high - low) / 2
 
 
-def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int) -> dict[str, Any]:
+def cached(folder: Path | None, surface: Surface, name: str, seed: int, trials: int, begin: str) -> dict[str, Any]:
     """The search, read from `folder` where the same code made it before on the same table."""
     if folder is None:
-        return replay(surface, name, seed, trials)
+        return replay(surface, name, seed, trials, begin)
     rows = sorted((c.id, m.throughput or 0.0) for c, m in surface.rows.items())
     code = [] if name in PEERS else [sources()]
-    key = hashlib.sha256(json.dumps([rows, name, seed, trials, *code]).encode()).hexdigest()[:20]
+    key = hashlib.sha256(json.dumps([rows, name, seed, trials, begin, *code]).encode()).hexdigest()[:20]
     path = folder / f"{name}-{surface.name}-{seed}-{key}.json"
     if path.is_file():
         return json.loads(path.read_text())
-    run = replay(surface, name, seed, trials)
+    run = replay(surface, name, seed, trials, begin)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run))
     return run
@@ -146,11 +206,14 @@ def sources() -> str:
     """A digest of everything that decides what our samplers and the estimate do."""
     root = Path(rl.__file__).parent
     digest = hashlib.sha256()
-    for folder in ("tuner/samplers", "runners/estimate", "space"):
+    for folder in ("tuner/samplers", "estimator", "space"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    for name in ("estimator.py", "surrogates.py"):
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for path in (
+        root / "tuner" / "vague.py",
+        *(Path(__file__).parent / name for name in ("estimator.py", "surrogates.py")),
+    ):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -280,6 +343,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--trials", type=int, default=max(CHECKPOINTS))
     parser.add_argument(
+        "--begin",
+        default="sampler",
+        choices=("sampler", "default", "random"),
+        help="the first dry run: what the sampler proposes, the default configuration as in `redline tune`, or one drawn",
+    )
+    parser.add_argument(
         "--cache", type=Path, help="folder in which searches are kept, for the next run of the same code"
     )
     parser.add_argument("--out", type=Path, help="folder for search.csv, search-summary.csv and search.svg")
@@ -306,7 +375,7 @@ def main() -> None:
             runs = []
             for seed in range(seeds[name]):
                 try:
-                    run = cached(arguments.cache, surface, name, seed, arguments.trials)
+                    run = cached(arguments.cache, surface, name, seed, arguments.trials, arguments.begin)
                 except LookupError as error:
                     print(f"{name} on {surface.name}: {error}", file=sys.stderr)
                     break

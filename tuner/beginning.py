@@ -17,6 +17,7 @@ from .samplers.beliefs import Knowledge
 from .samplers.judge import Judge
 from .samplers.predictor import Predictor
 from .task import Task
+from .vague import assumed_hardware, vague_prior
 from .warm_start import WarmStart
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def begin(
             if request.listener is not None:
                 request.listener.waiting("predicting")
             prior = usable(estimator, task.space, warn)
+    elif prior is None and not earlier and request.sampler == BayesSampler.name:
+        prior = vague_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
     if earlier:
         prior = WarmStart(task.space, earlier, prior, warn)

@@ -12,8 +12,6 @@ from .containment import one_blas_thread
 from .sampler import Sampler, check_count
 from .surrogate import expected_improvement, throughput_model
 
-SET_ASIDE = 0.4
-"""Chance of working below which a candidate is set aside, as long as there are others."""
 FAILURE_COST = 0.005
 """What a failed trial is worth, in log throughput."""
 
@@ -79,8 +77,7 @@ class _Choice:
 
     def _next(self, ahead: int) -> int:
         beliefs = self.beliefs
-        rows = np.flatnonzero(beliefs.open)
-        rows = rows[beliefs.works[rows] >= min(SET_ASIDE, float(beliefs.works[rows].max()))]
+        rows = beliefs.considered()
         if beliefs.speed is None:
             # Nothing is known of speed: a spread of trials, where memory is likely to suffice.
             rng = np.random.default_rng([beliefs.knowledge.seed, len(beliefs.known), ahead])

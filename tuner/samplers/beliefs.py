@@ -14,7 +14,7 @@ from .features import Features
 from .gaussian_process import Kernel, Posterior, Scales
 from .model_based import SAMPLE
 from .observations import observe
-from .prior import Answers, Correction, Predictions, Prior
+from .prior import Answers, Correction, Predictions, Prior, Vague
 from .surrogate import Belief, chance_below, limit_model, throughput_model
 
 LIMIT = 8192
@@ -41,6 +41,10 @@ STATED_TRUST = 0.99
 """The same of one that names the factors it is unsure of: these can come out otherwise without its being wrong."""
 HOPELESS = 0.02
 """Chance of working of what the estimate rules out without a number."""
+NO_LIMIT = 0.5
+"""Chance that memory is no matter at all, where a vague prior is all that speaks of it: above what is set aside."""
+SET_ASIDE = 0.4
+"""Chance of working below which a candidate is set aside, as long as there are others."""
 CAUTION = 2.0
 """Power of the chance of working in the acquisition. At 1 a failure would cost no more than a trial that gains
 nothing; squared, it costs about one trial more, which is what an OOM on a cluster is like."""
@@ -49,7 +53,9 @@ nothing; squared, it costs about one trial more, which is what an OOM on a clust
 # factor of 1.6 a knob are the rule. Wide priors: each may be off by a factor of e without protest.
 WITH_ESTIMATE = Scales(length=1.0, joint=0.15, additive=0.15, noise=0.07, spread=0.5, noise_spread=0.5)
 WITHOUT = Scales(length=1.0, joint=0.5, additive=0.5, noise=0.03)
+WITH_VAGUE = Scales(length=1.0, joint=0.3, additive=0.3, noise=0.07, spread=0.5, noise_spread=0.5)
 MEMORY_WITH = Scales(length=1.0, joint=0.1, additive=0.1, noise=0.02)
+MEMORY_VAGUE = Scales(length=1.0, joint=0.2, additive=0.2, noise=0.03)
 MEMORY_WITHOUT = Scales(length=1.5, joint=0.3, additive=0.7, noise=0.03)
 FAILURE = Scales(length=1.0, joint=0.7, additive=0.7, noise=0.1)
 
@@ -98,6 +104,8 @@ class Knowledge:
             beneath = Prior(prior.beneath, warn=lambda message: None)
             self.estimates.append((Answers(beneath, count), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
+        self.vague = prior if isinstance(prior, Vague) else None
+        """The prior, where it knows no scale."""
         self.headroom = headroom
         self._favourites: list[Config] | None = None
 
@@ -187,6 +195,11 @@ class Beliefs:
         if self.speed is not None:
             self.speed.observe(index)
 
+    def considered(self) -> np.ndarray:
+        """The open candidates that are not set aside, as rows."""
+        rows = np.flatnonzero(self.open)
+        return rows[self.works[rows] >= min(SET_ASIDE, float(self.works[rows].max()))]
+
     def _believe(self) -> None:
         self.need: np.ndarray | None = None
         at = self.features.of(self.candidates.codes)
@@ -214,7 +227,7 @@ class Beliefs:
         ones = np.ones((n + count, 1))
         order = np.concatenate([rows, len(self.known) + np.arange(count)])
         beliefs = [
-            _estimated(each.rows(order), share)
+            _estimated(each.rows(order), share, WITH_VAGUE if self.knowledge.vague else WITH_ESTIMATE)
             for each, share in estimates
             if logs and np.isfinite(each.log_throughput[order]).any()
         ]
@@ -253,8 +266,10 @@ class Beliefs:
                 values.append(bound)
                 signs.append(-1.0)
             rows.append(row)
-        told = predictions if limit is not None and _any_memory(predictions) else None
-        if not any(sign >= 0 for sign in signs) and told is None:
+        vague = self.knowledge.vague
+        told = predictions if (limit is not None or vague) and _any_memory(predictions) else None
+        unheard = not any(sign >= 0 for sign in signs)
+        if unheard and told is None:
             return np.ones(len(at))
         rows_all = np.array([*rows, *range(len(self.known), len(everything))], dtype=int)
         here = everything[rows_all]
@@ -262,12 +277,13 @@ class Beliefs:
         middle_of = at.mean(axis=0)
         sign = self.features.memory_sign
         towards = (here - middle_of) * sign
+        trust = 0.0 if told is None else vague.weight if vague else 0.9
         beliefs.append(
             Belief(
                 mean=bound - 0.7 + 0.7 * towards.sum(axis=1),
                 basis=np.column_stack([np.ones(len(here)), 0.5 * towards[:, sign != 0]]),
                 scales=MEMORY_WITHOUT,
-                weight=1.0 if told is None else 0.1,
+                weight=1.0 - trust,
             )
         )
         if told is not None:
@@ -276,12 +292,20 @@ class Beliefs:
             estimate = np.where(exact, told.log_memory[rows_all], told.log_need[rows_all])
             middle = float(np.nanmean(estimate))
             estimate = np.where(np.isfinite(estimate), estimate, middle)
-            basis = np.column_stack([np.full(len(here), 0.15), 0.2 * (estimate - middle)])
-            beliefs.append(Belief(mean=estimate, basis=basis, scales=MEMORY_WITH, weight=0.9))
+            basis = np.column_stack(
+                [np.full(len(here), 0.15), 0.2 * (estimate - middle), told.memory_effects[rows_all]]
+            )
+            if vague:  # as above: what is common to all is near the limit
+                estimate = bound - 0.7 + estimate - middle
+            scales = MEMORY_VAGUE if vague else MEMORY_WITH
+            beliefs.append(Belief(mean=estimate, basis=basis, scales=scales, weight=trust))
         mixture = limit_model(beliefs, points[rows], np.array(values, dtype=float), np.array(signs, dtype=float), at)
         if limit is not None:
-            self.need = mixture.mean
+            # A vague prior knows no scale: bounds alone, which only raise it, leave its figures too large.
+            self.need = mixture.parts()[0][1] if vague else mixture.mean
         chance = chance_below(mixture, bound + np.log(1.0 - self.knowledge.headroom))
+        if vague and unheard:
+            chance = NO_LIMIT + (1.0 - NO_LIMIT) * chance
         if predictions is not None:
             # No number but a plain no: more pipeline stages than blocks, say.
             hopeless = (predictions.fits == 0) & ~np.isfinite(predictions.log_need)
@@ -333,12 +357,13 @@ class Beliefs:
         return np.exp(posterior.mean)
 
 
-def _estimated(predictions: Predictions, share: float) -> Belief:
+def _estimated(predictions: Predictions, share: float, scales: Scales) -> Belief:
     """The model of log throughput that rests on an estimate.
 
     Args:
         predictions: at every point that matters.
         share: of the trust in estimates that is this one's.
+        scales: of what is left to learn.
     """
     estimate = predictions.log_throughput
     middle = np.nanmean(estimate)
@@ -357,7 +382,7 @@ def _estimated(predictions: Predictions, share: float) -> Belief:
     return Belief(
         mean=estimate,
         basis=np.column_stack([level, SLOPE * estimate, effects]),
-        scales=WITH_ESTIMATE,
+        scales=scales,
         own=own,
         weight=share * (STATED_TRUST if stated else TRUST),
     )

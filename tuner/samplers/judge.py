@@ -53,5 +53,5 @@ class Judge:
                 weight * stdtr(degrees, (mean - beliefs.best - WORTHWHILE / beliefs.scale) / np.sqrt(variance))
                 for weight, mean, variance in beliefs.speed.parts()
             )
-            chances = np.sort((better * beliefs.works)[beliefs.open])[-ahead:]
+            chances = np.sort((better * beliefs.works)[beliefs.considered()])[-ahead:]
             return Outlook(gain=float(1.0 - np.prod(1.0 - chances)), works=works, need_mib=need)

@@ -14,7 +14,9 @@ from ...space import Config
 from .candidates import Candidates
 
 COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
-"""What a prior's table may have, one array each; beside them `log_throughput_effects`, shape (n, factors)."""
+"""What a prior's table may have, one array each; beside them `log_throughput_effects` and `log_memory_effects`, of
+shape (n, factors) each."""
+EFFECTS = ("log_throughput_effects", "log_memory_effects")
 UNKNOWN = (math.nan,) * len(COLUMNS)
 REMEMBERED = 65_536
 """Answers that are kept where the space is too large to be listed, at most."""
@@ -25,7 +27,10 @@ class Predictions:
     """What a prior says of some configurations."""
 
     numbers: np.ndarray
-    """A row a configuration: the five of `COLUMNS`, then the effects; shape (n, 5 + factors)."""
+    """A row a configuration: the five of `COLUMNS`, then the effects on throughput, then those on memory; shape
+    (n, 5 + factors)."""
+    factors: int = 0
+    """How many of the effects are on throughput."""
 
     @property
     def log_throughput(self) -> np.ndarray:
@@ -56,15 +61,20 @@ class Predictions:
     def effects(self) -> np.ndarray:
         """By how much `log_throughput` moves with each factor that the prior is unsure of, a standard deviation of
         it: what one trial says of such a factor holds for all. Shape (n, factors); no columns where it names none."""
-        return self.numbers[:, len(COLUMNS) :]
+        return self.numbers[:, len(COLUMNS) : len(COLUMNS) + self.factors]
+
+    @property
+    def memory_effects(self) -> np.ndarray:
+        """The same of `log_memory` and `log_need`."""
+        return self.numbers[:, len(COLUMNS) + self.factors :]
 
     def rows(self, order: np.ndarray) -> "Predictions":
         """Those of these rows, in this order."""
-        return Predictions(self.numbers[order])
+        return Predictions(self.numbers[order], self.factors)
 
     def joined(self, other: "Predictions") -> "Predictions":
         """These, then those of `other`."""
-        return Predictions(np.concatenate([self.numbers, other.numbers]))
+        return Predictions(np.concatenate([self.numbers, other.numbers]), self.factors)
 
 
 class Correction(ABC):
@@ -81,6 +91,17 @@ class Correction(ABC):
     @abstractmethod
     def table(self, configs: Sequence[Config]) -> Any:
         """Corrected predictions of many configurations, as `Prior` reads them."""
+
+
+class Vague(Correction):
+    """A prior that knows how things depend on each other, not how large they are: that of a model nobody named.
+
+    Of memory too only ratios mean anything, and nothing is ruled out by them. As likely as not it is of no use, since the
+    knobs mean something else.
+    """
+
+    beneath = None
+    weight = 0.5
 
 
 class Prior:
@@ -103,23 +124,24 @@ class Prior:
         self.source = source
         self._warn = warn or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2))
         self._said = False
-        self._factors: int | None = None
-        """Factors that the first table named; None before."""
+        self._factors: tuple[int, int] | None = None
+        """Factors of throughput and of memory that the first table named; None before."""
 
-    @property
-    def width(self) -> int:
-        """Columns of `Predictions.numbers`, once anything was asked for."""
-        return len(COLUMNS) + (self._factors or 0)
+    def unasked(self) -> Predictions:
+        """The predictions for no configuration."""
+        speed, memory = self._factors or (0, 0)
+        return Predictions(np.empty((0, len(COLUMNS) + speed + memory)), speed)
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
         rows: list[tuple[float, ...]] | None = None
-        effects = np.zeros((len(configs), 0))
+        effects = [np.zeros((len(configs), 0))] * 2
         problem = ""
         if hasattr(self.source, "table"):
             try:
                 table = self.source.table(list(configs))
-                rows, effects = _rows_of(table, len(configs)), _effects_of(table, len(configs))
+                rows = _rows_of(table, len(configs))
+                effects = [_effects_of(table, name, len(configs)) for name in EFFECTS]
             except Exception as error:  # somebody's own code: asked one by one below, it may do better
                 problem = f"its table raised {type(error).__name__}: {error}"
         if rows is None:
@@ -144,11 +166,12 @@ class Prior:
         chance = np.where((array[:, 3] >= 0) & (array[:, 3] <= 1), array[:, 3], np.nan)
         need = np.where(np.isfinite(logs[:, 2]), logs[:, 2], logs[:, 1])
         std = np.where(np.isfinite(array[:, 4]) & (array[:, 4] >= 0), array[:, 4], np.nan)
+        widths = (effects[0].shape[1], effects[1].shape[1])
         if self._factors is None:
-            self._factors = effects.shape[1]
-        if effects.shape[1] != self._factors:  # it answered one by one, which names no factors
-            effects = np.zeros((len(configs), self._factors))
-        return Predictions(np.column_stack([logs[:, 0], logs[:, 1], need, chance, std, effects]))
+            self._factors = widths
+        if widths != self._factors:  # it answered one by one, which names no factors
+            effects = [np.zeros((len(configs), width)) for width in self._factors]
+        return Predictions(np.column_stack([logs[:, :2], need, chance, std, *effects]), self._factors[0])
 
     def _say(self, message: str) -> None:
         if not self._said:
@@ -181,13 +204,13 @@ def _rows_of(table: Any, count: int) -> list[tuple[float, ...]]:
     return list(zip(*(column.tolist() for column in columns)))
 
 
-def _effects_of(table: Any, count: int) -> np.ndarray:
-    effects = getattr(table, "log_throughput_effects", None)
+def _effects_of(table: Any, name: str, count: int) -> np.ndarray:
+    effects = getattr(table, name, None)
     if effects is None:
         return np.zeros((count, 0))
     effects = np.asarray(effects, dtype=float)
     if effects.ndim != 2 or len(effects) != count:
-        raise ValueError(f"log_throughput_effects must have shape ({count}, factors), but has {effects.shape}")
+        raise ValueError(f"{name} must have shape ({count}, factors), but has {effects.shape}")
     return np.nan_to_num(effects, posinf=0.0, neginf=0.0)
 
 
@@ -222,8 +245,8 @@ class Answers:
         if new:
             self._kept.update(zip(new, map(tuple, self._prior.predict(new).numbers.tolist())))
         if not configs:
-            return Predictions(np.empty((0, self._prior.width)))
-        return Predictions(np.array([self._kept[config] for config in configs]))
+            return self._prior.unasked()
+        return Predictions(np.array([self._kept[config] for config in configs]), self._prior.unasked().factors)
 
     def of_candidates(self, candidates: Candidates) -> Predictions:
         """The predictions for all candidates; those of a listed space are made only to be asked for."""
@@ -237,4 +260,4 @@ class Answers:
             self._table[candidates.rows[new]] = found
             self._asked[candidates.rows[new]] = True
         assert self._table is not None
-        return Predictions(self._table[candidates.rows])
+        return Predictions(self._table[candidates.rows], self._prior.unasked().factors)

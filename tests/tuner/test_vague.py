@@ -1,0 +1,260 @@
+"""Where nobody names the model, what the knobs' standard names say guides the search, and misleads it briefly at most."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import redline as rl
+from redline.device import Device
+from redline.estimator import Estimator, Shape, TrainingSetup, find_hardware
+from redline.results import Measurement, Status, Trial
+from redline.space import Space
+from redline.tuner.beginning import begin
+from redline.tuner.request import Request
+from redline.tuner.samplers import make_sampler
+from redline.tuner.samplers.beliefs import Beliefs, Knowledge
+from redline.tuner.task import resolve_task
+from redline.tuner.vague import CPU, assumed_hardware, vague_prior
+
+H100 = find_hardware("h100-80gb")
+TOTAL = 64
+
+
+def make_space(names=("micro_batch", "tp", "pp", "zero", "checkpoint_ratio")):
+    """A space for 16 devices; `names` are what the five knobs are called."""
+    micro, tp, pp, zero, ratio = names
+    space = Space()
+    size = space.choice(micro, [1, 2, 4, 8, 16], monotone_memory=1 if micro == "micro_batch" else 0)
+    ways = space.choice(tp, [1, 2, 4, 8])
+    stages = space.choice(pp, [1, 2, 4])
+    space.choice(zero, [0, 1, 2, 3])
+    space.choice(ratio, [0.0, 0.5, 1.0])
+    standard = "tp" in names
+    replicas = space.derive("dp" if standard else "copies", 16 // (ways * stages))
+    passes = space.derive("grad_accum" if standard else "passes", TOTAL // (size * replicas))
+    space.require(size * replicas * passes == TOTAL, "global batch")
+    return space
+
+
+SPACE = make_space()
+VAGUE = vague_prior(SPACE, 16, H100)
+
+
+def table(**changes):
+    """What the prior says of configurations that differ in one knob, from its first value to its last."""
+    ((name, values),) = changes.items()
+    base = {"micro_batch": 2, "tp": 2, "pp": 1, "dp": 8, "zero": 0, "checkpoint_ratio": 0.0, "grad_accum": 4}
+    return VAGUE.table([base | {name: value} for value in values])
+
+
+def cluster(limit_mib=78_000.0):
+    """What a cluster of 16 H100 does with a model of 13 B parameters, as large as none of those assumed."""
+    shape = Shape(layers=40, hidden=5120, heads=40, intermediate=13824, vocabulary=32000)
+    setup = TrainingSetup(devices=16, seq_len=2048, global_batch=TOTAL, memory_limit_mib=limit_mib)
+    made = Estimator(shape, H100, setup).drawn(np.random.default_rng(3)).table(list(SPACE))
+    return {
+        config: Measurement(status=Status.OK, throughput=speed, unit="tokens/s")
+        if need <= limit_mib
+        else Measurement(status=Status.OOM, reason="does not fit")
+        for config, speed, need in zip(SPACE, made.throughput.tolist(), made.fullest_memory_mib.tolist())
+    }
+
+
+def search(measure, prior, trials, seed=0, space=SPACE):
+    """The trials that the default sampler makes."""
+    sampler = make_sampler("bayes", space, seed=seed, prior=prior)
+    done: list[Trial] = []
+    while len(done) < trials:
+        (config,) = sampler.propose(done, 1)
+        done.append(Trial(number=len(done), config=config, measurement=measure(config)))
+    return done
+
+
+def share(trials, best):
+    """What the trials reached, as a share of the best."""
+    return max((trial.throughput for trial in trials if trial.ok), default=0.0) / best
+
+
+def ok(throughput):
+    return Measurement(status=Status.OK, throughput=throughput, unit="it/s")
+
+
+def test_memory_grows_along_the_knobs_as_it_does_in_any_training():
+    assert (np.diff(table(micro_batch=[1, 2, 4, 8, 16]).peak_memory_mib) > 0).all()
+    for name, values in (("zero", [0, 1, 2, 3]), ("checkpoint_ratio", [0.0, 0.5, 1.0]), ("tp", [1, 2, 4, 8])):
+        assert (np.diff(table(**{name: values}).peak_memory_mib) < 0).all(), name
+
+
+def test_throughput_has_the_shape_of_a_transformers():
+    assert (np.diff(table(checkpoint_ratio=[0.0, 0.5, 1.0]).throughput) < 0).all()
+    base = {"tp": 1, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0, "dp": 16}
+    sizes = VAGUE.table([base | {"micro_batch": size, "grad_accum": 4 // size} for size in (1, 2, 4)])
+    assert (np.diff(sizes.throughput) > 0).all()
+    deep = VAGUE.table([base | {"micro_batch": 1, "pp": pp, "dp": 16 // pp, "grad_accum": 4 * pp} for pp in (1, 4)])
+    assert deep.throughput[0] > deep.throughput[1]
+
+
+def test_its_spread_of_memory_is_a_factor_of_ten_to_thirty_and_common_to_all():
+    effects = VAGUE.table(list(SPACE)).log_memory_effects
+    spread = np.exp(2 * np.sqrt((effects**2).sum(axis=1)))
+    assert (spread > 10).all() and np.median(spread) < 60
+    covariance = effects @ effects.T
+    scale = np.sqrt(np.diag(covariance))
+    assert (covariance / np.outer(scale, scale)).min() > 0.8
+
+
+@pytest.mark.parametrize("pp", [1, 64, 512])
+@pytest.mark.parametrize("tp", [1, 512])
+def test_every_configuration_has_a_finite_answer(pp, tp):
+    found = VAGUE.table([{"micro_batch": 1, "pp": pp, "tp": tp, "zero": 0, "checkpoint_ratio": 0.0}])
+    for name in ("throughput", "peak_memory_mib", "log_throughput_effects", "log_memory_effects"):
+        assert np.isfinite(getattr(found, name)).all(), name
+
+
+def test_there_is_none_where_fewer_than_two_knobs_that_vary_have_a_standard_name():
+    assert vague_prior(make_space(("a", "b", "c", "d", "e")), 16, H100) is None
+    one = Space()
+    one.choice("micro_batch", [1, 2, 4])
+    one.choice("tp", [2])
+    one.choice("rate", [0.1, 0.2])
+    assert vague_prior(one, 8, H100) is None
+    one.choice("pp", [1, 2])
+    assert vague_prior(one, 8, H100) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tp", ["row", "column"]),
+        ("zero", [0, 1, 7]),
+        ("checkpoint_ratio", [0, 50, 100]),
+        ("precision", ["single", "double"]),
+        ("fusion", ["on", "off"]),
+        ("micro_batch", [0, 1]),
+    ],
+)
+def test_a_standard_name_with_other_values_is_no_standard_knob(name, values):
+    space = Space()
+    space.choice(name, values)
+    space.choice("offload", ["none", "optimizer"])
+    assert vague_prior(space, 8, H100) is None
+    space.choice("sequence_parallel", [False, True])
+    found = vague_prior(space, 8, H100).table(list(space))
+    assert np.isfinite(found.throughput).all()
+    for value in values[1:]:  # it makes no difference
+        same = [config for config in space if config[name] in (values[0], value)]
+        told = vague_prior(space, 8, H100).table(same).throughput
+        assert told[: len(same) // 2] == pytest.approx(told[len(same) // 2 :])
+
+
+def test_knobs_that_do_not_exist_everywhere_and_derived_ones_without_a_meaning_are_taken_as_usual():
+    space = Space()
+    tp = space.choice("tp", [1, 2])
+    space.choice("pp", [1, 2])
+    space.flag("sequence_parallel", when=tp > 1)
+    space.derive("grad_accum", 3 / (2 * tp))
+    found = vague_prior(space, 2, H100).table(list(space))
+    assert np.isfinite(found.throughput).all() and len(found.throughput) == len(space)
+
+
+def test_nothing_is_ruled_out_before_memory_was_heard_of():
+    knowledge = Knowledge(SPACE, prior=VAGUE)
+    assert Beliefs(knowledge, []).works.min() >= 0.5
+    ran = [Trial(number=0, config=SPACE.default(), measurement=ok(3.0))]
+    assert Beliefs(knowledge, ran).works.min() >= 0.5
+
+
+def test_one_oom_tells_the_scale_of_memory():
+    small = SPACE.config({"micro_batch": 1, "tp": 8, "pp": 2, "zero": 0, "checkpoint_ratio": 1.0})
+    middle = SPACE.config({"micro_batch": 4, "tp": 2, "pp": 1, "zero": 0, "checkpoint_ratio": 0.0})
+    knowledge = Knowledge(SPACE, prior=VAGUE)
+
+    def chance(config, oom):
+        trial = Trial(number=0, config=oom, measurement=Measurement(status=Status.OOM, reason="does not fit"))
+        beliefs = Beliefs(knowledge, [trial])
+        return beliefs.works[beliefs.candidates.find({config})[0]]
+
+    assert chance(small, middle) > 0.6  # it needs a fraction
+    assert chance(middle, small) < 0.35
+    assert chance(SPACE.default(), small) < 0.45
+
+
+def test_it_states_no_prediction_of_a_trial():
+    result = rl.tune(lambda config: config["micro_batch"] ** 0.5, SPACE, trials=3, isolate=False)
+    assert result.trials["predicted_throughput"].isna().all()
+    assert result.trials["predicted_memory_mib"].isna().all()
+
+
+def test_a_search_of_a_callable_begins_with_it_unless_there_is_something_better():
+    def begun(**asked):
+        request = Request(lambda config: 1.0, SPACE, trials=3, **asked)
+        return begin(request, resolve_task(request), [], None, lambda message: None)
+
+    assert begun().sampler.knowledge.vague is not None
+    assert begun(prior=lambda config: 1.0).sampler.knowledge.vague is None
+    assert begun().first.config == SPACE.default()
+
+
+def test_hardware_is_that_at_hand_unless_trials_need_more_devices():
+    here = Device(type="cpu", name="a CPU", count=1, memory_mib=8000)
+    assert assumed_hardware(here, SPACE, 1).kind == "cuda"
+    assert assumed_hardware(here, SPACE, 8) is CPU
+    card = Device(type="cuda", name="NVIDIA L4", count=1, memory_mib=22_528)
+    assert assumed_hardware(card, SPACE, 1).name == "l4"
+    unknown = Device(type="cuda", name="Somebody's GPU", count=1, memory_mib=1000)
+    assert assumed_hardware(unknown, SPACE, 1).kind == "cuda"
+
+
+def test_tuning_a_callable_imports_no_torch():
+    code = (
+        "import sys, redline\n"
+        "space = redline.Space()\n"
+        "space.choice('micro_batch', [1, 2, 4]); space.choice('tp', [1, 2]); space.flag('fusion')\n"
+        "redline.tune(lambda config: float(config['micro_batch']), space, trials=5, isolate=False)\n"
+        "assert 'redline.tuner.vague' in sys.modules\n"
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_model_of_another_size_is_found_sooner():
+    world = cluster()
+    best = max(each.throughput for each in world.values() if each.ok)
+    with_it = share(search(world.__getitem__, VAGUE, 5), best)
+    without = np.mean([share(search(world.__getitem__, None, 5, seed), best) for seed in range(4)])
+    assert with_it > 0.95 and with_it > without + 0.05
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_knobs_that_mean_something_else_cost_a_few_trials_and_nothing_at_the_end(seed):
+    """What the names promise is slow, and what they say is large fits."""
+    world = cluster()
+    ranked = sorted(world, key=lambda config: world[config].throughput if world[config].ok else 0.0)
+
+    def backwards(config):
+        place = ranked.index(config)
+        return ok(float(np.exp(-3.0 * place / len(ranked))))
+
+    best = max(backwards(config).throughput for config in world)
+    trials = search(backwards, VAGUE, 30, seed)
+    assert share(trials[:10], best) > 0.6
+    assert share(trials, best) > 0.9
+
+
+def test_it_is_given_up_once_trials_contradict_it():
+    said = VAGUE.table(list(SPACE)).throughput
+    order = np.argsort(said)
+    rows = [order[int(place)] for place in np.linspace(0, len(order) - 1, 8)]
+    configs = list(SPACE)
+
+    def weight(power):
+        trials = [
+            Trial(number=number, config=configs[row], measurement=ok(float((said[row] / said.mean()) ** power)))
+            for number, row in enumerate(rows)
+        ]
+        return Beliefs(Knowledge(SPACE, prior=VAGUE), trials).speed.weights[0]
+
+    assert weight(1.0) > 0.9
+    assert weight(-1.0) < 0.1

@@ -1,0 +1,153 @@
+"""What the standard names of knobs say where nobody named a model: how throughput and memory depend on them in a
+transformer of a usual size."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ..device import Device
+from ..estimator import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
+from ..estimator.facts.model_facts import FLASH
+from ..estimator.hardware import recognise
+from ..estimator.setup import OFFLOADS, PRECISIONS
+from ..space import Config, Space
+from .samplers.prior import Vague
+
+MODELS = (
+    (Shape(layers=24, hidden=1024, heads=16, intermediate=2816, vocabulary=50304), 1024),
+    (Shape(layers=24, hidden=2048, heads=16, intermediate=5632, vocabulary=50304), 2048),
+    (Shape(layers=32, hidden=4096, heads=32, intermediate=11008, vocabulary=50304), 4096),
+)
+"""What the model may be like, and tokens of its sequences: depths and widths of GPT-3 medium, XL and 6.7B (Brown et al.
+2020, table 2.1) with the blocks of Llama."""
+LEVEL, MEMORY_LEVEL = 2.0, 1.0
+"""How far off all throughputs may be together, and all peaks beyond what the models differ by; natural logarithms."""
+GPU = "a100-80gb"
+"""What GPUs are like that nothing is known of."""
+_MEMORY_BUS = Link(name="shared memory", gb_per_s=5.0, latency_us=50.0)
+CPU = Hardware(
+    name="cpu",
+    memory_gib=8.0,
+    tflops={"fp32": 0.1},
+    memory_gb_per_s=10.0,
+    intra_node=_MEMORY_BUS,
+    inter_node=Link(name="10 Gbit/s Ethernet", gb_per_s=1.25, latency_us=50.0),
+    devices_per_node=64,
+    kind="cpu",
+)
+"""What a rank on a CPU is like, by the order of magnitude."""
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+STANDARD: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("tp", "pp", "dp", "micro_batch", "grad_accum"), _count),
+    **dict.fromkeys(("sequence_parallel", "fusion", "kernels", "fused_optimizer"), _flag),
+    "zero": lambda value: not _flag(value) and value in (0, 1, 2, 3),
+    "checkpoint_ratio": lambda value: isinstance(value, int | float) and not _flag(value) and 0 <= value <= 1,
+    "precision": lambda value: value in PRECISIONS,
+    "attention": lambda value: value in ("eager", *FLASH),
+    "offload": lambda value: value in OFFLOADS,
+}
+"""Knobs whose effect is known, and which values they can have."""
+DEGREES = ("tp", "pp", "dp")
+
+
+def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior | None":
+    """What the names of the knobs say; None where fewer than two that vary are standard, with values that they can have.
+
+    Args:
+        space: what may vary.
+        devices: of a trial.
+        hardware: what kind of devices they are; nothing is measured.
+    """
+    known = [
+        knob.name
+        for knob in space.knobs
+        if knob.name in STANDARD and (knob.derived or all(map(STANDARD[knob.name], knob.values)))
+    ]
+    vary = [name for name in known if not (knob := space.by_name[name]).derived and len(knob.values) > 1]
+    return VaguePrior(known, devices, hardware) if len(vary) > 1 else None
+
+
+def assumed_hardware(device: Device, space: Space, devices: int) -> Hardware:
+    """What trials probably run on: the devices here, but GPUs somewhere else where there are too few of them here."""
+    if device.type == "cuda":
+        return recognise(device.name, device.memory_mib) or find_hardware(GPU)
+    degrees = [value for knob in space.free if knob.name in DEGREES for value in knob.values]
+    elsewhere = any(isinstance(degree, int) and degree > devices for degree in degrees)
+    return find_hardware(GPU) if elsewhere else CPU
+
+
+class VaguePrior(Vague):
+    """Means over some models of what the estimator says, and how far these are apart as what is unsure of it.
+
+    Each model's own uncertainty stays beside that: so the covariance before any trial is that of a mixture of the
+    models (law of total variance).
+
+    Args:
+        names: the knobs that mean what they usually do.
+        devices: of a trial, where no knob says how many replicas there are.
+        hardware: what kind of devices they are.
+    """
+
+    def __init__(self, names: Sequence[str], devices: int, hardware: Hardware) -> None:
+        self._names, self._devices = tuple(names), devices
+        self._estimators = []
+        for shape, seq_len in MODELS:
+            precision = "fp32" if hardware.kind == "cpu" else "bf16"
+            setup = TrainingSetup(devices=devices, seq_len=seq_len, precision=precision)
+            facts = shape.facts(precision=precision, attention=setup.attention, fusion=False)
+            flops = math.log(facts.model_flops(seq_len))
+            self._estimators.append((Estimator(facts, hardware, setup), facts.blocks, flops))
+
+    def table(self, configs: Sequence[Config]) -> Any:
+        """Predictions of many configurations, as `Prior` reads them: FLOP/s in place of a throughput, MiB of a usual
+        model, both with what is unsure of them; arrays of shape (n,), effects (n, factors)."""
+        columns = self._columns(configs)
+        speeds, needs, own = [], [], []
+        for estimator, blocks, flops in self._estimators:
+            # What has more stages than this model has blocks is taken for the deepest that it can have.
+            found = estimator.table({**columns, "pp": np.minimum(columns["pp"], blocks)})
+            speeds.append(np.log(found.throughput) + flops)
+            needs.append(np.log(found.fullest_memory_mib))
+            own.append(found.log_throughput_effects / math.sqrt(len(MODELS)))
+        speed, apart = _mean_and_effects(speeds)
+        need, memory_apart = _mean_and_effects(needs)
+        whole, unknown = np.ones(len(configs)), np.full(len(configs), np.nan)
+        return SimpleNamespace(
+            throughput=np.exp(speed),
+            peak_memory_mib=np.exp(need),
+            fullest_memory_mib=np.exp(need),
+            probability_fits=unknown,
+            log_throughput_std=unknown,
+            log_throughput_effects=np.column_stack([LEVEL * whole, apart, *own]),
+            log_memory_effects=np.column_stack([MEMORY_LEVEL * whole, memory_apart]),
+        )
+
+    def _columns(self, configs: Sequence[Config]) -> dict[str, Any]:
+        """The standard knobs, each of all configurations; None where one has none, or none that it can have."""
+        columns: dict[str, Any] = {
+            name: [value if name in config and STANDARD[name](value := config[name]) else None for config in configs]
+            for name in self._names
+        }
+        tp, pp = (np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in ("tp", "pp"))
+        rest = np.maximum(self._devices // (tp * pp), 1).tolist()
+        dp = [each or other for each, other in zip(columns.get("dp", rest), rest)]
+        return columns | {"tp": tp, "pp": pp, "dp": np.array(dp)}
+
+
+def _mean_and_effects(logs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Means over models, shape (n,), and deviations whose squares sum to the variance between them, (n, models)."""
+    each = np.stack(logs, axis=1)
+    mean = each.mean(axis=1)
+    return mean, (each - mean[:, None]) / math.sqrt(len(logs) - 1)
