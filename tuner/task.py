@@ -18,7 +18,7 @@ from ..runners.command.command import Command
 from ..runners.command.foreign import completed
 from ..runners.command.launchers import find_launcher
 from ..runners.command.trained import Trained
-from ..runners.command.work import Commands
+from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
     default, and those with a name that is standard in training need memory as they do there."""
     values: dict[str, Sequence[Any]] = {}
     if command.launcher is not None:
-        values |= find_launcher(command.launcher).values(devices, lossy="lossy" in allow)
+        values |= find_launcher(command.launcher).values(command, devices, lossy="lossy" in allow)
     values |= request.override or {}
     if not values:
         raise UsageError(
@@ -223,7 +223,7 @@ def _declared(command: Command, request: TrainingRequest, devices: int, allow: S
     space = Space()
     for name, each in values.items():
         declare(space, name, each)
-    ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
+    ways = [space[name] for name in SPLITS if name in space.by_name]
     if ways and devices > 1:
         space.require(devices % reduce(mul, ways) == 0, f"replicas are as many on all of {devices} devices")
     return space
@@ -239,7 +239,7 @@ def _share(space: Space, total: int, devices: int) -> None:
         raise UsageError(
             "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
-    ways = [space[name] for name in ("tp", "pp") if name in space.by_name]
+    ways = [space[name] for name in SPLITS if name in space.by_name]
     replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
     together = space["micro_batch"] * replicas
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
 from .launchers import find_launcher
+from .launchers.launcher import Launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
 from .run import RunTerms
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ..runner import TrialRequest
     from ..work import Known, TrialTerms
 
+SPLITS = ("tp", "pp", "cp", "sp")
+"""Knobs for how many devices share one replica, in each of these ways."""
 _TOLD_FIRST = (Status.OK, Status.OOM, Status.WRONG)
 """Of what hosts tell of a trial, what counts before anything else."""
 
@@ -67,8 +71,8 @@ class Commands(Work):
         whole = command
         if command.launcher is not None:
             launcher = find_launcher(command.launcher)
-            whole = launcher.told(command, list(knobs), short=False)
-            command = launcher.told(command, list(knobs))
+            whole = launcher.told(command, knobs, short=False)
+            command = replace(launcher.told(command, knobs), samples=self._samples_of(launcher, command))
         self._line = read_command(command.command, knobs, shell=command.shell)
         self._whole = read_command(whole.command, knobs, shell=command.shell)
         """The command without what makes its run short."""
@@ -85,11 +89,31 @@ class Commands(Work):
         """The knobs it mentions, and what of `GIVEN`."""
         if "global_batch" in self.names and global_batch is None:
             raise UsageError("the command takes {global_batch}: say it with --global-batch")
+        if global_batch is not None and not self.names & {"global_batch", "grad_accum"} and self._samples is None:
+            raise UsageError(
+                f"the command does not hear of the global batch, {global_batch}: write {{grad_accum}} or {{global_batch}} into it"
+            )
         self.unsaid: tuple[str, ...] = ()
         """Of what is stated, what it has no place for."""
         self._check_used(stated)
         if self._grows is not None:
             self._check_metric_file(self._grows)
+
+    def _samples_of(self, launcher: Launcher, command: Command) -> str | None:
+        """Samples of a step as they are asked for, or as the launcher's own option says them.
+
+        Raises:
+            UsageError: it has a number of its own that nobody says.
+        """
+        if command.samples is not None or self._global_batch is not None:
+            return command.samples
+        said = launcher.samples(command)
+        if said is None and launcher.own_total and "micro_batch" in self._space.by_name:
+            raise UsageError(
+                f"--launcher {launcher.name} takes a step to have as many samples whatever the micro-batch: say how many by "
+                f"--global-batch, or by {launcher.total} in the command"
+            )
+        return said
 
     def _check_used(self, stated: Collection[str]) -> None:
         """Refuses a knob whose value nothing depends on."""
@@ -221,7 +245,7 @@ class Commands(Work):
                 raise UsageError(f"--samples comes to '{text}', which is no number") from None
         if "micro_batch" not in self._space.by_name:
             return None
-        replicas = values.get("dp") or max(1, self._devices // (values.get("tp", 1) * values.get("pp", 1)))
+        replicas = values.get("dp") or max(1, self._devices // prod(values.get(name) or 1 for name in SPLITS))
         return float(values["micro_batch"] * values.get("grad_accum", 1) * replicas)
 
 

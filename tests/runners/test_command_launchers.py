@@ -15,17 +15,22 @@ from redline.runners.command.work import Commands
 from redline.space import Space
 from without_triton import WITHOUT_TRITON
 
+NOTHING = Command(command="")
+
 
 def space_of(name, devices=4, **more):
     space = Space()
-    for knob, values in {**LAUNCHERS[name].values(devices), **more}.items():
+    for knob, values in {**LAUNCHERS[name].values(NOTHING, devices), **more}.items():
         space.choice(knob, values)
     return space
 
 
-def words(name, command, devices=4, render=(), config=None, **more):
-    space = space_of(name, devices, **more)
-    work = Commands(Command(command=command, launcher=name, render=render), space, devices=devices)
+def words(name, command, devices=4, render=(), config=None, samples="8", **more):
+    asked = Command(command=command, launcher=name, render=render, samples=samples)
+    space = Space()
+    for knob, values in {**LAUNCHERS[name].values(asked, devices), **more}.items():
+        space.choice(knob, values)
+    work = Commands(asked, space, devices=devices)
     return shlex.split(work.rendered(space.config(**(config or {})), 0, Path("/trial")))
 
 
@@ -38,9 +43,73 @@ def test_knobs_without_a_place_are_said_and_what_is_said_stays():
 
 def test_options_of_its_own_are_those_of_the_same_name_alone():
     said = words("trainer", "sh train.sh --max_steps_of_warmup 3 --output_dir=here --bf16 {precision == 'bf16'}")
-    assert said[said.index("--max_steps") + 1] == "1000" and "--output_dir" not in said and said.count("--bf16") == 1
-    with pytest.raises(UsageError, match="the knob 'micro_batch' is used nowhere"):
-        words("trainer", "sh train.sh --per_device_train_batch_size 7")
+    assert said[said.index("--max_steps") + 1] == "1000" and "--output_dir" not in said
+    assert said.count("--bf16") == 1 and "--fp16" not in said, "a knob that has a place is the command's affair"
+    assert "--per_device_train_batch_size" in (said := words("trainer", "sh train.sh --per_device_train_batch_size 7"))
+    assert said[said.index("--per_device_train_batch_size") + 1] == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "knobs", "says"),
+    [
+        (
+            "trainer",
+            "sh t.sh --bf16 true",
+            {"precision": ["fp32", "bf16"]},
+            "the command says --bf16 itself, so that precision",
+        ),
+        ("trainer", "sh t.sh --fp16=1", {"precision": ["fp32"]}, "the command says --fp16 itself"),
+        ("llamafactory", "sh t.sh bf16=true", {"precision": ["fp32"]}, "the command says bf16 itself"),
+        (
+            "trainer",
+            "sh t.sh --gradient_accumulation_steps 4",
+            {"grad_accum": [1, 2]},
+            "so that grad_accum cannot vary",
+        ),
+        ("litgpt", "sh t.sh", {"precision": ["fp16"]}, "can be told precision as fp32, bf16, bf16_pure, but got fp16"),
+        ("lightning", "sh t.sh", {"zero": [1]}, "can be told zero as 0, 3, but got 1"),
+        ("axolotl", "sh train t.yml", {"checkpoint_ratio": [0.5]}, "checkpoint_ratio as 0, 1, but got 0.5"),
+        ("trainer", "sh t.sh", {"precision": ["bf16_pure"]}, "as fp32, bf16, fp16, but got bf16_pure"),
+    ],
+)
+def test_a_knob_that_would_do_nothing_or_something_else_is_refused(name, command, knobs, says):
+    with pytest.raises(UsageError, match=says):
+        words(name, command, **knobs)
+
+
+def test_samples_of_a_step_are_those_of_the_launchers_own_option():
+    def samples(name, command, devices=8, global_batch=None, **knobs):
+        space = Space()
+        for knob, values in {"micro_batch": [1, 8], **knobs}.items():
+            space.choice(knob, values)
+        work = Commands(Command(command=command, launcher=name), space, devices=devices, global_batch=global_batch)
+        return [work._work(work.values(config, 0, Path())) for config in space]
+
+    # What one says is what a step has; what Megatron is not told is one pass of all replicas.
+    assert samples("megatron", "sh t.sh --global-batch-size 512") == [512.0, 512.0]
+    assert samples("megatron", "sh t.sh --global-batch-size=512") == [512.0, 512.0]
+    assert samples("megatron", "sh t.sh", tp=[2]) == [4.0, 32.0]
+    assert samples("megatron", "sh t.sh --context-parallel-size {cp}", cp=[4]) == [2.0, 16.0]
+    assert samples("litgpt", "sh t.sh --train.global_batch_size 16") == [16.0, 16.0]
+    for name in ("litgpt", "nemo", "megatron-bridge"):
+        with pytest.raises(UsageError, match="say how many by --global-batch"):
+            samples(name, "sh t.sh")
+
+
+def test_a_run_is_not_made_short_twice():
+    assert "--train-iters" not in words("megatron", "sh t.sh --train-samples 1000")
+    assert "--train-iters" in words("megatron", "sh t.sh")
+    assert "--yes" in words("nemo", "sh t.sh")
+
+
+def test_what_is_offloaded_is_said_as_deepspeed_has_it(tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    asked = Command(command="sh t.sh {trial_dir}", launcher="deepspeed", render=[str(tmp_path / "ds.json")])
+    space = space_of("deepspeed", offload=["none", "optimizer"])
+    work = Commands(asked, space, devices=4)
+    (file,) = work._files
+    path = file.write(tmp_path, work.values(space.config(offload="optimizer"), 0, tmp_path))
+    assert json.loads(path.read_text())["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
 def test_options_go_behind_the_word_that_a_launcher_wants():
@@ -77,7 +146,9 @@ def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
 
 
 def test_what_only_matters_on_several_devices_does_not_vary_on_one():
-    assert "zero" not in LAUNCHERS["deepspeed"].values(1) and "zero" in LAUNCHERS["deepspeed"].values(2)
+    assert "zero" not in LAUNCHERS["deepspeed"].values(NOTHING, 1) and "zero" in LAUNCHERS["deepspeed"].values(
+        NOTHING, 2
+    )
 
 
 def test_an_unknown_launcher_names_the_nearest():
@@ -149,8 +220,8 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
 
 
 def test_lossy_values_are_tried_where_they_are_allowed():
-    assert LAUNCHERS["litgpt"].values(1)["precision"] == ["fp32", "bf16"]
-    assert LAUNCHERS["litgpt"].values(1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
+    assert LAUNCHERS["litgpt"].values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
+    assert LAUNCHERS["litgpt"].values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
 
 
 @pytest.mark.parametrize("name", list(LAUNCHERS))

@@ -14,5 +14,6 @@ LAUNCHER = Launcher(
         "checkpoint_ratio": "--gradient-checkpointing {checkpoint_ratio == 1}",
         "fusion": "--torch-compile {fusion}",
     },
+    sayable={"precision": ("fp32", "bf16")},
     short="--output-dir {trial_dir} --max-steps 1000 --val-set-size 0",
 )

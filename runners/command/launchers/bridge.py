@@ -13,5 +13,7 @@ LAUNCHER = Launcher(
         "sequence_parallel": "model.sequence_parallel={sequence_parallel}",
     },
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",
+    total="train.global_batch_size",
+    own_total=True,
     several=("tp", "pp"),
 )

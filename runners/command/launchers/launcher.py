@@ -1,5 +1,6 @@
 """What is known of a launcher: how standard knobs are said to it, and how a short run is asked for."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,17 @@ from ....errors import UsageError
 from ....results.lossy import LOSSY
 from ..command import Command
 from ..files import PLACED
+from ..template import written
+
+SAYABLE: Mapping[str, Sequence[Any]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "checkpoint_ratio": (0, 1),
+    "fusion": (False, True),
+    "kernels": (False, True),
+    "zero": (0, 1, 2, 3),
+    "offload": ("none", "optimizer"),
+}
+"""What launchers can be told of standard knobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,38 +37,91 @@ class Launcher:
     """Where each stands in its configuration file, `PATH=VALUE`."""
     short: str = ""
     """What is added, so that a run writes nothing of its own and lasts until it is measured."""
+    sayable: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """What it can be told of standard knobs, where that is not `SAYABLE`."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Options of a short run that are left out beside another of the command's."""
+    total: str = ""
+    """Its option for the samples of a step."""
+    own_total: bool = False
+    """Whether it has such a number of its own where none is given."""
     after: str = ""
     """The word behind which they are added; by default at the end."""
     several: tuple[str, ...] = ()
     """Knobs that only matter on several devices."""
 
-    def values(self, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
-        """The values that are tried where none are given; those that trade accuracy for speed only where asked for."""
+    def values(self, command: Command, devices: int, lossy: bool = False) -> dict[str, Sequence[Any]]:
+        """The values that are tried where none are given: of what the command does not say itself, and those that trade
+        accuracy for speed only where asked for."""
         return {
             name: [value for value in values if lossy or value not in LOSSY.get(name, ())]
             for name, values in self.knobs.items()
-            if devices > 1 or name not in self.several
+            if (devices > 1 or name not in self.several)
+            and (_mentions(command, name) or not self._stated(command, name))
         }
 
-    def told(self, command: Command, knobs: Sequence[str], *, short: bool = True) -> Command:
-        """A command with what it says of these knobs, and of a short run if it is one; what it has already stays its own.
+    def samples(self, command: Command) -> str | None:
+        """Samples of a step, as the command says them; None where it does not."""
+        words = _words(_text(command))
+        for word, after in zip(words, (*words[1:], "")):
+            if self.total and _name(word) == self.total:
+                return word.partition("=")[2] if "=" in word else after
+        return None
+
+    def _stated(self, command: Command, knob: str) -> str:
+        """The option or path by which a command says itself what a knob would; empty where it does not."""
+        theirs = {_name(word) for word in _words(_text(command))}
+        mine = [_name(each) for each in _options(self.words.get(knob, ""))]
+        paths = [each["path"] for render in command.render if (each := PLACED.fullmatch(render))]
+        placed = self.paths.get(knob, "").partition("=")[0]
+        return next((name for name in mine if name in theirs), placed if placed in paths else "")
+
+    def told(self, command: Command, knobs: Mapping[str, Any], *, short: bool = True) -> Command:
+        """A command with what it says of these knobs, and of a short run if it is one.
+
+        Args:
+            command: as it is asked for; what it has of a short run stays its own.
+            knobs: by name.
+            short: whether the run is to be short.
 
         Raises:
-            UsageError: its settings are in a file, and none is rendered.
+            UsageError: the command says a knob's value itself, the launcher cannot be told one, or its settings are in a
+                file and none is rendered.
         """
-        text = command.command if isinstance(command.command, str) else shlex.join(command.command)
-        said = f"{text} {' '.join(command.env)} {' '.join(command.render)}"
-        mine = [name for name in knobs if f"{{{name}}}" not in said]
-        options = [each for name in mine if name in self.words for each in _options(self.words[name])]
+        text = _text(command)
+        known = [name for name in knobs if name in self.words or name in self.paths]
+        mine = [name for name in known if not _mentions(command, name)]
+        for name in mine:
+            self._check(command, name, getattr(knobs[name], "values", ()))
         theirs = {_name(word) for word in _words(text)}
-        added = [each for each in (*options, *(_options(self.short) if short else ())) if _name(each) not in theirs]
+        theirs |= {left for left, other in self.instead.items() if other in theirs}
+        added = [each for name in mine for each in _options(self.words.get(name, ""))]
+        added += [each for each in _options(self.short) if short and _name(each) not in theirs]
         render = tuple(command.render)
         if placed := [self.paths[name] for name in mine if name in self.paths]:
             file = next((found["file"] for each in render if (found := PLACED.fullmatch(each))), None)
             if file is None:
                 raise UsageError(f"--launcher {self.name} puts knobs into its file: name it, such as --render ds.json")
-            render += tuple(f"{file}:{each}" for each in placed if f":{each.partition('=')[0]}=" not in said)
+            render += tuple(f"{file}:{each}" for each in placed)
         return replace(command, command=self._with(text, added), render=render)
+
+    def _check(self, command: Command, knob: str, values: Sequence[Any]) -> None:
+        """Refuses a knob that would do nothing, or something else.
+
+        Raises:
+            UsageError: so it is.
+        """
+        if stated := self._stated(command, knob):
+            raise UsageError(
+                f"the command says {stated} itself, so that {knob} cannot vary: write {{{knob}}} there, or leave it to --launcher"
+            )
+        known = self.sayable.get(knob, SAYABLE.get(knob))
+        if known is not None and (odd := [value for value in values if value not in known]):
+            can = ", ".join(map(written, known))
+            raise UsageError(
+                f"--launcher {self.name} can be told {knob} as {can}, but got {written(odd[0])}; write {{{knob}}} into the "
+                "command for values of its own"
+            )
 
     def _with(self, command: str, options: Sequence[str]) -> str:
         added = " ".join(options)
@@ -68,6 +133,16 @@ class Launcher:
         if not found:
             raise UsageError(f"--launcher {self.name} needs '{self.after}' in the command, behind which its options go")
         return f"{before}{found}{added} {behind}"
+
+
+def _text(command: Command) -> str:
+    return command.command if isinstance(command.command, str) else shlex.join(command.command)
+
+
+def _mentions(command: Command, knob: str) -> bool:
+    """Whether a command has a place for a knob by itself."""
+    said = f"{_text(command)} {' '.join(command.env)} {' '.join(command.render)}"
+    return any(re.search(rf"\b{re.escape(knob)}\b", inside) for inside in re.findall(r"\{([^{}]*)\}", said))
 
 
 def _options(text: str) -> list[str]:

@@ -20,5 +20,6 @@ LAUNCHER = Launcher(
         "--trainer.callbacks+=TQDMProgressBar --trainer.enable_checkpointing false "
         "--trainer.limit_val_batches 0 --trainer.num_sanity_val_steps 0"
     ),
+    sayable={"zero": (0, 3)},
     several=("zero",),
 )

@@ -13,5 +13,8 @@ LAUNCHER = Launcher(
             "--precision {'32-true' if precision == 'fp32' else 'bf16-mixed' if precision == 'bf16' else 'bf16-true'}"
         ),
     },
+    sayable={"precision": ("fp32", "bf16", "bf16_pure")},
+    total="--train.global_batch_size",
+    own_total=True,
     short="--out_dir {trial_dir} --train.log_interval 1 --train.save_interval 1000000 --eval.interval 1000000",
 )

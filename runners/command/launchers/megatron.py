@@ -12,5 +12,7 @@ LAUNCHER = Launcher(
         "pp": "--pipeline-model-parallel-size {pp}",
     },
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
+    instead={"--train-iters": "--train-samples"},
+    total="--global-batch-size",
     several=("tp", "pp"),
 )

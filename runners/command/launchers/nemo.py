@@ -12,6 +12,9 @@ LAUNCHER = Launcher(
         "pp": "trainer.strategy.pipeline_model_parallel_size={pp}",
         "sequence_parallel": "trainer.strategy.sequence_parallel={sequence_parallel}",
     },
-    short="trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
+    # It asks whether to go on.
+    short="--yes trainer.max_steps=1000 trainer.limit_val_batches=0 trainer.log_every_n_steps=1 log.log_dir={trial_dir}",
+    total="data.global_batch_size",
+    own_total=True,
     several=("tp", "pp"),
 )

@@ -16,5 +16,6 @@ LAUNCHER = Launcher(
         "pp": "--parallelism.pipeline_parallel_degree {pp}",
     },
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
+    total="--training.global_batch_size",
     several=("tp", "pp"),
 )
