@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import random
+import re
 import socket
 import threading
 import time
@@ -25,6 +26,9 @@ PORTS = range(20_000, 32_768)
 """Where ranks of several hosts meet: above the ports of Ray's workers, below those of outgoing connections."""
 CLOSE_S = 10.0
 """How long agents may take to end, s."""
+MEETINGS = 3
+"""How often the ranks of a trial try to meet, each time at another port."""
+_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 STOP_S = 10.0
 """After being told to stop: how long a host may take to clean up and answer."""
 
@@ -177,9 +181,21 @@ class Gang:
             self._all("answer")
 
     def run(self, job: Job) -> Outcome:
-        """The outcome of a job on all hosts; the first failure on one ends the others."""
+        """The outcome of a job on all hosts; the first failure on one ends the others.
+
+        Raises:
+            RunnerError: a port was taken wherever the ranks tried to meet.
+        """
         if not self._ready:
             self.wait_ready()
+        for _ in range(MEETINGS):
+            outcome = self._run(job)
+            met = len(self.members) == 1 or not _PORT_TAKEN.search(outcome.reason)
+            if outcome.status is not Status.CRASH or met:
+                return outcome
+        raise RunnerError(f"the ports of a trial's rendezvous were taken {MEETINGS} times: {outcome.reason}")
+
+    def _run(self, job: Job) -> Outcome:
         key = uuid.uuid4().hex
         if len(self.members) == 1:
             (member,) = self.members

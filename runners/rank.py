@@ -53,6 +53,10 @@ class RankContext:
         self.phase_name = name
         self.reports.send(("phase", name))
 
+    def peak(self, mib: float) -> None:
+        """Tells the supervisor how much memory what it started holds at most, which counts where it is stopped."""
+        self.reports.send(("peak", mib))
+
     def compiling(self, yes: bool) -> None:
         """Tells the supervisor whether this rank compiles, or waits for one that may, from now on."""
         self.reports.send(("compiling", yes))

@@ -8,7 +8,6 @@ has a process of its own: killing that one and all it started leaves nothing, wh
 import contextlib
 import os
 import queue
-import re
 import select
 import socket
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import RedlineError, RunnerError, UsageError
-from ..results import Status
 from ..scratch import remove
 from . import failure
 from .gang import Gang, Layout, lay_out
@@ -37,9 +35,6 @@ CLOSE_S = 15.0
 """How long Ray may take to end in good order, s."""
 BEAT_S = 3.0
 """How often it is asked whether Ray and the hosts answer, s."""
-MEETINGS = 3
-"""How often the ranks of a trial try to meet, each time at another port."""
-_PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,12 +285,7 @@ class Cluster:
         """
         slot = self._free.get()
         try:
-            for _ in range(MEETINGS):
-                outcome = self._watched(slot, lambda gang: gang.run(job))
-                met = self.layout.hosts == 1 or not _PORT_TAKEN.search(outcome.reason)
-                if outcome.status is not Status.CRASH or met:
-                    return outcome
-            raise RunnerError(f"the ports of a trial's rendezvous were taken {MEETINGS} times: {outcome.reason}")
+            return self._watched(slot, lambda gang: gang.run(job))
         finally:
             self._free.put(slot)
 

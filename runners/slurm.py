@@ -8,16 +8,17 @@ import re
 import secrets
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any
+from typing import Any, TypeVar
 
 from ..device import usable_cores
 from ..errors import MissingDependency, RunnerError, UsageError
@@ -30,11 +31,22 @@ from .process import kill_tree
 from .slurm_host import KEY
 from .work import TrialTerms, Work
 
+Found = TypeVar("Found")
+_GPUS_ASKED = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
+_OF_A_TASK = (
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK",
+)
 _CORES = re.compile(r"(?P<cores>\d+)(?:\(x(?P<nodes>\d+)\))?")
 LOOK_S = 0.2
 """How often it is looked whether `srun` still lives while tasks are waited for, s."""
 CLOSE_S = 15.0
 """How long tasks may take to end in good order, s."""
+ANSWER_S = 10
+"""How long somebody who connects has to show that it has the key, s."""
 START_S = 120.0
 """How long the tasks of an allocation may take to answer, s."""
 
@@ -67,7 +79,12 @@ class SlurmRunner(DryRunner):
         count = nodes()
         if not count:
             raise UsageError(
-                "the slurm runner belongs into an allocation: `salloc --nodes 2 ... redline tune ...`, or sbatch"
+                "the slurm runner belongs into an allocation: `sbatch --nodes 2 ... --wrap 'redline tune ...'`"
+            )
+        if terms.device.type == "cpu" and any(os.environ.get(each) for each in _GPUS_ASKED):
+            raise UsageError(
+                "the allocation has GPUs, but this process sees none: start redline on one of its nodes, such as by "
+                "`sbatch --nodes 2 ... --wrap 'redline tune ...'`; salloc runs a command where it was typed"
             )
         self._layout = _layout(terms, count, self.work.several_hosts)
         self.per_host = self._layout.per_host
@@ -83,26 +100,42 @@ class SlurmRunner(DryRunner):
             self._allocation.close()
             raise
         groups = shares(members, self._layout, terms.device.count if cuda else 0)
-        self._gangs: queue.SimpleQueue[Gang] = queue.SimpleQueue()
+        self._gangs: queue.SimpleQueue[Gang | None] = queue.SimpleQueue()
+        """Those that are free; None once all were lost."""
+        self._left = self.slots
         for slot in range(self.slots):
             self._gangs.put(Gang(groups[slot % len(groups)], self.per_host))
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""
-        gang = self._gangs.get()
-        try:
-            gang.wait_ready()
-        finally:
-            self._gangs.put(gang)
+        self._with_gang(Gang.wait_ready)
 
     def dispatch(self, job: Job) -> Outcome:
+        return self._with_gang(lambda gang: gang.run(job))
+
+    def _with_gang(self, call: Callable[[Gang], Found]) -> Found:
+        """What a free gang answers. One that is lost gets no further trial.
+
+        Raises:
+            RunnerError: it was lost, or all are.
+        """
         gang = self._gangs.get()
+        if gang is None:
+            self._gangs.put(None)
+            raise RunnerError("Slurm has lost all nodes that trials can run on")
         try:
-            return gang.run(job)
-        except TimeoutError as error:
+            found = call(gang)
+        except (RunnerError, TimeoutError, OSError) as error:
+            gang.kill()
+            self._left -= 1
+            if not self._left:
+                self._gangs.put(None)
             raise RunnerError(f"Slurm lost the node of a trial: {error}") from error
-        finally:
+        except BaseException:
             self._gangs.put(gang)
+            raise
+        self._gangs.put(gang)
+        return found
 
     def close(self) -> None:
         self.closed = True
@@ -188,7 +221,12 @@ class _Allocation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, KEY: self._key.hex()},
+                # Limits a task that is one of several on a node, as which redline was perhaps started.
+                env={
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    **{name: value for name, value in os.environ.items() if name not in _OF_A_TASK},
+                    KEY: self._key.hex(),
+                },
                 start_new_session=True,
             )
         self._members: list[_SlurmMember] = []
@@ -207,9 +245,13 @@ class _Allocation:
                 if self._step.poll() is not None or time.monotonic() > end:
                     raise RunnerError(self._with_last_words(f"Slurm started {len(found)} of {self._count} tasks"))
                 continue
-            number, name = connection.recv()
-            connection.send((tuple(os.path.abspath(each) for each in sys.path), self._imports))
+            try:
+                number, name = connection.recv()
+                connection.send((tuple(os.path.abspath(each) for each in sys.path), self._imports))
+            except (EOFError, OSError):  # it has ended, which `srun` tells
+                continue
             found[number] = _SlurmMember(connection, name, here=name == os.environ.get("SLURMD_NODENAME"))
+        self._server.close()
         self._members = [found[number] for number in sorted(found)]
         return self._members
 
@@ -220,13 +262,22 @@ class _Allocation:
         except TimeoutError:
             return None
         accepted.setblocking(True)
-        connection = Connection(accepted.detach())
+        _wait_at_most(accepted, ANSWER_S)
+        # A node that loses power says nothing.
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+        connection = Connection(os.dup(accepted.fileno()))
         try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
         except (AuthenticationError, EOFError, OSError):
             connection.close()
             return None
+        finally:
+            with accepted:
+                _wait_at_most(accepted, 0.0)
         return connection
 
     def _with_last_words(self, what: str) -> str:
@@ -245,6 +296,11 @@ class _Allocation:
         self._step.wait()
         self._server.close()
         self._scratch.close()
+
+
+def _wait_at_most(connected: socket.socket, seconds: float) -> None:
+    """Bounds how long reading from a socket may take; 0 for as long as it will."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 class _Slice(Member):
@@ -293,11 +349,15 @@ class _SlurmMember(Member):
                 raise RunnerError(f"Slurm lost the node {self._name}")
             number = next(self._numbers)
             self._asked[number] = answer
-            self._connection.send((number, what, arguments))
+            try:
+                self._connection.send((number, what, arguments))
+            except OSError as error:
+                raise RunnerError(f"Slurm lost the node {self._name}: {error.strerror or error}") from error
         return answer.result()
 
     def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        why = ""
+        try:
             while True:
                 number, value, error = self._connection.recv()
                 answer = self._asked.pop(number)
@@ -305,10 +365,14 @@ class _SlurmMember(Member):
                     answer.set_result(value)
                 else:
                     answer.set_exception(error)
+        except (EOFError, OSError):
+            pass  # it has ended, or was closed here
+        except Exception as error:  # what it sent cannot be read: whoever waits for it is told
+            why = f": {type(error).__name__}: {error}"
         with self._lock:
             self._lost = True
         for answer in list(self._asked.values()):
-            answer.set_exception(RunnerError(f"Slurm lost the node {self._name}"))
+            answer.set_exception(RunnerError(f"Slurm lost the node {self._name}{why}"))
 
     def kill(self) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:

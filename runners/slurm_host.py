@@ -40,6 +40,11 @@ class SlurmHost(Host):
     def run(self, job: Job, key: str, send_log: bool) -> tuple[Outcome, bytes]:
         if job.device_ids:  # places among those that Slurm has given
             given = visible_gpus(max(map(int, job.device_ids)) + 1)
+            if len(given) <= max(map(int, job.device_ids)):
+                raise RunnerError(
+                    f"Slurm gave {socket.gethostname()} {len(given)} GPUs, fewer than where redline was started; ask for as many "
+                    "on each node, such as by --gpus-per-node"
+                )
             job = replace(job, device_ids=tuple(given[int(each)] for each in job.device_ids))
         return super().run(job, key, send_log)
 
@@ -74,7 +79,12 @@ def _serve(connection: Connection, host: SlurmHost) -> None:
         except Exception as error:  # a fault of this program, to be seen where it is asked
             raised = RunnerError(f"{type(error).__name__}: {error}")
         with lock:
-            connection.send((number, value, raised))
+            try:
+                connection.send((number, value, raised))
+            except OSError:  # nobody listens any more, which `recv` finds
+                return
+            except Exception as error:  # what cannot be sent
+                connection.send((number, None, RunnerError(f"{type(error).__name__}: {error}")))
 
     while True:
         try:

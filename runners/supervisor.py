@@ -23,6 +23,7 @@ from .shortage import SAMPLE_S, Shortage
 
 GRACE_S = 0.2
 """After the first failure: how long others may report theirs, to tell the cause from its echoes."""
+STOPPED = "ended with the ranks of another host"
 STACKS_S = 0.5
 """After a deadline: how long the ranks have to print their stacks."""
 
@@ -36,6 +37,8 @@ class _Rank:
     output: int
     phase: str = "start"
     compiling: bool = False
+    peak_mib: float | None = None
+    """Of what it started, as far as it told."""
     outcome: RankOutcome | None = None
     returncode: int | None = None
     open_output: bool = True
@@ -129,12 +132,7 @@ class Supervisor:
                     self._gather(selector, log, now + GRACE_S)
                     return self._outcome()
                 if self._stopped:
-                    return Outcome(
-                        status=Status.CRASH,
-                        reason="ended with the ranks of another host",
-                        ranks=self._reported(),
-                        secondary=True,
-                    )
+                    return Outcome(status=Status.CRASH, reason=STOPPED, ranks=self._as_stopped(), secondary=True)
                 if now >= self._deadline.at:
                     return self._timeout(selector, log)
                 if now >= look:
@@ -184,6 +182,8 @@ class Supervisor:
             return False
         if kind == "phase":
             rank.phase = value
+        elif kind == "peak":
+            rank.peak_mib = value
         elif kind == "compiling":
             rank.compiling = value
             compiling = any(each.compiling for each in self._ranks)
@@ -245,6 +245,17 @@ class Supervisor:
 
     def _reported(self) -> tuple[RankOutcome, ...]:
         return tuple(rank.outcome for rank in self._ranks if rank.outcome is not None)
+
+    def _as_stopped(self) -> tuple[RankOutcome, ...]:
+        """Those that ended by themselves, and those that told of their memory."""
+        stopped = (
+            RankOutcome(
+                rank=rank.number, status=Status.CRASH, reason=STOPPED, peak_memory_mib=rank.peak_mib, secondary=True
+            )
+            for rank in self._ranks
+            if rank.outcome is None and rank.peak_mib is not None
+        )
+        return (*self._reported(), *stopped)
 
     def _end(self, log: LogFile) -> None:
         for rank in self._ranks:

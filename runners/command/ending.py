@@ -26,7 +26,7 @@ def outcome(run: Run, timing: Timing | None) -> Measurement:
     code = run.process.returncode
     peak = run.peak_mib or None
     if run.out_of_memory:
-        needed = failure.requested_in(run.out_of_memory)
+        needed = 0.0 if run.over_limit else failure.requested_in(run.out_of_memory)
         return Measurement(
             status=Status.OOM,
             reason=failure.shortened(run.out_of_memory),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class RunTerms:
     best: float | None
     """Highest throughput so far."""
     memory_limit_mib: float | None
-    """Of each of its processes."""
+    """Of each of its processes, or of each GPU."""
     on_gpus: bool
     """Whether its memory is that of GPUs."""
 
@@ -105,6 +105,8 @@ class Run(Clock):
     terms: RunTerms
     values: Mapping[str, Any]
     """Of the knobs, and what the trial gives here."""
+    told_peak: Callable[[float], None] = lambda mib: None
+    """Told of its peak memory whenever that rises, MiB."""
     costs: list[float] = field(default_factory=list)
     """Of each value of the objective, in the order they were told."""
     told: dict[str, float] = field(default_factory=dict)
@@ -117,6 +119,8 @@ class Run(Clock):
     """What it is measured by, once that is told."""
     out_of_memory: str = ""
     """What it said when memory ran out."""
+    over_limit: bool = False
+    """Whether that is because it held more than it may."""
     port_taken: bool = False
     """Whether it said that a port is."""
     peak_mib: float = 0.0
@@ -147,7 +151,7 @@ class Run(Clock):
         self._look = 0.0
         self.pids: set[int] = set()
         """All its processes."""
-        self.shortage = Shortage(self.terms.memory_limit_mib)
+        self.shortage = Shortage(None if self.terms.on_gpus else self.terms.memory_limit_mib)
         self._gpus = GpuMemory() if self.terms.on_gpus else None
         self._load: Watch | None = None
         """Of the machine, since the objective was told first."""
@@ -318,7 +322,17 @@ class Run(Clock):
             for told in each.read(now, ended=ended):
                 self._take(self._with_rates(told) if each.path == self.report else told)
         held = _held_mib(self.process.pid)
-        self.peak_mib = max(self.peak_mib, *held.values(), self._gpus.held_mib(held) if self._gpus else 0.0, 0.0)
+        here = self._gpus.held_mib(held) if self._gpus else max(held.values(), default=0.0)
+        if here > self.peak_mib:
+            self.peak_mib = here
+            self.told_peak(here)
+        limit = self.terms.memory_limit_mib
+        if self._gpus and limit is not None and here > limit and not self.out_of_memory:
+            self.out_of_memory, self._oom_until = (
+                f"{here:,.0f} MiB of a GPU are held, and {limit:,.0f} MiB is the limit",
+                now,
+            )
+            self.over_limit = True
         self.pids.update(held)
         self.shortage.look(list(held))
 

@@ -31,6 +31,8 @@ class CommandReport:
     """What it told of its loss, by step."""
     silent: bool = False
     """Whether it has ended well, and told nothing."""
+    echo: bool = False
+    """Whether it failed and said no reason of its own, as those do that lose a peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class CommandTrial:
         if context.world_size > 1:
             return self._on_one_of(context)
         for attempt in range(PORTS):
-            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()})
+            run = Run(self.terms, {**self.terms.values, "master_port": _free_port()}, context.peak)
             report = _report(run)
             if not self._port_taken(run, report) or attempt == PORTS - 1:
                 break
@@ -69,7 +71,7 @@ class CommandTrial:
             "master_addr": where.hostname,
             "master_port": where.port,
         }
-        run = Run(self.terms, {**self.terms.values, **hosts})
+        run = Run(self.terms, {**self.terms.values, **hosts}, context.peak)
         report = _report(run)
         if self._port_taken(run, report):
             raise RuntimeError(f"EADDRINUSE: the port {where.port} is taken")
@@ -92,7 +94,8 @@ def _report(run: Run) -> CommandReport:
         return CommandReport(measured=Measurement(status=Status.CRASH, reason=reason))
     measured = outcome(run, timing)
     silent = run.process.returncode == 0 and not run.costs and not run.out_of_memory
-    return CommandReport(measured=measured, losses=run.losses, silent=silent)
+    echo = measured.status is Status.CRASH and not run.error
+    return CommandReport(measured=measured, losses=run.losses, silent=silent, echo=echo)
 
 
 def _free_port() -> int:

@@ -219,7 +219,8 @@ class Commands(Work):
         return Job(
             program=cloudpickle.dumps(CommandTrial(terms=run, takes_port="master_port" in self.names)),
             one_a_host=True,
-            memory_limit_mib=terms.memory_limit_mib,
+            # That of GPUs is watched where the command runs.
+            memory_limit_mib=None if terms.device.type == "cuda" else terms.memory_limit_mib,
             timeout_s=request.timeout_s or terms.timeout_s,
             log=str(request.log) if request.log else None,
         )
@@ -259,9 +260,10 @@ def _together(outcome: Outcome) -> tuple[Outcome, Mapping[int, float]]:
         ranks = tuple(replace(each, peak_memory_mib=None, needed_memory_mib=None) for each in outcome.ranks)
         return replace(outcome, ranks=ranks), {}
     order = {status: number for number, status in enumerate(_TOLD_FIRST)}
-    first = min(reports, key=lambda each: order.get(each.measured.status, len(order)))
-    peaks = [each.measured.peak_memory_mib for each in reports if each.measured.peak_memory_mib is not None]
-    whole = replace(first.measured, peak_memory_mib=max(peaks, default=None))
+    first = min(reports, key=lambda each: (order.get(each.measured.status, len(order)), each.echo))
+    peaks = [each.measured.peak_memory_mib for each in reports]
+    peaks += [each.peak_memory_mib for each in outcome.ranks if each.report is None and each.secondary]
+    whole = replace(first.measured, peak_memory_mib=max((each for each in peaks if each is not None), default=None))
     return Outcome(status=Status.OK, ranks=(RankOutcome(rank=0, status=Status.OK, report=whole),)), first.losses
 
 

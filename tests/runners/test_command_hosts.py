@@ -107,3 +107,21 @@ def test_what_counts_of_several_hosts_is_a_measurement_before_a_cause_before_an_
         assert (found.status, rank.report.status, rank.report.peak_memory_mib) == (Status.OK, status, peak)
         assert losses == {ranks[-1].rank: 1.0}
     assert _together(stopped) == (stopped, {})
+
+
+def test_of_several_that_crash_the_one_that_says_why_counts():
+    said = CommandReport(measured=Measurement(status=Status.CRASH, reason="ValueError: rank one fails"))
+    echo = CommandReport(measured=Measurement(status=Status.CRASH, reason="exited with code 1"), echo=True)
+    ranks = tuple(RankOutcome(rank=rank, status=Status.OK, report=each) for rank, each in enumerate((echo, said)))
+    found, _ = _together(Outcome(status=Status.OK, ranks=ranks))
+    assert found.ranks[0].report.reason == "ValueError: rank one fails"
+
+
+def test_memory_of_hosts_that_were_stopped_counts():
+    report = CommandReport(measured=Measurement(status=Status.OK, throughput=1.0, unit="steps/s", peak_memory_mib=10.0))
+    ranks = (
+        RankOutcome(rank=0, status=Status.CRASH, reason="ended", peak_memory_mib=70.0, secondary=True),
+        RankOutcome(rank=1, status=Status.OK, report=report, peak_memory_mib=900.0),
+    )
+    found, _ = _together(Outcome(status=Status.CRASH, ranks=ranks, secondary=True))
+    assert found.ranks[0].report.peak_memory_mib == 70.0

@@ -6,14 +6,17 @@ import textwrap
 import time
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 from processes import left_of
-from redline.device import detect
+from redline.device import Device, detect
 from redline.errors import UsageError
 from redline.results import Status
 from redline.runners import LocalRunner, TimingPlan, TrialRequest, TrialTerms
+from redline.runners.command import run as run_module
 from redline.runners.command.command import Command
+from redline.runners.command.ending import outcome
 from redline.runners.command.work import Commands
 from redline.space import Space
 
@@ -279,6 +282,31 @@ def test_one_rank_out_of_memory_ends_the_others_that_wait_for_it_at_once(run, sc
 def test_a_process_that_the_memory_limit_stops_is_out_of_memory(run, script):
     measured, _ = run(script("held = bytearray(512 << 20)\nprint(len(held))"), limit_mib=128)
     assert measured.status is Status.OOM and measured.reason == "MemoryError" and measured.memory_limit_mib == 128
+
+
+@pytest.mark.parametrize(("limit_mib", "status"), [(1000.0, Status.OOM), (8000.0, Status.OK)])
+def test_on_gpus_memory_is_theirs_and_so_is_its_limit(space, tmp_path, script, monkeypatch, limit_mib, status):
+    """What the command's processes hold of the host is no matter; without a GPU the driver's answer is made here."""
+
+    class Held:
+        def held_mib(self, pids):
+            return 5000.0 if pids else 0.0
+
+    monkeypatch.setattr(run_module, "GpuMemory", Held)
+    work = Commands(Command(command=script("held = bytearray(300 << 20)\n" + textwrap.dedent(STEPS))), space, devices=1)
+    gpu = Device(type="cuda", name="NVIDIA H100", count=1, memory_mib=80_000)
+    terms = TrialTerms(device=gpu, memory_limit_mib=limit_mib, plan=TimingPlan(seconds=0.5))
+    job = work.job(TrialRequest(config=space.config(micro_batch=2), number=0, log=tmp_path / "r/logs/0.log"), terms)
+    assert job.memory_limit_mib is None, "the host's memory is not limited by the GPU's"
+    trial = cloudpickle.loads(job.program)
+    Path(trial.terms.folder).mkdir(parents=True)
+    peaks = []
+    run = run_module.Run(trial.terms, {**trial.terms.values, "master_port": 1}, peaks.append)
+    measured = outcome(run, run.timed())
+    assert measured.status is status, measured
+    assert measured.peak_memory_mib == 5000.0 == peaks[-1]
+    if status is Status.OOM:
+        assert measured.reason == "5,000 MiB of a GPU are held, and 1,000 MiB is the limit"
 
 
 def test_a_port_that_is_taken_is_not_the_end(run, script):

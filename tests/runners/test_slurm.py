@@ -1,6 +1,7 @@
 """Trials in a Slurm allocation: two nodes of a real Slurm, both of them this machine."""
 
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -12,13 +13,14 @@ import psutil
 import pytest
 import redline
 from processes import left_of
-from redline.device import detect, usable_cores
+from redline.device import Device, detect, usable_cores
 from redline.errors import MissingDependency, UsageError
-from redline.runners import SlurmRunner, TrialTerms
+from redline.results import Status
+from redline.runners import SlurmRunner, TrialTerms, slurm as slurm_runner
 from redline.runners.command.command import Command
 from redline.runners.command.work import Commands
 from redline.runners.gang import Member, lay_out
-from redline.runners.job import Job
+from redline.runners.job import Job, Outcome
 from redline.runners.slurm import _cores, shares
 from redline.space import Space
 from redline.tuner.request import Request
@@ -203,6 +205,63 @@ def test_outside_of_an_allocation_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     with pytest.raises(redline.RunnerError, match="Slurm started 0 of 2 tasks: no nodes today"):
         SlurmRunner(work(), terms)
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
+    with pytest.raises(UsageError, match="the allocation has GPUs, but this process sees none"):
+        SlurmRunner(work(), TrialTerms(device=Device(type="cpu", name="a CPU", count=1, memory_mib=1000), devices=2))
+
+
+STRANGER = r"""#!{python}
+import os, socket, sys, time
+port = int(sys.argv[-1])
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]  # says nothing, and stays
+loud = socket.create_connection(("127.0.0.1", port))
+loud.sendall(b"GET / HTTP/1.0\r\n\r\n")
+time.sleep(1)
+sys.exit("no nodes today")
+"""
+
+
+def test_who_has_not_the_key_is_not_let_in_and_holds_nothing_up(monkeypatch, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text(STRANGER.format(python=sys.executable))
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setattr(slurm_runner, "ANSWER_S", 1)
+    begin = time.monotonic()
+    with pytest.raises(redline.RunnerError, match="Slurm started 0 of 2 tasks: no nodes today"):
+        SlurmRunner(work(), TrialTerms(device=Device(type="cpu", name="a CPU", count=1, memory_mib=1000), devices=2))
+    assert time.monotonic() - begin < 30
+
+
+def test_a_gang_that_is_lost_gets_no_further_trial():
+    class Lost:
+        killed = 0
+
+        def run(self, job):
+            raise TimeoutError("1 hosts did not end a trial within 10 s")
+
+        def kill(self):
+            self.killed += 1
+
+    class Fine(Lost):
+        def run(self, job):
+            return Outcome(status=Status.OK)
+
+    runner = object.__new__(SlurmRunner)
+    runner._gangs, runner._left = queue.SimpleQueue(), 2
+    lost, fine = Lost(), Fine()
+    runner._gangs.put(lost)
+    runner._gangs.put(fine)
+    with pytest.raises(redline.RunnerError, match="Slurm lost the node of a trial"):
+        runner.dispatch(Job(program=b""))
+    assert [runner.dispatch(Job(program=b"")).status for _ in range(3)] == [Status.OK] * 3 and lost.killed == 1
+    fine.run = lost.run
+    with pytest.raises(redline.RunnerError, match="Slurm lost the node"):
+        runner.dispatch(Job(program=b""))
+    for _ in range(2):
+        with pytest.raises(redline.RunnerError, match="has lost all nodes"):
+            runner.dispatch(Job(program=b""))
 
 
 @pytest.mark.parametrize(
