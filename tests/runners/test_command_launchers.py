@@ -5,6 +5,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,28 @@ print("RESULT", made.training.local_batch_size, made.parallelism.tensor_parallel
     said = words("torchtitan", command, config={"micro_batch": 4, "tp": 2})
     out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
     assert "RESULT 4 2 1000 1 /trial" in out.stdout, out.stderr[-2000:]
+
+
+def test_megatrons_own_parser_takes_what_is_said(tmp_path):
+    try:
+        metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        pytest.skip("megatron-core is not installed (it needs Python 3.12)")
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(
+        WITHOUT_TRITON
+        + """
+import argparse
+from megatron.training import arguments
+parser = argparse.ArgumentParser(allow_abbrev=False)
+arguments.add_megatron_arguments(parser)
+made = parser.parse_args(sys.argv[1:])
+print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.train_iters, made.eval_iters, made.log_interval)
+"""
+    )
+    said = words("megatron", f"{sys.executable} {script}", config={"micro_batch": 4, "tp": 2})
+    out = subprocess.run(said, capture_output=True, text=True, cwd=tmp_path)
+    assert "RESULT 4 2 1000 0 1" in out.stdout, out.stderr[-2000:]
 
 
 def test_lossy_values_are_tried_where_they_are_allowed():

@@ -49,7 +49,8 @@ RUNS = {
         "--command", "torchrun --nproc-per-node 2 --master-port {master_port} examples/commands/trainer.py --use_cpu true",
     ),
     "accelerate": (
-        "--launcher", "accelerate", "--devices", 1, "--set", "micro_batch=8,32", "--set", "fusion=no", "--set", "precision=no",
+        "--launcher", "accelerate", "--devices", 1, "--set", "micro_batch=8,32", "--set", "fusion=false",
+        "--set", "precision=fp32",
         "--command", "accelerate launch --num_processes 1 --num_machines 1 --cpu examples/commands/loop.py --batch {micro_batch}",
     ),
     "DeepSpeed": (
@@ -174,33 +175,56 @@ def _answers(port):
         return asked.connect_ex(("127.0.0.1", port)) == 0
 
 
-OUT_OF_MEMORY = """
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-print("at", time.time(), flush=True)
-if dist.get_rank() == 1:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 1 has a total capacity of 79.10 GiB")
-total = torch.ones(1)
-dist.all_reduce(total)
+PLANTED = """
+import os, sys, threading, time
+
+def plant():
+    while not hasattr(sys.modules.get("torch"), "optim"):
+        time.sleep(0.05)
+    torch, calls = sys.modules["torch"], []
+    backward = torch.Tensor.backward
+
+    def failing(self, *arguments, **more):
+        calls.append(1)
+        if len(calls) == 4:
+            print("\\nat", time.time(), flush=True)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 1 has 79.10 GiB")
+        return backward(self, *arguments, **more)
+
+    torch.Tensor.backward = failing
+
+if os.environ.get("RANK", os.environ.get("LOCAL_RANK")) == "1":
+    threading.Thread(target=plant, daemon=True).start()
 """
+"""For the `sitecustomize` of untouched trainings: rank 1 runs out of memory in its fourth backward pass, and the others wait."""
+ON_TWO = {
+    "torchrun with the Trainer": RUNS["torchrun with the Trainer"],
+    "DeepSpeed": RUNS["DeepSpeed"],
+    "Lightning": (
+        "--devices", 2, "--set", "micro_batch=8",
+        "--command", "python examples/commands/fit.py --batch {micro_batch} --folder {trial_dir} --devices 2 --strategy ddp",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout):
-    Path("train.py").write_text(OUT_OF_MEMORY)
+@pytest.mark.parametrize("name", list(ON_TWO))
+def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout, name):
+    if name == "DeepSpeed":
+        pytest.importorskip("deepspeed")
+    Path("planted").mkdir()
+    Path("planted/sitecustomize.py").write_text(PLANTED)
+    path = f"{checkout / 'planted'}:{os.environ.get('PYTHONPATH', '')}"
     before = {each.pid for each in psutil.process_iter()}
-    done, rows = tune(
-        "--devices", 2, "--set", "micro_batch=1", "--trials", 1, "--command",
-        "python -m torch.distributed.run --nproc-per-node 2 --master-port {master_port} train.py {micro_batch}",
-    )  # fmt: skip
-    assert done.returncode == 3, done.stdout + done.stderr
-    (row,) = rows
-    assert row["status"] == "oom" and "Tried to allocate 3.00 GiB" in row["reason"]
+    done, rows = tune(*ON_TWO[name], "--env", f"PYTHONPATH={path}", "--trials", 1, "--trial-timeout", "3m")
     log = Path("run/logs/0.log")  # closed when all was ended
+    assert done.returncode == 3, done.stdout + done.stderr + log.read_text()[-3000:]
+    (row,) = rows
+    assert row["status"] == "oom" and "Tried to allocate 3.00 GiB" in row["reason"], row
     assert log.stat().st_mtime - float(log.read_text().rpartition("\nat ")[2].split()[0]) < 5
     assert (
-        left_of([each for each in psutil.process_iter() if each.pid not in before and "train.py" in _words(each)]) == []
+        left_of([each for each in psutil.process_iter() if each.pid not in before and "examples" in str(_words(each))])
+        == []
     )
 
 
