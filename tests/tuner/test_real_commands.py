@@ -209,14 +209,14 @@ ON_TWO = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ON_TWO))
-def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout, name):
+def test_one_rank_of_two_that_runs_out_of_memory_ends_both_within_seconds(checkout, monkeypatch, name):
     if name == "DeepSpeed":
         pytest.importorskip("deepspeed")
     Path("planted").mkdir()
     Path("planted/sitecustomize.py").write_text(PLANTED)
-    path = f"{checkout / 'planted'}:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", f"{checkout / 'planted'}:{os.environ.get('PYTHONPATH', '')}")
     before = {each.pid for each in psutil.process_iter()}
-    done, rows = tune(*ON_TWO[name], "--env", f"PYTHONPATH={path}", "--trials", 1, "--trial-timeout", "3m")
+    done, rows = tune(*ON_TWO[name], "--trials", 1, "--trial-timeout", "3m")
     log = Path("run/logs/0.log")  # closed when all was ended
     assert done.returncode == 3, done.stdout + done.stderr + log.read_text()[-3000:]
     (row,) = rows
