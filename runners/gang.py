@@ -33,15 +33,15 @@ STOP_S = 10.0
 """After being told to stop: how long a host may take to clean up and answer."""
 
 
-class Host:
+class Host(ABC):
     """A host agent, on a host that somebody has given devices of."""
 
     def __init__(self, imports: tuple[str, ...]) -> None:
         self._agent = HostAgent(imports)
 
+    @abstractmethod
     def address(self) -> str:
         """By which other hosts reach this one."""
-        raise NotImplementedError
 
     def device_ids(self) -> tuple[str, ...]:
         """CUDA devices that it was given; empty for those that it sees."""

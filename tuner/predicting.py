@@ -69,9 +69,12 @@ def estimator_of(
     setup = TrainingSetup(
         devices=devices,
         seq_len=workload.seq_len,
-        global_batch=None if free_batch else workload.global_batch,
         memory_limit_mib=memory_limit_mib,
-        **{**without_knobs(space), **(without or {})},
+        **{
+            "global_batch": None if free_batch else workload.global_batch,
+            **without_knobs(space),
+            **(without or {}),
+        },
     )
     return Estimator(workload, machine, setup)
 

@@ -40,7 +40,9 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
         "space": task.space.to_dict(describe_callables=True),
         "devices": {**task.device.to_dict(), "used": task.devices, "per_host": _per_host(task)},
         "seq_len": workload.seq_len if workload else None,
-        "global_batch": task.own.global_batch if task.own else request.global_batch,
+        "global_batch": task.own.global_batch
+        if task.own
+        else request.global_batch or (task.says.global_batch if task.says else None),
         "memory_limit_mib": request.limit_mib,
         "sampler": request.sampler,
         "seed": request.seed,

@@ -65,7 +65,9 @@ class Task:
         """What a configuration without a knob has, as far as a command says so."""
         if self.says is None:
             return {}
-        out: dict[str, Any] = {"grad_accum": 1} if self.free_batch else {}
+        out: dict[str, Any] = {}
+        if self.free_batch:
+            out = {"global_batch": total} if (total := self.says.global_batch) else {"grad_accum": 1}
         return out | ({"precision": self.says.precision} if self.says.precision else {})
 
     @property
@@ -149,6 +151,8 @@ def _of_command(target: Command, request: TrainingRequest, known: dict[str, Any]
     space, allowed = request.space_or(partial(_declared, target, request, count), foreign)
     if total is not None and (foreign is None or "grad_accum" not in space.by_name):
         _share(space, total, count)
+    elif total is None and says.global_batch and "micro_batch" in space.by_name and "grad_accum" not in space.by_name:
+        space.require(says.global_batch % _of_a_pass(space, count) == 0, f"global batch {says.global_batch}")
     _check_effects(space, request.fix)
     stated = foreign.stated if foreign is not None else frozenset()
     command = Commands(target, space, devices=count, global_batch=total, stated=stated)
@@ -239,11 +243,16 @@ def _share(space: Space, total: int, devices: int) -> None:
         raise UsageError(
             "--global-batch needs the knob micro_batch, from which grad_accum follows, and no knob grad_accum"
         )
-    ways = [space[name] for name in SPLITS if name in space.by_name]
-    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
-    together = space["micro_batch"] * replicas
+    together = _of_a_pass(space, devices)
     accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
     space.require(together * accumulate == total, f"global batch {total}")
+
+
+def _of_a_pass(space: Space, devices: int) -> Any:
+    """Samples that all replicas take at once."""
+    ways = [space[name] for name in SPLITS if name in space.by_name]
+    replicas = space["dp"] if "dp" in space.by_name else devices // reduce(mul, ways) if ways else devices
+    return space["micro_batch"] * replicas
 
 
 def _check_effects(space: Space, fix: Mapping[str, Any] | None) -> None:

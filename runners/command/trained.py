@@ -10,6 +10,7 @@ from ...models.presets import PRESETS
 from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, read_named
 from .command import Command
 from .files import PLACED
+from .launchers import find_launcher
 
 MODEL = ("model_name_or_path", "config_name", "base_model_config", "base_model", "model_path", "model_name", "model")
 """What options are called that name a model; the first that is given counts."""
@@ -34,6 +35,8 @@ class Trained:
     """Of a model that it gives the sizes of, as Megatron-LM's flags do."""
     seq_len: int | None = None
     """Tokens of a sample."""
+    global_batch: int | None = None
+    """Samples of a step, by the option that its launcher has for that."""
     precision: str | None = None
     """`bf16`, `fp16` or `fp32`."""
 
@@ -47,11 +50,14 @@ class Trained:
             for name, value in _keys(path):
                 said.setdefault(name, value)
         said = {name: value for name, value in said.items() if "{" not in value}
+        launcher = find_launcher(command.launcher) if command.launcher is not None else None
+        total = (launcher.samples(command) if launcher is not None else None) or ""
         length = next((said[name] for name in SEQ_LEN if said.get(name, "").isdigit()), None)
         return cls(
             model=next((said[name] for name in MODEL if said.get(name)), None) or _preset(said),
             architecture=_of_megatron(said),
             seq_len=int(length) if length else None,
+            global_batch=int(total) if total.isdigit() and int(total) else None,
             precision=_precision(said),
         )
 

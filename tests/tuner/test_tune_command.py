@@ -11,6 +11,9 @@ import redline as rl
 import yaml
 from redline.errors import UsageError
 from redline.tuner.cli import main
+from redline.tuner.predicting import described
+from redline.tuner.request import Request
+from redline.tuner.task import resolve_task
 
 SPACE = """
 knobs:
@@ -256,6 +259,20 @@ def test_a_model_that_flags_describe_needs_no_name(tmp_path, monkeypatch, capsys
     assert yaml.safe_load(Path("r/run.yaml").read_text())["asked"]["shape"]["layers"] == 12
     code, out, err = run(capsys, "export", "r", "--to", "megatron")
     assert code == 0 and "--num-layers 12" in out, out + err
+
+
+def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
+    """Megatron-LM accumulates until it is reached, which is what fills a pipeline."""
+    said = f"{MEGATRON} --global-batch-size 48"
+    command = rl.Command(command=said, launcher="megatron", model="gpt2")
+    asked = {"devices": 8, "runner": "simulate", "hardware": "h100-80gb"}
+    task = resolve_task(Request(command, **asked), simulated=described("h100-80gb"))
+    assert task.without == {"global_batch": 48, "precision": "bf16"}
+    configs = list(task.space)
+    assert configs and all(48 % (each["micro_batch"] * 8 // (each["tp"] * each["pp"])) == 0 for each in configs)
+    assert {each["micro_batch"] for each in configs} > {1, 2}
+    free = rl.Command(command=MEGATRON, launcher="megatron", model="gpt2")
+    assert resolve_task(Request(free, **asked), simulated=described("h100-80gb")).without["grad_accum"] == 1
 
 
 def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
