@@ -35,6 +35,9 @@ NAMES: dict[str, tuple[str, str]] = {
     "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
     "grouped_mm": ("torch", "_grouped_mm"),
+    # Many tensors at once.
+    "foreach_multiply": ("torch", "_foreach_mul_"),
+    "foreach_interpolate": ("torch", "_foreach_lerp_"),
     # Collectives as torch.compile takes them into its graphs.
     "functional_collectives": ("torch.ops", "_c10d_functional"),
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),

@@ -41,6 +41,10 @@ class RunnerError(RedlineError, RuntimeError):
     """The machinery that runs trials failed, not the trial: a lost agent, a lost node."""
 
 
+class Diverged(RedlineError, ArithmeticError):
+    """A training's loss is not finite any more."""
+
+
 class MissingDependency(RedlineError, ImportError):
     """An optional package is not installed; the message says how to install it."""
 

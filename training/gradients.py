@@ -1,6 +1,7 @@
 """Norms of gradients, by repeated block, whatever is spread over ranks how."""
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .._torch import parameters_of
@@ -29,11 +30,57 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
     """
     import torch
 
-    from ..schedule.parallel.sharding import copies_of, is_dtensor, local, owner, shards_of
-
-    model, outline, world = training.model, training.outline, training.world
+    outline = training.outline
     zero = torch.zeros((), dtype=torch.float64, device=training.device)
     all_of, vectors = ([zero] * (len(outline.blocks) + 1) for _ in range(2))
+    for name, gradient, share in _shares(training):
+        group = outline.group(name)
+        for piece in gradient.reshape(-1).split(CHUNK):
+            square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+            all_of[group] = all_of[group] + square
+            if gradient.dim() < 2:
+                vectors[group] = vectors[group] + square
+    # One wait for the device, not one a parameter.
+    norms, of_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]).sqrt() / scale).tolist()
+    return Computed(
+        loss=float(loss),
+        gradient=math.hypot(*norms),
+        blocks=tuple(norms[:-1]),
+        vectors=tuple(of_vectors),
+        samples=samples,
+    )
+
+
+def square(training: "Training") -> "torch.Tensor":
+    """This rank's share of the squared norm of all gradients: their sum over all ranks is that. float64, a scalar on
+    the device."""
+    import torch
+
+    alike: dict[float, list[torch.Tensor]] = {}
+    for _, gradient, share in _shares(training):
+        alike.setdefault(share, []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=training.device)
+    for share, gradients in alike.items():
+        total += share * torch.nn.utils.get_total_norm(gradients).double().square()
+    return total
+
+
+def multiply(training: "Training", factor: "torch.Tensor") -> None:
+    """Multiplies every gradient in place by a scalar on the device."""
+    from .._torch import foreach_multiply
+    from ..schedule.parallel.sharding import local
+
+    gradients = [local(each.grad) for each in training.model.parameters() if each.grad is not None]
+    if gradients:
+        foreach_multiply(gradients, factor)
+
+
+def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]":
+    """Of every gradient on this rank: the parameter's name, the part that is here, and for how much of itself it counts,
+    as several ranks may hold it alike."""
+    from ..schedule.parallel.sharding import copies_of, is_dtensor, local, owner, shards_of
+
+    model, world = training.model, training.world
     elsewhere = _held_by_earlier_stages(model)
     # With ZeRO 1 a gradient is where its owner is; of replicas otherwise each has all.
     replicas = model.__dict__.get("replicas")
@@ -47,21 +94,7 @@ def computed(training: "Training", loss: "torch.Tensor", samples: int, scale: fl
             share /= copies_of(param.grad)
         elif not alone:
             share /= world.dp
-        group = outline.group(name)
-        for piece in local(param.grad.detach()).reshape(-1).split(CHUNK):
-            square = share * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-            all_of[group] = all_of[group] + square
-            if param.dim() < 2:
-                vectors[group] = vectors[group] + square
-    # One wait for the device, not one a parameter.
-    norms, of_vectors = (torch.stack([torch.stack(all_of), torch.stack(vectors)]).sqrt() / scale).tolist()
-    return Computed(
-        loss=float(loss),
-        gradient=math.hypot(*norms),
-        blocks=tuple(norms[:-1]),
-        vectors=tuple(of_vectors),
-        samples=samples,
-    )
+        yield name, local(param.grad.detach()), share
 
 
 def _held_by_earlier_stages(model: "nn.Module") -> set[int]:

@@ -16,6 +16,8 @@ class Outline:
     """Paths of the repeated blocks, in order."""
     names: Mapping[str, str]
     """The name of every parameter by each of its names: pipeline stages hold tied ones under several."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every parameter and of every buffer that belongs to its state, by that name."""
     depth: int
     """Modules that hold a weight of at least two dimensions themselves."""
 
@@ -26,8 +28,10 @@ class Outline:
         names = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             names[name] = first.setdefault(param, name)
+        state = module.state_dict(keep_vars=True)
+        shapes = {names.get(name, name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
         deep = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
-        return Outline(blocks=tuple(blocks), names=names, depth=max(1, len(deep)))
+        return Outline(blocks=tuple(blocks), names=names, shapes=shapes, depth=max(1, len(deep)))
 
     def group(self, name: str) -> int:
         """The number of the block that a parameter lies in; as many as there are blocks for one in none."""

@@ -29,14 +29,23 @@ class Accumulation:
         """The loss of one micro-batch."""
         self._model, self._precision, self._exchange = model, precision, exchange
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
-        """The mean loss; gradients are in place.
+    def __call__(
+        self,
+        batches: list[Batch],
+        device: "torch.device | None",
+        watch: Watch = None,
+        factors: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
+        """The mean loss; gradients are in place, unless they are switched off.
 
         Args:
             batches: this replica's micro-batches.
             device: where batches are to be copied; None where they are there already.
             watch: called with what the model returned for each of them.
+            factors: what the loss of each is multiplied by, of shape [micro-batches]; None for 1.
         """
+        import torch
+
         total: torch.Tensor | None = None
         if replicas := self._model.__dict__.get("replicas"):
             replicas.passes = len(batches)
@@ -46,7 +55,10 @@ class Accumulation:
                 batch = to_device(batch, device)
             with self._precision.autocast():
                 loss = self.loss_of(batch, watch)
-            self._precision.scale(loss / len(batches)).backward()
+            if factors is not None:
+                loss = loss * factors[number]
+            if torch.is_grad_enabled():
+                self._precision.scale(loss / len(batches)).backward()
             value = loss.detach().float()
             total = value if total is None else total + value
         assert total is not None  # there is a micro-batch at least
@@ -70,6 +82,7 @@ class Pipelined:
         self.loss_of = ForwardPass(workload, model)
         """Knows what the model's forward takes."""
         self._batch: Batch = ()
+        self._factors: torch.Tensor | None = None
 
     @staticmethod
     def target(batch: Batch) -> "torch.Tensor":
@@ -82,24 +95,33 @@ class Pipelined:
     def loss(self, output: Any, numbers: "torch.Tensor") -> "torch.Tensor":
         """The workload's own loss of a micro-batch: that of the samples with these numbers."""
         with self._precision.autocast():
-            mine = batch_slice(self._batch, int(numbers[0]), int(numbers[-1]) + 1)
-            return self.loss_of.loss(output, mine)
+            first, behind = int(numbers[0]), int(numbers[-1]) + 1
+            loss = self.loss_of.loss(output, batch_slice(self._batch, first, behind))
+        return loss if self._factors is None else loss * self._factors[first // (behind - first)]
 
-    def __call__(self, batches: list[Batch], device: "torch.device | None", watch: Watch = None) -> "torch.Tensor":
-        """The mean loss, on every rank; gradients are in place.
+    def __call__(
+        self,
+        batches: list[Batch],
+        device: "torch.device | None",
+        watch: Watch = None,
+        factors: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
+        """The mean loss, on every rank; gradients are in place, unless they are switched off.
 
         Args:
             batches: this replica's samples, as one batch.
             device: where they are to be copied; None where they are there already.
             watch: called on the last stage with what the model returned for each micro-batch.
+            factors: as `Accumulation` takes them.
         """
         (batch,) = batches
         self._batch = to_device(batch, device) if device is not None else batch
         args, kwargs = self.loss_of.inputs(self._batch)
         target = self.target(self._batch) if self._workload.loss is not None else None
+        self._factors = factors
         with self._precision.autocast():
-            loss = self._model.pipeline.step(*args, target=target, watch=watch, **kwargs)
-        self._batch = ()
+            loss = self._model.pipeline.step(*args, target=target, watch=watch, factors=factors, **kwargs)
+        self._batch, self._factors = (), None
         return loss.float()
 
 

@@ -126,12 +126,21 @@ class Precision:
         """What training scales the loss by; smaller after a step that was skipped."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
+    def unscale(self, optimizer: "torch.optim.Optimizer") -> None:
+        """Undoes in the gradients what the loss was multiplied by; before every `step`."""
+        # Fused optimizers would look at their own rank's gradients only, unless these are unscaled before.
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
     def step(self, optimizer: "torch.optim.Optimizer") -> None:
         """The optimizer's step; skipped by all ranks where a gradient overflowed."""
         if self._scaler is None:
             optimizer.step()
             return
-        # Fused optimizers would look at their own rank's gradients only, unless these are unscaled before.
-        self._scaler.unscale_(optimizer)
         self._scaler.step(optimizer)
         self._scaler.update()
+
+    def restore(self, loss_scale: float) -> None:
+        """Goes on from what `loss_scale` was."""
+        if self._scaler is not None:
+            self._scaler.update(loss_scale)

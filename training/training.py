@@ -34,7 +34,8 @@ class Training:
     """A workload's model, optimizer and data on a device, in one configuration.
 
     Steps are numbered from 0; the samples of step s depend on the seed and s alone, not on how they are cut
-    into micro-batches or shared among ranks, so that losses of configurations can be compared.
+    into micro-batches or shared among ranks, so that losses of configurations can be compared. Those that the
+    workload itself makes are repeated after a few steps: a dry run times steps and not its data.
 
     Args:
         workload: what is trained.
@@ -43,8 +44,8 @@ class Training:
         seed: of weights and data.
         rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
         world_size: processes, tp * pp * dp of them.
-        fresh_data: make the data of every step anew, for training; otherwise that of the first few is repeated,
-            so that a dry run times steps and not its data.
+        own_data: make the workload's own data of the first few steps, which dry runs repeat; False where `passes` is given
+            that of every step.
         collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
             torch's default.
 
@@ -82,7 +83,7 @@ class Training:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        fresh_data: bool = False,
+        own_data: bool = True,
         collective_timeout_s: float | None = None,
     ) -> None:
         import torch
@@ -99,11 +100,9 @@ class Training:
         self.model, self.optimizer = self._build()
         self.model.train()
         self._resident = False
-        self._data = [] if fresh_data else self._make_data()
+        self._data = self._make_data() if own_data else []
         self._step = 0
-        # Dropout follows from the seed. Replicas and stages differ; the ranks that share a layer draw alike
-        # except where its schedule forks their streams.
-        torch.manual_seed(self.seed_of(self.world.dp_rank * self.world.pp + self.world.pp_rank))
+        self.reseed(0)
 
     def step(self) -> "torch.Tensor":
         """Runs one optimizer step over the global batch.
@@ -116,39 +115,83 @@ class Training:
         self.update()
         return total
 
-    def update(self) -> None:
-        """The optimizer's part of a step; the gradients are gone after it."""
+    def update(self, adjust: Callable[[], None] = lambda: None) -> None:
+        """The optimizer's part of a step; the gradients are gone after it.
+
+        Args:
+            adjust: called before, with the gradients as they are of the loss; may change them.
+        """
+        self.precision.unscale(self.optimizer)
+        adjust()
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def passes(self, batches: list[Batch] | None = None, watch: Callable[[Any], None] | None = None) -> "torch.Tensor":
-        """The forward and backward passes of a step, without the optimizer's part: gradients stay in place.
+    def passes(
+        self,
+        batches: list[Batch] | None = None,
+        watch: Callable[[Any], None] | None = None,
+        factors: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
+        """The forward and backward passes of a step, without the optimizer's part: gradients stay in place. Where
+        gradients are switched off (`torch.no_grad`), the forward passes alone.
 
         Args:
             batches: this replica's micro-batches, on the device; None for those of the next step.
             watch: called with what the model returned for each of them; in a pipeline, on the last stage.
+            factors: what the loss of each micro-batch is multiplied by, of shape [grad_accum], on the device; None for 1.
 
         Returns:
             As `step`.
         """
-        on_device = batches is not None or self._resident
+        on_device = True
         if batches is None:
-            data = self._data[self._step % len(self._data)] if self._data else None
-            batches = data if data is not None else self._micro_batches(self._share_of(self._step))
+            assert self._data, "a training without data of its own is given that of every step"
+            on_device = self._resident
+            batches = self._data[self._step % len(self._data)]
             self._step += 1
-        total = self._passes(batches, None if on_device else self.device, watch)
+        total = self._passes(batches, None if on_device else self.device, watch, factors)
+        return self.over_replicas(total) / self.world.dp
+
+    def over_replicas(self, value: "torch.Tensor") -> "torch.Tensor":
+        """The sum of what each replica has, in place; all ranks call it."""
         if self._mesh is not None and self.world.dp > 1:
             import torch.distributed as dist
 
-            dist.all_reduce(total, group=self._mesh.get_group("dp"))
-            total /= self.world.dp
-        return total
+            dist.all_reduce(value, group=self._mesh.get_group("dp"))
+        return value
+
+    def share(self, samples: Callable[[int, int], Batch], first: int) -> Batch:
+        """This replica's samples of a step.
+
+        Args:
+            samples: `samples(start, count)` are those at `count` positions from `start` on.
+            first: where those of the step begin.
+        """
+        mine = self.micro_batch * self.grad_accum
+        return samples(first + self.world.dp_rank * mine, mine)
+
+    def micro_batches(self, share: Batch) -> list[Batch]:
+        """A replica's samples as `passes` takes them: micro-batch by micro-batch; for a pipeline, as one batch."""
+        if self.world.pp > 1:
+            return [share]
+        return [
+            batch_slice(share, number * self.micro_batch, (number + 1) * self.micro_batch)
+            for number in range(self.grad_accum)
+        ]
 
     def flops_per_step(self) -> float | None:
         """Model FLOPs of one optimizer step over all ranks, recomputation not included; None where the model
         cannot be traced (`flops_of(workload).reason` says why)."""
         per_sample = flops_of(self.workload).per_sample
         return None if per_sample is None else per_sample * self.samples_per_step
+
+    def reseed(self, step: int) -> None:
+        """Has dropout follow from the seed, the step and this rank's place. Replicas and stages differ; the ranks that share
+        a layer draw alike except where its schedule forks their streams."""
+        import torch
+
+        place = self.world.dp_rank * self.world.pp + self.world.pp_rank
+        torch.manual_seed((self.seed_of(place) * 1_000_003 + step) % 2**63 if step else self.seed_of(place))
 
     def seed_of(self, number: int) -> int:
         """The seed of a step's data, by its number."""
@@ -303,7 +346,7 @@ class Training:
             steps = [to_device(each, self.device) for each in steps]
         elif self.device.type == "cuda":
             steps = [each_tensor(each, lambda tensor: tensor.pin_memory()) for each in steps]
-        return [self._micro_batches(each) for each in steps]
+        return [self.micro_batches(each) for each in steps]
 
     def _share_of(self, step: int) -> Batch:
         """This replica's samples of a step, on the CPU."""
@@ -312,14 +355,6 @@ class Training:
         whole = make_batch(self.workload, self.samples_per_step, self.seed_of(step))
         mine = batch_slice(whole, replica * share, (replica + 1) * share)
         return each_tensor(mine, lambda tensor: tensor.clone()) if self.world.dp > 1 else mine
-
-    def _micro_batches(self, share: Batch) -> list[Batch]:
-        if self.world.pp > 1:
-            return [share]
-        return [
-            batch_slice(share, number * self.micro_batch, (number + 1) * self.micro_batch)
-            for number in range(self.grad_accum)
-        ]
 
 
 @contextmanager

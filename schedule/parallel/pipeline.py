@@ -100,9 +100,11 @@ class Pipeline:
         *args: Any,
         target: torch.Tensor | None = None,
         watch: Callable[[Any], None] | None = None,
+        factors: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward and backward of a batch in micro-batches; gradients are added to what is there.
+        """Forward and backward of a batch in micro-batches; gradients are added to what is there. Where gradients are
+        switched off there are none afterwards: PyTorch's schedules of several stages a rank know no forward alone.
 
         Every rank of the pipeline is given the same batch: tensors whose first dimension is the batch.
 
@@ -110,6 +112,7 @@ class Pipeline:
             args: what the model's forward takes, by position.
             target: what `loss` takes beside an output, its first dimension the batch.
             watch: called on the last stage with what the model returned for each micro-batch.
+            factors: what the loss that the model itself computes is multiplied by, of shape [micro-batches]; None for 1.
             kwargs: what the model's forward takes, by name.
 
         Returns:
@@ -130,13 +133,14 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         anchor = torch.zeros(size, 1, device=self.device)
         first, last = 0 in self.mine, self.num_stages - 1 in self.mine
-        self.schedule.step(
-            *((anchor,) if first else ()),
-            target=(anchor if target is None else target) if last else None,
-            losses=losses if last else None,
-            return_outputs=False,
-            **kwargs,
-        )
+        with torch.enable_grad():
+            self.schedule.step(
+                *((anchor,) if first else ()),
+                target=(self._factors(factors, size) if self.loss is None else target) if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+                **kwargs,
+            )
         self.watch = None
         if not self.keep_outputs:
             self.outputs.clear()
@@ -147,6 +151,8 @@ class Pipeline:
                 self._add(tensors)
         for each in self.after_step:
             each()
+        if not torch.is_grad_enabled():
+            self.model.zero_grad(set_to_none=True)
         # float32 on all ranks, whatever the loss is computed in: the others cannot know.
         total = torch.zeros((), device=self.device, dtype=torch.float32)
         if last:
@@ -154,6 +160,12 @@ class Pipeline:
         source = dist.get_global_rank(self.axis.group, self.placement.rank(self.num_stages - 1))
         dist.broadcast(total, source, group=self.axis.group)
         return total
+
+    def _factors(self, factors: torch.Tensor | None, size: int) -> torch.Tensor:
+        """For each sample what the loss of its micro-batch is multiplied by."""
+        if factors is None:
+            return torch.ones(size, device=self.device)
+        return factors.to(self.device).repeat_interleave(size // self.micro_batches)
 
     def _prepare(self, kwargs: dict[str, Any], size: int) -> None:
         """Finds what crosses the cuts for batches of these shapes, and makes the schedule for them."""
@@ -210,7 +222,7 @@ class Pipeline:
         return module.runner
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        value = output.sum() if self.loss is None else self.loss(self.outputs[-1], target)
+        value = output.sum() * target[0] if self.loss is None else self.loss(self.outputs[-1], target)
         return value / self.micro_batches
 
     def _tied(self, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Any:

@@ -110,16 +110,48 @@ def test_data_repeats_only_after_some_steps(small):
     assert all(training.step().isfinite() for _ in range(9))
 
 
-def test_fresh_data_starts_alike_and_never_repeats(small):
+def test_samples_from_elsewhere_take_the_place_of_the_workloads_own(small):
     seen = []
     made = small()
-    workload = replace(made, batch=lambda size, seed: seen.append(seed) or made.batch(size, seed))
-    fresh = Training(workload, {"micro_batch": 8}, CPU, fresh_data=True)
-    seen.clear()
-    got = [float(fresh.step()) for _ in range(10)]
-    assert len(set(seen)) == 10
-    repeated = Training(made, {"micro_batch": 8}, CPU)
-    assert got[:8] == [float(repeated.step()) for _ in range(8)]
+    own = Training(made, {"micro_batch": 2}, CPU)
+
+    def samples(start, count):
+        seen.append((start, count))
+        assert (start % 8, count) == (0, 8)
+        return made.batch(count, own.seed_of(start // 8))
+
+    given = Training(made, {"micro_batch": 2}, CPU, own_data=False)
+    got = []
+    for step in range(3):
+        got.append(float(given.passes(given.micro_batches(given.share(samples, 8 * step)))))
+        given.update()
+    assert seen == [(0, 8), (8, 8), (16, 8)]
+    assert got == [float(own.step()) for _ in range(3)]
+
+
+def test_micro_batches_count_by_their_factors_in_loss_and_gradients(small):
+    made = small()
+    factors = torch.tensor([2.0, 1.0, 0.5, 0.5])
+    batch = made.batch(8, 0)
+    parts = [{key: each[2 * at : 2 * at + 2] for key, each in batch.items()} for at in range(4)]
+    whole = Training(made, {"micro_batch": 2}, CPU, own_data=False)
+    loss = whole.passes(parts, factors=factors)
+    expected = Training(made, {"micro_batch": 2}, CPU, own_data=False)
+    total = sum(factor * expected.model(**part).loss for factor, part in zip(factors, parts)) / 4
+    total.backward()
+    assert float(loss) == pytest.approx(float(total), rel=1e-6)
+    for one, other in zip(whole.model.parameters(), expected.model.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_without_gradients_passes_only_evaluate(small):
+    made = small()
+    training = Training(made, {"micro_batch": 4}, CPU, own_data=False)
+    batch = made.batch(8, 0)
+    with torch.no_grad():
+        loss = training.passes(training.micro_batches(batch))
+    assert all(each.grad is None for each in training.model.parameters())
+    assert float(loss) == float(training.passes(training.micro_batches(batch)))
 
 
 def test_the_optimizer_step_covers_the_global_batch_in_micro_batches(small):

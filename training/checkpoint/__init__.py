@@ -1,0 +1,1 @@
+"""Checkpoints of a training, which any other configuration can go on from."""

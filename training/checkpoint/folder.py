@@ -1,0 +1,178 @@
+"""The folder of a training's checkpoints: whole ones by their steps, the last few of them, each file with its checksum.
+
+A checkpoint is written beside and renamed once it is whole, so that whatever ends a process leaves those before as they
+were. Its `manifest.json` says what it is of, and the size and SHA-256 of each of its files.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import StudyError
+from ...writing import write_atomic
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One of them."""
+
+    path: Path
+    """Its folder."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done."""
+        return int(_NAME.fullmatch(self.path.name)[1])  # type: ignore[index]  # found by that name
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """What it says of itself.
+
+        Raises:
+            StudyError: it has no manifest that can be read, or a later version wrote it.
+        """
+        try:
+            document = json.loads((self.path / MANIFEST).read_bytes())
+        except (OSError, ValueError) as error:
+            raise StudyError(f"'{self.path}' is no whole checkpoint: its {MANIFEST} cannot be read ({error})") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT or not _files_of(document):
+            raise StudyError(
+                f"'{self.path}' is no checkpoint of this version of redline, which reads format {FORMAT}: "
+                f"its {MANIFEST} says otherwise"
+            )
+        return document
+
+    def files(self) -> tuple[str, ...]:
+        """Names of what it consists of, beside the manifest."""
+        return tuple(sorted(self.manifest["files"]))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Reads files and compares them with their checksums.
+
+        Raises:
+            StudyError: one of them is missing, cut off or altered.
+        """
+        for name in names:
+            said = self.manifest["files"][name]
+            path = self.path / name
+            try:
+                size = path.stat().st_size
+                if size != said["bytes"]:
+                    raise StudyError(f"'{path}' is damaged: it has {size} bytes, and had {said['bytes']} when saved")
+                if checksum(path) != said["sha256"]:
+                    raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
+            except OSError as error:
+                raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
+
+
+def _files_of(document: Mapping[str, Any]) -> bool:
+    """Whether a manifest's list of files is one, of names within the folder."""
+    files = document.get("files")
+    return isinstance(files, dict) and all(
+        os.path.basename(name) == name
+        and isinstance(said, dict)
+        and isinstance(said.get("bytes"), int)
+        and isinstance(said.get("sha256"), str)
+        for name, said in files.items()
+    )
+
+
+class CheckpointFolder:
+    """The checkpoints in a folder, which need not be there yet.
+
+    Args:
+        path: the folder.
+        keep: how many are kept.
+    """
+
+    def __init__(self, path: Path, keep: int = 3) -> None:
+        self.path, self.keep = path, keep
+
+    def all(self) -> list[Checkpoint]:
+        """The whole ones, the latest first."""
+        with contextlib.suppress(FileNotFoundError):
+            found = [each for each in self.path.iterdir() if _NAME.fullmatch(each.name) and each.is_dir()]
+            return sorted((Checkpoint(each) for each in found), key=lambda each: -each.step)
+        return []
+
+    def beside(self, step: int) -> Path:
+        """Where the checkpoint of a step is written until it is whole."""
+        return self.path / f".step-{step:08d}.saving"
+
+    def finish(self, step: int, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> Checkpoint:
+        """Makes what lies beside a checkpoint, and removes those that are too many.
+
+        Args:
+            step: whose.
+            files: of each its size and checksum.
+            facts: what the manifest is to say.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        beside, path = self.beside(step), self.path / f"step-{step:08d}"
+        document = {"format": FORMAT, "step": step, **facts, "files": dict(files)}
+        write_atomic(beside / MANIFEST, json.dumps(document, indent=1).encode())
+        _sync(beside)
+        if path.exists():  # of a training that went back behind it
+            self._remove(Checkpoint(path))
+        os.rename(beside, path)
+        _sync(self.path)
+        for old in self.all()[self.keep :]:
+            self._remove(old)
+        return Checkpoint(path)
+
+    def discard(self, step: int) -> None:
+        """Removes what lies beside, of a save that failed."""
+        shutil.rmtree(self.beside(step), ignore_errors=True)
+
+    def prepare(self) -> None:
+        """Makes the folder, and removes what saves that were killed have left.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for each in self.path.iterdir():
+            if each.name.startswith("."):
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _remove(self, old: Checkpoint) -> None:
+        # Renamed first: a process that is killed meanwhile must not leave half of one under its name.
+        with contextlib.suppress(OSError):
+            gone = old.path.with_name(f".{old.path.name}.removing")
+            os.rename(old.path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def described(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of files in a folder, by name."""
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)} for name in sorted(names)
+    }
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,199 @@
+"""Checkpoints saved while the training goes on: a copy of what this rank is to write, and a thread that writes it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .folder import CheckpointFolder, described
+from .state import State
+from .storage import Part, parts_of, write
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """How a save ended."""
+
+    step: int
+    """Whose checkpoint it is."""
+    seconds: float
+    """From the call to the end, s."""
+    stalled: float
+    """For how long of that the training stood still, s."""
+    failure: str = ""
+    """Why there is no such checkpoint; empty where there is one."""
+
+
+class Saver:
+    """Saves the state of a training, one checkpoint at a time. All ranks make one and call its methods alike.
+
+    What several ranks hold alike one of them writes, each about as much as the others. A save that fails, as on a disk that
+    is full, is told of and leaves nothing; the training goes on.
+
+    Args:
+        folder: where they go, on a file system that all ranks share.
+        rank: of this process.
+        group: of all ranks, of the gloo backend and used by nothing else meanwhile; None for one rank.
+    """
+
+    def __init__(self, folder: CheckpointFolder, rank: int = 0, group: "ProcessGroup | None" = None) -> None:
+        self.folder = folder
+        self._rank, self._group = rank, group
+        self._mine: set[Any] | None = None
+        """The places of what this rank writes."""
+        self._known: set[Any] = set()
+        """The places of all that this rank has, by which that was shared out."""
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+
+    def save(self, state: State, step: int, facts: Mapping[str, Any]) -> Saved | None:
+        """Copies the state and begins to save it; waits for the save before, and tells how that ended.
+
+        Args:
+            state: of the training as it is now.
+            step: optimizer steps that are done.
+            facts: what the checkpoint is to say of itself.
+        """
+        begin = time.perf_counter()
+        before = self.wait()
+        parts = parts_of(state.tensors())
+        self._share_out(parts)
+        copies = self._copied([each for each in parts if self._mine is None or each.place in self._mine])
+        stalled = time.perf_counter() - begin
+        self._pending = self._thread.submit(self._save, copies, step, dict(facts), begin, stalled)
+        return before
+
+    def wait(self) -> Saved | None:
+        """Waits for the save that is under way; how it ended, None where there was none."""
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        return pending.result()
+
+    @property
+    def ended(self) -> bool:
+        """Whether a save has ended that `wait` has not told of."""
+        return self._pending is not None and self._pending.done()
+
+    def close(self) -> None:
+        """Ends the thread, behind what it is at."""
+        self._thread.shutdown()
+
+    def _share_out(self, parts: Sequence[Part]) -> None:
+        """Decides who writes what, again where any rank has something new."""
+        if self._group is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        places = {each.place for each in parts}
+        new = torch.tensor(int(self._mine is None or places != self._known))
+        dist.all_reduce(new, op=dist.ReduceOp.MAX, group=self._group)
+        if not new:
+            return
+        sizes = {each.place: each.data.numel() * each.data.element_size() for each in parts}
+        everybody: list[dict[Any, int]] = [{}] * dist.get_world_size(self._group)
+        dist.all_gather_object(everybody, sizes, group=self._group)
+        self._known, self._mine = places, shared_out(everybody)[self._rank]
+        self._buffers.clear()
+
+    def _copied(self, parts: Sequence[Part]) -> list[Part]:
+        """Copies on the CPU, which training does not change."""
+        import torch
+
+        out = []
+        for each in parts:
+            if each.data.device.type == "cpu":
+                out.append(replace(each, data=each.data.clone()))
+                continue
+            # Pinned memory takes long to get, and is kept for the next save.
+            if each.place not in self._buffers:
+                self._buffers[each.place] = torch.empty_like(each.data, device="cpu", pin_memory=True)
+            buffer = self._buffers[each.place].copy_(each.data, non_blocking=True)
+            out.append(replace(each, data=buffer))
+        if self._buffers:
+            torch.cuda.synchronize()
+        return out
+
+    def _save(self, parts: list[Part], step: int, facts: dict[str, Any], begin: float, stalled: float) -> Saved:
+        from torch.distributed.checkpoint import CheckpointException
+
+        try:
+            failure = self._written(parts, step, facts)
+        except (CheckpointException, OSError) as error:
+            failure = _reason(error)
+        if failure and self._rank == 0:
+            self.folder.discard(step)
+        return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure)
+
+    def _written(self, parts: list[Part], step: int, facts: dict[str, Any]) -> str:
+        """Writes a checkpoint; why there is none, on every rank alike."""
+        beside = self.folder.beside(step)
+        write(beside, parts, self._group)
+        own = [f"__{self._rank}_*.distcp", *([".metadata"] if self._rank == 0 else [])]
+        mine = _tried(lambda: described(beside, [each.name for name in own for each in beside.glob(name)]))
+        everybody = self._gathered(mine)
+        failure = next((each for each in everybody if isinstance(each, str)), "")
+        if not failure and self._rank == 0:
+            files = {name: about for each in everybody for name, about in each.items()}
+            missing = [name for name in files if not (beside / name).exists()]
+            if missing:
+                failure = f"rank 0 does not see {missing[0]}: all ranks must share the folder {self.folder.path}"
+            else:
+                made = _tried(lambda: self.folder.finish(step, files, facts))
+                failure = made if isinstance(made, str) else ""
+        return str(self._gathered(failure)[0])
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """What each rank has."""
+        if self._group is None:
+            return [value]
+        import torch.distributed as dist
+
+        out = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
+
+def shared_out(everybody: Sequence[Mapping[Any, int]]) -> list[set[Any]]:
+    """What each rank writes of what they have, so that each part is written once: the largest parts first, each by the
+    rank that has the least to write of those that have it.
+
+    Args:
+        everybody: of every rank what it has, and how large that is.
+    """
+    holders: dict[Any, list[int]] = {}
+    for rank, sizes in enumerate(everybody):
+        for place in sizes:
+            holders.setdefault(place, []).append(rank)
+    loads = [0] * len(everybody)
+    out: list[set[Any]] = [set() for _ in everybody]
+    for place, ranks in sorted(holders.items(), key=lambda item: (-everybody[item[1][0]][item[0]], str(item[0]))):
+        rank = min(ranks, key=loads.__getitem__)
+        loads[rank] += everybody[rank][place] + 1
+        out[rank].add(place)
+    return out
+
+
+def _tried(what: Any) -> Any:
+    """What a call returns; the reason as text where the disk refuses."""
+    try:
+        return what()
+    except OSError as error:
+        return _reason(error)
+
+
+def _reason(error: BaseException) -> str:
+    """Why a save failed, in a line: what a rank was told rather than that one of them failed."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items())
+        return f"rank {rank}: {_reason(cause)}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

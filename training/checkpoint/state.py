@@ -1,0 +1,204 @@
+"""What a training holds that its future depends on, as tensors of the whole model of which each rank has parts.
+
+| name | what |
+|---|---|
+| `model/NAME` | a parameter or buffer, by its name in the model as its constructor makes it |
+| `optimizer/NAME/KEY` | the optimizer's state of a parameter: as large as that, or a single number |
+| `average/NAME` | the moving average of a parameter, where one is kept |
+
+Random numbers and the order of samples are functions of the seed and the step, so that nothing of them is kept.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import WorkloadError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ...schedule.parallel.weights import Layout
+    from ..training import Training
+
+MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
+_NUMBERS: Mapping[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
+"""Kinds of numbers that optimizers keep as they are rather than as tensors; their keys end in `:KIND`."""
+Located = dict[str, "tuple[torch.Tensor, Layout]"]
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint."""
+
+    shape: "torch.Size"
+    """Of the whole tensor."""
+    dtype: "torch.dtype"
+    """The format of its elements."""
+
+
+class State:
+    """A training's tensors by name.
+
+    Args:
+        training: whose.
+        average: the moving averages of its parameters on this rank, each cut as its parameter.
+    """
+
+    def __init__(self, training: "Training", average: "Mapping[nn.Parameter, torch.Tensor] | None" = None) -> None:
+        from ...schedule.parallel.weights import layouts_of
+
+        self._training = training
+        self._average = average or {}
+        self._model = layouts_of(training.model, training.outline.names)
+        self._names: dict[Any, str] = {tensor: name for name, (tensor, _) in self._model.items()}
+        for param, host in getattr(training.optimizer, "pairs", ()):
+            self._names[host] = self._names[param]
+
+    def tensors(self) -> Located:
+        """Everything, as it is now: this rank's tensors, and which part of the whole they are.
+
+        Raises:
+            WorkloadError: the optimizer keeps something of a parameter that is neither of its shape nor a number, on a rank
+                that has a part of it only.
+        """
+        out = {f"{MODEL}/{name}": each for name, each in self._model.items()}
+        for param, name in self._updated():
+            layout = self._model[name][1]
+            for key, value in self._training.optimizer.state.get(param, {}).items():
+                found = self._of_state(name, key, value, param, layout)
+                if found is not None:
+                    out[f"{OPTIMIZER}/{name}/{found[0]}"] = found[1:]
+        for param, value in self._average.items():
+            name = self._names[param]
+            out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
+        return out
+
+    def check(self, stored: Mapping[str, Stored]) -> None:
+        """Refuses a checkpoint of another model.
+
+        Args:
+            stored: what a checkpoint holds.
+
+        Raises:
+            WorkloadError: names which tensors differ, and how.
+        """
+        mine = self._training.outline.shapes
+        prefix = f"{MODEL}/"
+        its = {name.removeprefix(prefix): tuple(each.shape) for name, each in stored.items() if name.startswith(prefix)}
+        if mine == its:
+            return
+        differ = [
+            f"{name} has {list(its[name])} there and {list(mine[name])} here"
+            for name in mine
+            if name in its and its[name] != mine[name]
+        ]
+        parts = {
+            "of another shape": differ,
+            "missing there": [name for name in mine if name not in its],
+            "unknown here": [name for name in its if name not in mine],
+        }
+        said = "; ".join(
+            f"{len(found)} {how}: {', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
+            for how, found in parts.items()
+            if found
+        )
+        raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {said}")
+
+    def load(self, stored: Mapping[str, Stored], read: Callable[[Located], None], weights_only: bool = False) -> None:
+        """Goes on from a checkpoint: this rank's part of it.
+
+        Args:
+            stored: what it holds.
+            read: fills tensors with their parts of it.
+            weights_only: leave the optimizer as it is.
+
+        Raises:
+            WorkloadError: it is of another model.
+        """
+        self.check(stored)
+        targets = {f"{MODEL}/{name}": each for name, each in self._model.items()}
+        averages = {f"{AVERAGE}/{self._names[param]}": param for param in self._average}
+        for full, param in averages.items():
+            if full in stored:
+                targets[full] = self._average[param], self._model[self._names[param]][1]
+        states = {} if weights_only else self._targets(stored)
+        for name, keys in states.items():
+            targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
+        read(targets)
+        if not weights_only:
+            self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
+        for full, param in averages.items():
+            if full not in stored:  # one that begins now begins at the weights
+                self._average[param].copy_(param.detach())
+
+    def _updated(self) -> Iterator[tuple[Any, str]]:
+        """What this rank's optimizer updates, by the names of the parameters."""
+        for group in self._training.optimizer.param_groups:
+            for param in group["params"]:
+                if param in self._names:  # at ZeRO 1 a rank that owns nothing has a parameter of no elements
+                    yield param, self._names[param]
+
+    def _of_state(
+        self, name: str, key: str, value: Any, param: "torch.Tensor", layout: "Layout"
+    ) -> "tuple[str, torch.Tensor, Layout] | None":
+        import torch
+
+        from ...schedule.parallel.sharding import local
+        from ...schedule.parallel.weights import whole_layout
+
+        kind = type(value).__name__
+        if value is None:
+            return None
+        if kind in _NUMBERS:
+            return f"{key}:{kind}", torch.tensor(float(value), dtype=torch.float64), whole_layout(torch.Size())
+        if isinstance(value, torch.Tensor):
+            if local(value).shape == local(param).shape and local(param).dim():
+                return key, value, layout
+            if not value.dim() or layout.complete:
+                return key, value, whole_layout(value.shape)
+        optimizer = type(self._training.optimizer).__name__
+        raise WorkloadError(
+            f"{optimizer} keeps '{key}' of {name} in a form that cannot be put together from the parts of several ranks; "
+            "checkpoints of it need tp=1 and zero of at most 1"
+        )
+
+    def _targets(self, stored: Mapping[str, Stored]) -> "dict[str, Located]":
+        """Room for the optimizer's state of each parameter that it updates here, by parameter and key."""
+        import torch
+
+        from ...schedule.parallel.weights import whole_layout
+
+        keys: dict[str, list[str]] = {}
+        for full in stored:
+            kind, _, rest = full.partition("/")
+            if kind == OPTIMIZER:
+                name, _, key = rest.rpartition("/")
+                keys.setdefault(name, []).append(key)
+        out: dict[str, Located] = {}
+        for param, name in self._updated():
+            layout = self._model[name][1]
+            for key in keys.get(name, ()):
+                shape, dtype = stored[f"{OPTIMIZER}/{name}/{key}"]
+                alike = bool(shape) and shape == layout.shape
+                room = torch.zeros_like(param, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype)
+                out.setdefault(name, {})[key] = room.detach(), layout if alike else whole_layout(shape)
+        return out
+
+    def _put(self, states: "Mapping[str, Mapping[str, torch.Tensor]]") -> None:
+        optimizer = self._training.optimizer
+        document = optimizer.state_dict()
+        document["state"] = {}
+        number = -1
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                number += 1
+                found = states.get(self._names.get(param, ""))
+                if found:
+                    document["state"][number] = dict(_as_kept(key, value) for key, value in found.items())
+        optimizer.load_state_dict(document)
+
+
+def _as_kept(key: str, value: "torch.Tensor") -> tuple[str, Any]:
+    """A key and a value of an optimizer's state as it keeps them."""
+    name, _, kind = key.rpartition(":")
+    return (name, _NUMBERS[kind](float(value))) if name and kind in _NUMBERS else (key, value)

@@ -1,0 +1,94 @@
+"""How fast a training learns: learning rate, weight decay, clipping, averaging; each a function of the step alone."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
+DEFAULT_LR = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What decides how weights move, whatever the configuration.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    steps: int = 1000
+    """Optimizer steps in all, by which the learning rate falls."""
+    lr: float | None = None
+    """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
+    lr_schedule: str = "cosine"
+    """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
+    warmup: int = 0
+    """Steps over which it rises linearly."""
+    min_lr: float = 0.1
+    """Where it ends, as a share of the highest."""
+    decay: float = 0.2
+    """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
+    weight_decay: float = 0.01
+    """AdamW's, of what has two dimensions or more; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
+    clip: float | None = 1.0
+    """Largest norm of all gradients together; None for no limit."""
+    average: float | None = None
+    """Share of the moving average of the weights that stays at each step, such as 0.999; None keeps no average."""
+
+    def __post_init__(self) -> None:
+        if self.lr_schedule not in LR_SCHEDULES:
+            raise UsageError(unknown("learning-rate schedule", self.lr_schedule, LR_SCHEDULES))
+        ranges = {
+            "steps": (self.steps, self.steps >= 1, "at least 1"),
+            "lr": (self.lr, self.lr is None or 0 < self.lr < math.inf, "above 0"),
+            "warmup": (self.warmup, self.warmup >= 0, "at least 0"),
+            "min_lr": (self.min_lr, 0 <= self.min_lr <= 1, "a share from 0 to 1"),
+            "decay": (self.decay, 0 < self.decay <= 1, "a share above 0, of at most 1"),
+            "weight_decay": (self.weight_decay, self.weight_decay >= 0, "at least 0"),
+            "clip": (self.clip, self.clip is None or self.clip > 0, "above 0"),
+            "average": (self.average, self.average is None or 0 < self.average < 1, "a share between 0 and 1"),
+            "betas": (self.betas, all(0 <= each < 1 for each in self.betas), "shares below 1"),
+        }
+        for name, (value, holds, rule) in ranges.items():
+            if not holds:
+                raise UsageError(f"{name} must be {rule}, but got {value!r}")
+
+    def lr_factor(self, step: int) -> float:
+        """The learning rate of a step, numbered from 0, as a share of the highest."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        left = max(1, self.steps - self.warmup)
+        done = min(1.0, (step - self.warmup) / left)
+        if self.lr_schedule == "constant":
+            share = 1.0
+        elif self.lr_schedule == "linear":
+            share = 1.0 - done
+        elif self.lr_schedule == "cosine":
+            share = (1.0 + math.cos(math.pi * done)) / 2
+        else:
+            share = min(1.0, (1.0 - done) / self.decay)
+        return self.min_lr + (1.0 - self.min_lr) * share
+
+    def optimizer(self, params: "Iterable[nn.Parameter]", fused: bool = False) -> "torch.optim.Optimizer":
+        """AdamW, with weight decay for what has two dimensions or more."""
+        import torch
+
+        groups: dict[bool, list[nn.Parameter]] = {}
+        for each in params:
+            groups.setdefault(each.dim() >= 2, []).append(each)
+        given = [
+            {"params": each, "weight_decay": self.weight_decay if decays else 0.0} for decays, each in groups.items()
+        ]
+        # Not fused leaves the choice to torch: foreach on CUDA, a loop over parameters on a CPU.
+        return torch.optim.AdamW(
+            given, lr=self.lr if self.lr is not None else DEFAULT_LR, betas=self.betas, fused=True if fused else None
+        )

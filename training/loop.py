@@ -1,0 +1,336 @@
+"""The loop of a training: steps on real data, evaluated, logged, saved, and ended in good order."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import Diverged
+from ..models.batches import each_tensor, to_device
+from ..models.workload import Batch
+from . import gradients
+from .checkpoint.saver import Saved, Saver
+from .checkpoint.state import State
+from .hyperparameters import Hyperparameters
+from .training import Training
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+LAG = 2
+"""Steps behind which ranks learn what they agreed on, so that none waits for the device."""
+IGNORED = -100
+"""The label of a token that does not count, as PyTorch's losses have it."""
+
+
+class Samples(Protocol):
+    """Where the loop's samples come from."""
+
+    uniform: bool
+    """Whether all have as many tokens that count, so that means over micro-batches are means over tokens."""
+    num_evaluation: int
+    """Samples that are held out."""
+
+    def __call__(self, start: int, count: int) -> Batch:
+        """The samples at `count` positions from `start` on, of the endless sequence that is trained on."""
+
+    def evaluation(self, start: int, count: int) -> Batch:
+        """The held-out samples from `start` on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """How long the loop runs, and what it does on the way."""
+
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    """How it learns, and for how many steps."""
+    log_every: int = 10
+    """Steps between two lines of the log."""
+    eval_every: int = 0
+    """Steps between two evaluations; 0 for none."""
+    eval_steps: int = 16
+    """Steps' worth of held-out samples that an evaluation looks at, at most."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0 for none by steps."""
+    save_seconds: float = 600.0
+    """Seconds between two checkpoints; 0 for none by time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How the loop ended."""
+
+    step: int
+    """Steps that are done."""
+    stopped: bool
+    """Whether it was told to, before the last step."""
+    saved: bool
+    """Whether the last step has a checkpoint."""
+
+
+class Loop:
+    """Trains from a step on, on every rank alike.
+
+    What follows from the seed and the step alone, whatever the configuration and however often it is taken up again: the
+    samples, their order, the learning rate. Dropout follows from them and from this rank's place.
+
+    Args:
+        training: model and optimizer, made without data of its own.
+        samples: what it trains on.
+        plan: what to do.
+        saver: where checkpoints go; None keeps none.
+        step, position: where to go on: steps that are done, and samples that they took.
+        facts: what a checkpoint is to say of the training.
+        log: told, on rank 0, what the log is to hold: a `kind` and numbers by name.
+        stop: whether to end; asked on every rank at every step.
+        memory_mib: this rank's peak memory.
+        peak_flops: of a device, for the utilisation; None where it is not known.
+        average: the moving averages of parameters, where they are kept; see `averages`.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        samples: Samples,
+        plan: LoopPlan,
+        *,
+        saver: Saver | None = None,
+        step: int = 0,
+        position: int = 0,
+        facts: Mapping[str, Any] | None = None,
+        log: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        stop: Callable[[], bool] = lambda: False,
+        memory_mib: Callable[[], float] | None = None,
+        peak_flops: float | None = None,
+        average: "Mapping[nn.Parameter, torch.Tensor] | None" = None,
+    ) -> None:
+        self.training, self.samples, self.plan, self.saver = training, samples, plan, saver
+        self.step, self.position = step, position
+        self.average = average or {}
+        self._facts = dict(facts or {})
+        self._log = log if training.world.rank == 0 else lambda line: None
+        self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
+        self._lr = [group["lr"] for group in training.optimizer.param_groups]
+        self._hyper = plan.hyperparameters
+        self._agreed: deque[torch.Tensor] = deque()
+        self._losses: list[torch.Tensor] = []
+        self._norm: torch.Tensor | None = None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._saved_at, self._saved_step = time.monotonic(), step
+        self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
+
+    def run(self) -> Ended:
+        """Trains until the last step, or until it is told to stop; then saves.
+
+        Raises:
+            Diverged: the loss is not finite any more.
+        """
+        stopped = False
+        self._begin_interval()
+        following = self._fetch(self.step)
+        try:
+            while self.step < self._hyper.steps and not stopped:
+                share = following.result()
+                following = self._fetch(self.step + 1)
+                self._one(share)
+                stopped, save = self._heard()
+                self.step += 1
+                last = self.step == self._hyper.steps
+                if self.step % self.plan.log_every == 0 or last or stopped:
+                    self._report()
+                if self.plan.eval_every and (self.step % self.plan.eval_every == 0 or last):
+                    self._evaluate()
+                if save or (self.plan.save_every and self.step % self.plan.save_every == 0):
+                    self._save()
+            return self._end(stopped)
+        finally:
+            following.cancel()
+            self._loader.shutdown()
+
+    def _fetch(self, step: int) -> "Future[Batch]":
+        """Has this replica's samples of a step read, while another step runs."""
+        first = self.position + (step - self._first) * self.training.samples_per_step
+
+        def read() -> Batch:
+            share = self.training.share(self.samples, first)
+            cuda = self.training.device.type == "cuda"
+            return each_tensor(share, lambda tensor: tensor.pin_memory()) if cuda else share
+
+        return self._loader.submit(read)
+
+    def _one(self, share: Batch) -> None:
+        """One optimizer step."""
+        training = self.training
+        training.reseed(self.step)
+        factor = self._hyper.lr_factor(self.step)
+        for group, lr in zip(training.optimizer.param_groups, self._lr):
+            group["lr"] = lr * factor
+        batches = training.micro_batches(to_device(share, training.device))
+        self._losses.append(training.passes(batches, factors=self._factors(batches)).detach())
+        training.update(self._clip)
+        self._follow()
+
+    def _factors(self, batches: list[Batch]) -> "torch.Tensor | None":
+        """What each micro-batch counts for, so that every token that counts does so alike; None where all do anyway."""
+        if self.samples.uniform:
+            return None
+        import torch
+
+        training = self.training
+        labels = torch.cat([each["labels"] for each in batches if isinstance(each, Mapping)])
+        labels = labels[:, 1:] if self.samples_shift else labels
+        counts = (labels != IGNORED).sum(dim=1).reshape(training.grad_accum, -1).sum(dim=1).double()
+        total = training.over_replicas(counts.sum())
+        return (counts * (training.grad_accum * training.world.dp) / total).float()
+
+    @property
+    def samples_shift(self) -> bool:
+        """Whether the first label of a sample is nobody's to predict."""
+        return getattr(self.training.workload.batch, "task", "causal") == "causal"
+
+    def _clip(self) -> None:
+        """Clips gradients by their norm, and lets the ranks agree on what comes next."""
+        import torch
+
+        training = self.training
+        due = training.world.rank == 0 and self.plan.save_seconds > 0
+        save = due and time.monotonic() - self._saved_at >= self.plan.save_seconds
+        if save:
+            self._saved_at = time.monotonic()
+        marks = torch.tensor([self._stop(), save], dtype=torch.float64).to(training.device, non_blocking=True)
+        totals = torch.cat([gradients.square(training).reshape(1), marks])
+        if training.world.size > 1:
+            torch.distributed.all_reduce(totals)
+        self._agreed.append(totals[1:])
+        self._norm = totals[0].sqrt()
+        if self._hyper.clip is not None:
+            factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)
+            gradients.multiply(training, factor.float())
+
+    def _heard(self) -> tuple[bool, bool]:
+        """Whether to stop and whether to save, as all ranks have agreed."""
+        if len(self._agreed) <= (LAG if self.training.world.size > 1 or self.training.device.type == "cuda" else 0):
+            return False, False
+        stop, save = self._agreed.popleft().tolist()
+        return stop > 0, save > 0
+
+    def _follow(self) -> None:
+        """Moves the averages towards the weights."""
+        if not self.average:
+            return
+        import torch
+
+        from .._torch import foreach_interpolate
+        from ..schedule.parallel.sharding import local
+
+        assert self._hyper.average is not None, "averages are kept where it says how"
+        with torch.no_grad():
+            held = [local(each) for each in self.average.values()]
+            foreach_interpolate(held, [local(each.detach()) for each in self.average], 1 - self._hyper.average)
+
+    def _begin_interval(self) -> None:
+        self._losses.clear()
+        self._since, self._idle_s = time.perf_counter(), 0.0
+
+    def _report(self) -> None:
+        """Logs the steps since the last line."""
+        import torch
+
+        training, steps = self.training, len(self._losses)
+        losses = torch.stack(self._losses).tolist()  # waits for the device
+        now = time.perf_counter()
+        seconds = max(1e-9, now - self._since - self._idle_s) / steps
+        self._check_finite(losses)
+        flops = training.flops_per_step()
+        per_device = flops / seconds / training.world.size if flops else None
+        line: dict[str, Any] = {
+            "kind": "step",
+            "step": self.step,
+            "samples": self._position(self.step),
+            "loss": sum(losses) / steps,
+            "lr": max(group["lr"] for group in training.optimizer.param_groups),
+            "grad_norm": float(self._norm) if self._norm is not None else None,
+            "step_ms": seconds * 1e3,
+            "samples_per_second": training.samples_per_step / seconds,
+            "tokens_per_second": training.tokens_per_step / seconds if training.tokens_per_step else None,
+            "tflops_per_device": per_device / 1e12 if per_device else None,
+            "mfu": per_device / self._peak_flops if per_device and self._peak_flops else None,
+            "memory_mib": self._memory_mib() if self._memory_mib else None,
+            "seconds": now - self._begun,
+            "seconds_left": (self._hyper.steps - self.step) * seconds,
+        }
+        self._log(line)
+        self._begin_interval()
+
+    def _check_finite(self, losses: list[float]) -> None:
+        for number, loss in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss):
+                kept = f"the checkpoint of step {self._saved_step} was saved before" if self.saver else "nothing was saved"
+                raise Diverged(f"the loss of step {number} is {loss}: {kept}; a lower --lr or more --warmup may help")
+
+    def _evaluate(self) -> None:
+        """The mean loss of held-out samples, with dropout off."""
+        import torch
+
+        training, begin = self.training, time.perf_counter()
+        held = self.samples.num_evaluation
+        steps = min(self.plan.eval_steps, max(1, held // training.samples_per_step))
+        total = torch.zeros((), device=training.device)
+        training.model.eval()
+        with torch.no_grad():
+            for step in range(steps):
+                share = training.share(self.samples.evaluation, step * training.samples_per_step)
+                batches = training.micro_batches(to_device(share, training.device))
+                total += training.passes(batches, factors=self._factors(batches))
+        training.model.train()
+        self._log({"kind": "evaluation", "step": self.step, "loss": float(total) / steps, "steps": steps})
+        self._idle_s += time.perf_counter() - begin
+
+    def _save(self) -> None:
+        """Begins to save a checkpoint of this step."""
+        if self.saver is None or self._saved_step == self.step:
+            return
+        import torch
+
+        begin = time.perf_counter()
+        if self._losses:
+            self._check_finite(torch.stack(self._losses).tolist())
+        position = self._position(self.step)
+        facts = {**self._facts, "samples": position, "loss_scale": self.training.precision.loss_scale}
+        self._told(self.saver.save(State(self.training, self.average), self.step, facts))
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+        self._idle_s += time.perf_counter() - begin
+
+    def _told(self, saved: Saved | None) -> None:
+        """Logs how a save has ended."""
+        if saved is not None:
+            self._log(
+                {
+                    "kind": "checkpoint",
+                    "step": saved.step,
+                    "seconds": saved.seconds,
+                    "stalled": saved.stalled,
+                    "failure": saved.failure,
+                }
+            )
+
+    def _end(self, stopped: bool) -> Ended:
+        failure = ""
+        if self.saver is not None:
+            self._save()
+            last = self.saver.wait()
+            self._told(last)
+            failure = last.failure if last is not None else ""
+        return Ended(step=self.step, stopped=stopped, saved=self.saver is not None and not failure)
+
+    def _position(self, step: int) -> int:
+        return self.position + (step - self._first) * self.training.samples_per_step
+
+
+def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
+    """Moving averages of what is trained, which begin at the weights: a copy for each parameter on this rank."""
+    return {each: each.detach().clone() for each in training.model.parameters() if each.requires_grad}
