@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import Diverged
@@ -68,8 +69,18 @@ class Ended:
     """Steps that are done."""
     stopped: bool
     """Whether it was told to, before the last step."""
-    saved: bool
-    """Whether the last step has a checkpoint."""
+    failure: str = ""
+    """Why the last step has no checkpoint; empty where it has one."""
+    step_ms: float | None = None
+    """Median time of a step over the intervals of the log, the first one apart, ms; None where there was none."""
+    samples_per_step: int = 0
+    """Samples of one optimizer step over all ranks."""
+    tokens_per_step: int | None = None
+    """Tokens of it; None where the data has none."""
+    tflops_per_device: float | None = None
+    """Model FLOPs per second and device, 1e12."""
+    peak_memory_mib: float | None = None
+    """This rank's peak, MiB."""
 
 
 class Loop:
@@ -119,6 +130,7 @@ class Loop:
         self._agreed: deque[torch.Tensor] = deque()
         self._losses: list[torch.Tensor] = []
         self._norm: torch.Tensor | None = None
+        self._steady: list[float] = []
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._saved_at, self._saved_step = time.monotonic(), step
         self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
@@ -263,6 +275,7 @@ class Loop:
             "seconds": now - self._begun,
             "seconds_left": (self._hyper.steps - self.step) * seconds,
         }
+        self._steady.append(line["step_ms"])
         self._log(line)
         self._begin_interval()
 
@@ -325,7 +338,20 @@ class Loop:
             last = self.saver.wait()
             self._told(last)
             failure = last.failure if last is not None else ""
-        return Ended(step=self.step, stopped=stopped, saved=self.saver is not None and not failure)
+        self._log({"kind": "end", "step": self.step, "stopped": stopped, "failure": failure})
+        training, flops = self.training, self.training.flops_per_step()
+        # The first interval warms up, and compiles.
+        step_ms = median(self._steady[1:] or self._steady) if self._steady else None
+        return Ended(
+            step=self.step,
+            stopped=stopped,
+            failure=failure,
+            step_ms=step_ms,
+            samples_per_step=training.samples_per_step,
+            tokens_per_step=training.tokens_per_step,
+            tflops_per_device=flops / step_ms * 1e3 / 1e12 / training.world.size if flops and step_ms else None,
+            peak_memory_mib=self._memory_mib() if self._memory_mib else None,
+        )
 
     def _position(self, step: int) -> int:
         return self.position + (step - self._first) * self.training.samples_per_step

@@ -1,0 +1,107 @@
+"""A training's folder: what was asked of it, the configurations it had, and its log.
+
+    train.yaml      what is trained, how, on what, and since which step in which configuration
+    log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
+    checkpoints/    the last few
+    data/           the corpus as tokens
+    logs/           what ranks printed, a file for every start
+    stop            while it is there the training ends at its next step, with a checkpoint
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import StudyError
+from ..writing import cannot_write, write_yaml
+
+DOCUMENT, LOG, CHECKPOINTS, DATA, LOGS, STOP = "train.yaml", "log.jsonl", "checkpoints", "data", "logs", "stop"
+FORMAT = 1
+
+
+def holds_training(path: Path) -> bool:
+    """Whether the folder holds a training."""
+    return (path / DOCUMENT).is_file()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The contents of train.yaml.
+
+    Raises:
+        StudyError: it is missing, damaged, or of another version.
+    """
+    file = path / DOCUMENT
+    try:
+        document = yaml.safe_load(file.read_bytes())
+    except OSError as error:
+        raise StudyError(f"'{path}' holds no training: {DOCUMENT} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise StudyError(f"'{file}' is damaged: {' '.join(str(error).split())[:200]}") from error
+    shapes = {"asked": dict, "strategies": list}
+    if not isinstance(document, dict) or any(not isinstance(document.get(k), t) for k, t in shapes.items()):
+        raise StudyError(f"'{file}' is damaged: it must hold {' and '.join(shapes)}")
+    if document.get("format") != FORMAT:
+        raise StudyError(f"'{file}' is of format {document.get('format')!r}, and this version reads {FORMAT}")
+    if not document["strategies"] or not all(_is_strategy(each) for each in document["strategies"]):
+        raise StudyError(f"'{file}' is damaged: strategies must be a list of steps with their configurations")
+    return document
+
+
+def _is_strategy(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("step"), int)
+        and isinstance(value.get("devices"), int)
+        and isinstance(value.get("configuration"), dict)
+    )
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes train.yaml.
+
+    Raises:
+        StudyError: it cannot be written; the old one is untouched.
+    """
+    try:
+        write_yaml(path / DOCUMENT, {"format": FORMAT, **document})
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+class LogReader:
+    """Reads a training's log as it grows.
+
+    Args:
+        folder: the training's.
+        begin: from which byte on; lines before it are not read.
+    """
+
+    def __init__(self, folder: Path, begin: int = 0) -> None:
+        self._path, self._at, self._rest = folder / LOG, begin, b""
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that are new. What is no JSON object, as a line that a full disk has cut, is left out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self._at += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+def log_size(folder: Path) -> int:
+    """Bytes of the log; 0 where there is none."""
+    path = folder / LOG
+    return path.stat().st_size if path.exists() else 0

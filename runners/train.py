@@ -1,0 +1,232 @@
+"""What one rank of a training does: build the model in its configuration, go on from the latest checkpoint, train."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ..models import Workload
+from ..results import Measurement, Status
+from ..results.trained import CHECKPOINTS, LOG, STOP
+from ..space import Config
+from ..training import Training
+from ..training.checkpoint.folder import CheckpointFolder
+from ..training.checkpoint.restoring import latest, restore
+from ..training.checkpoint.saver import Saver
+from ..training.checkpoint.state import State
+from ..training.data import DataPlan, prepare
+from ..training.loop import Ended, Loop, LoopPlan, averages
+from .dry_run import join
+from .host import COMMON_IMPORTS
+from .job import Job, Outcome, Rendezvous
+from .rank import RankContext
+from .work import Work
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..training.loop import Samples
+    from .runner import TrialRequest
+    from .work import Known, TrialTerms
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRank:
+    """A program for the ranks of a training. Call it with the rank's context.
+
+    Wherever it is started, it goes on from the latest checkpoint in its folder, saved in whatever configuration.
+    """
+
+    workload: Workload
+    """What is trained."""
+    config: Config
+    """How."""
+    plan: LoopPlan
+    """For how long, and what is done on the way."""
+    folder: Path
+    """Where checkpoints and the log go, which all ranks share."""
+    data: DataPlan | None = None
+    """What it is trained on; None for the workload's own."""
+    weights: str | None = None
+    """A checkpoint of another tool whose weights it begins with; None for those of the seed."""
+    seed: int = 0
+    """Of weights, and of dropout."""
+    keep: int = 3
+    """Checkpoints that are kept."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a checkpoint is to say of the training."""
+    peak_flops: float | None = None
+    """Of a device; None where it is not known."""
+
+    def __call__(self, context: RankContext) -> Ended:
+        import torch
+
+        device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
+        group = None
+        if context.world_size > 1:
+            context.phase("rendezvous")
+            join(context)
+            group = torch.distributed.new_group(backend="gloo")
+        with ExitStack() as held:
+            log = held.enter_context(_logging(self.folder)) if context.rank == 0 else _nowhere
+            context.phase("data")
+            samples = self._samples()
+            context.phase("build")
+            training = Training(
+                replace(self.workload, optimizer=self.workload.optimizer or self.plan.hyperparameters.optimizer),
+                self.config,
+                device,
+                seed=self.seed,
+                rank=context.rank,
+                world_size=context.world_size,
+                own_data=False,
+            )
+            average = averages(training) if self.plan.hyperparameters.average is not None else None
+            state = State(training, average)
+            context.phase("checkpoint")
+            folder = CheckpointFolder(self.folder / CHECKPOINTS, self.keep)
+            step, position = self._begin(training, state, folder, group, log)
+            saver = Saver(folder, context.rank, group)
+            held.callback(saver.close)
+            loop = Loop(
+                training,
+                samples,
+                self.plan,
+                saver=saver,
+                step=step,
+                position=position,
+                facts={**self.facts, "configuration": dict(self.config), "devices": context.world_size},
+                log=log,
+                stop=held.enter_context(_told_to_stop(self.folder)),
+                memory_mib=context.memory.peak_mib,
+                peak_flops=self.peak_flops,
+                average=average,
+            )
+            context.phase("training")
+            return loop.run()
+
+    def _samples(self) -> "Samples":
+        return prepare(self.data, self.workload, self.folder / "data")
+
+    def _begin(
+        self,
+        training: Training,
+        state: State,
+        folder: CheckpointFolder,
+        group: "torch.distributed.ProcessGroup | None",
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> tuple[int, int]:
+        """Puts the weights in place; steps that are done, and samples that they took."""
+        found = latest(folder, group, lambda note: log({"kind": "note", "text": note}))
+        if training.world.rank == 0:
+            folder.prepare()
+        if found is None:
+            return 0, 0
+        restore(state, found)
+        training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
+        log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
+        return found.step, int(found.manifest["samples"])
+
+
+class Trainings(Work):
+    """A training, in one configuration after another.
+
+    Args:
+        program: what its ranks do, whatever its configuration.
+    """
+
+    in_turns = False
+    confirms = False
+
+    def __init__(self, program: TrainRank) -> None:
+        self.program = program
+        self.imports = (*COMMON_IMPORTS, "redline.runners.train", *program.workload.imports)
+
+    def job(self, request: "TrialRequest", terms: "TrialTerms") -> Job:
+        import cloudpickle
+
+        return Job(
+            program=cloudpickle.dumps(replace(self.program, config=request.config)),
+            ranks=terms.devices,
+            rendezvous=Rendezvous(world_size=terms.devices),
+            device_type=terms.device.type,
+            threads=terms.threads,
+            memory_limit_mib=terms.memory_limit_mib,
+            log=str(request.log) if request.log else None,
+        )
+
+    def measurement(
+        self, request: "TrialRequest", terms: "TrialTerms", outcome: Outcome, known: "Known"
+    ) -> Measurement:
+        """How it ended, and how fast it was in between."""
+        unit = self.program.workload.unit
+        ends = [each.report for each in outcome.ranks if isinstance(each.report, Ended)]
+        peaks = [each.peak_memory_mib for each in outcome.ranks if each.peak_memory_mib]
+        found = Measurement(
+            status=outcome.status,
+            reason=outcome.reason,
+            memory_limit_mib=terms.memory_limit_mib or float(terms.device.memory_mib),
+            peak_memory_mib=max(peaks, default=None),
+            **known,
+        )
+        timed = [each for each in ends if each.step_ms]
+        if outcome.status is not Status.OK or not timed:
+            return found
+        slowest = max(timed, key=lambda each: each.step_ms or 0.0)
+        a_second = 1e3 / (slowest.step_ms or 1.0)
+        samples = slowest.samples_per_step * a_second
+        tokens = slowest.tokens_per_step * a_second if slowest.tokens_per_step else None
+        return replace(
+            found,
+            throughput=tokens if unit == "tokens/s" else samples,
+            unit=unit,
+            samples_per_second=samples,
+            tokens_per_second=tokens,
+            step_ms=slowest.step_ms,
+            tflops_per_device=slowest.tflops_per_device,
+            samples_per_step=slowest.samples_per_step,
+        )
+
+
+def _nowhere(line: Mapping[str, Any]) -> None:
+    """The log of a rank that keeps none."""
+
+
+@contextmanager
+def _logging(folder: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Appends lines of JSON to a training's log. A disk that is full must not end a training: what could not be
+    written is printed, and the next line is tried again."""
+    with (folder / LOG).open("ab", buffering=0) as file:
+
+        def log(line: Mapping[str, Any]) -> None:
+            text = json.dumps({"time": time.time(), **line}, allow_nan=False)
+            try:
+                file.write(text.encode() + b"\n")
+            except OSError as error:
+                print(f"redline: the log cannot be written ({error.strerror}): {text}", flush=True)
+
+        yield log
+
+
+@contextmanager
+def _told_to_stop(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Whether somebody wants the training to end: by SIGTERM, SIGINT, or a file in its folder."""
+    heard = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = True
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: heard or os.path.exists(folder / STOP)
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):  # one that Python did not set cannot be put back
+                signal.signal(number, handler)
