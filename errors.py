@@ -41,6 +41,10 @@ class RunnerError(RedlineError, RuntimeError):
     """The machinery that runs trials failed, not the trial: a lost agent, a lost node."""
 
 
+class TrainingFailed(RedlineError, RuntimeError):
+    """A training ended before its last step; the message says why, and how to go on."""
+
+
 class Diverged(RedlineError, ArithmeticError):
     """A training's loss is not finite any more."""
 

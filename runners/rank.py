@@ -37,8 +37,8 @@ class RankContext:
     """Memory this rank may take, MiB."""
     memory: MemoryMeter
     """Measures it."""
-    reports: Connection
-    """To the supervisor."""
+    reports: Connection | None = None
+    """To the supervisor; None where there is none."""
     local_world_size: int = 1
     """Ranks on this host."""
     collective_timeout_s: float | None = None
@@ -51,15 +51,19 @@ class RankContext:
     def phase(self, name: str) -> None:
         """Tells the supervisor what comes next, so that a failure can say where it happened."""
         self.phase_name = name
-        self.reports.send(("phase", name))
+        self._tell("phase", name)
 
     def peak(self, mib: float) -> None:
         """Tells the supervisor how much memory what it started holds at most, which counts where it is stopped."""
-        self.reports.send(("peak", mib))
+        self._tell("peak", mib)
 
     def compiling(self, yes: bool) -> None:
         """Tells the supervisor whether this rank compiles, or waits for one that may, from now on."""
-        self.reports.send(("compiling", yes))
+        self._tell("compiling", yes)
+
+    def _tell(self, what: str, value: object) -> None:
+        if self.reports is not None:
+            self.reports.send((what, value))
 
 
 def run_rank(job: Job, local_rank: int, init_method: str, reports: Connection, turn: Turn | None = None) -> None:

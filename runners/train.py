@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..models import Workload
 from ..results import Measurement, Status
-from ..results.trained import CHECKPOINTS, LOG, STOP
+from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
 from ..training import Training
 from ..training.checkpoint.folder import CheckpointFolder
 from ..training.checkpoint.restoring import latest, restore
 from ..training.checkpoint.saver import Saver
 from ..training.checkpoint.state import State
-from ..training.data import DataPlan, prepare
+from ..training.data import DataPlan, TrainingData, training_data
+from ..training.hyperparameters import Hyperparameters
 from ..training.loop import Ended, Loop, LoopPlan, averages
 from .dry_run import join
 from .host import COMMON_IMPORTS
@@ -31,7 +32,8 @@ from .work import Work
 if TYPE_CHECKING:
     import torch
 
-    from ..training.loop import Samples
+    from ..training.hyperparameters import Hyperparameters
+from ..training.loop import Samples
     from .runner import TrialRequest
     from .work import Known, TrialTerms
 
@@ -47,22 +49,24 @@ class TrainRank:
     """What is trained."""
     config: Config
     """How."""
+    hyperparameters: Hyperparameters
+    """How it learns, and for how many steps."""
     plan: LoopPlan
-    """For how long, and what is done on the way."""
+    """What is done on the way."""
     folder: Path
     """Where checkpoints and the log go, which all ranks share."""
-    data: DataPlan | None = None
-    """What it is trained on; None for the workload's own."""
+    data: DataPlan = field(default_factory=DataPlan)
+    """What it is trained on."""
     weights: str | None = None
     """A checkpoint of another tool whose weights it begins with; None for those of the seed."""
     seed: int = 0
     """Of weights, and of dropout."""
-    keep: int = 3
-    """Checkpoints that are kept."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What a checkpoint is to say of the training."""
     peak_flops: float | None = None
     """Of a device; None where it is not known."""
+    heard: Callable[[], None] | None = None
+    """Called on rank 0 behind every line of the log."""
 
     def __call__(self, context: RankContext) -> Ended:
         import torch
@@ -71,15 +75,16 @@ class TrainRank:
         group = None
         if context.world_size > 1:
             context.phase("rendezvous")
-            join(context)
+            if not torch.distributed.is_initialized():
+                join(context)
             group = torch.distributed.new_group(backend="gloo")
         with ExitStack() as held:
-            log = held.enter_context(_logging(self.folder)) if context.rank == 0 else _nowhere
+            log = held.enter_context(_logging(self.folder, self.heard)) if context.rank == 0 else _nowhere
             context.phase("data")
             samples = self._samples()
             context.phase("build")
             training = Training(
-                replace(self.workload, optimizer=self.workload.optimizer or self.plan.hyperparameters.optimizer),
+                replace(self.workload, optimizer=self.workload.optimizer or self.hyperparameters.optimizer),
                 self.config,
                 device,
                 seed=self.seed,
@@ -87,16 +92,17 @@ class TrainRank:
                 world_size=context.world_size,
                 own_data=False,
             )
-            average = averages(training) if self.plan.hyperparameters.average is not None else None
+            average = averages(training) if self.hyperparameters.average is not None else None
             state = State(training, average)
             context.phase("checkpoint")
-            folder = CheckpointFolder(self.folder / CHECKPOINTS, self.keep)
+            folder = CheckpointFolder(self.folder / CHECKPOINTS, self.plan.keep)
             step, position = self._begin(training, state, folder, group, log)
             saver = Saver(folder, context.rank, group)
             held.callback(saver.close)
             loop = Loop(
                 training,
                 samples,
+                self.hyperparameters,
                 self.plan,
                 saver=saver,
                 step=step,
@@ -111,8 +117,8 @@ class TrainRank:
             context.phase("training")
             return loop.run()
 
-    def _samples(self) -> "Samples":
-        return prepare(self.data, self.workload, self.folder / "data")
+    def _samples(self) -> TrainingData:
+        return training_data(self.data, self.workload, self.folder / DATA)
 
     def _begin(
         self,
@@ -199,7 +205,7 @@ def _nowhere(line: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _logging(folder: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _logging(folder: Path, heard: Callable[[], None] | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Appends lines of JSON to a training's log. A disk that is full must not end a training: what could not be
     written is printed, and the next line is tried again."""
     with (folder / LOG).open("ab", buffering=0) as file:
@@ -210,6 +216,8 @@ def _logging(folder: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
                 file.write(text.encode() + b"\n")
             except OSError as error:
                 print(f"redline: the log cannot be written ({error.strerror}): {text}", flush=True)
+            if heard is not None:
+                heard()
 
         yield log
 

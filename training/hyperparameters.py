@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ..errors import UsageError, unknown
+from ..models.request import Asked
 
 if TYPE_CHECKING:
     import torch
@@ -23,25 +24,27 @@ class Hyperparameters:
         UsageError: a value is out of its range.
     """
 
-    steps: int = 1000
+    steps: Annotated[int, Asked("Optimizer steps in all.", type=int, metavar="N")] = 1000
     """Optimizer steps in all, by which the learning rate falls."""
-    lr: float | None = None
+    lr: Annotated[float | None, Asked("Highest learning rate.  [default: 1e-4]", type=float)] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
-    lr_schedule: str = "cosine"
+    lr_schedule: Annotated[str, Asked("How it falls: constant, linear, cosine or wsd.", metavar="NAME")] = "cosine"
     """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
-    warmup: int = 0
+    warmup: Annotated[int, Asked("Steps over which it rises.", type=int, metavar="N")] = 0
     """Steps over which it rises linearly."""
-    min_lr: float = 0.1
+    min_lr: Annotated[float, Asked("Where it ends, as a share of the highest.", type=float)] = 0.1
     """Where it ends, as a share of the highest."""
-    decay: float = 0.2
+    decay: Annotated[float, Asked("Share of the steps over which wsd falls.", type=float)] = 0.2
     """Share of the steps over which `wsd` falls (arXiv:2404.06395)."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Asked("AdamW's, of weight matrices.", type=float)] = 0.01
     """AdamW's, of what has two dimensions or more; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's."""
-    clip: float | None = 1.0
-    """Largest norm of all gradients together; None for no limit."""
-    average: float | None = None
+    clip: Annotated[float | None, Asked("Largest norm of all gradients together.", type=float)] = 1.0
+    """Largest norm of all gradients together; None or 0 for no limit."""
+    average: Annotated[
+        float | None, Asked("Keep a moving average of the weights, of which this share stays at each step.", type=float)
+    ] = None
     """Share of the moving average of the weights that stays at each step, such as 0.999; None keeps no average."""
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class Hyperparameters:
             "min_lr": (self.min_lr, 0 <= self.min_lr <= 1, "a share from 0 to 1"),
             "decay": (self.decay, 0 < self.decay <= 1, "a share above 0, of at most 1"),
             "weight_decay": (self.weight_decay, self.weight_decay >= 0, "at least 0"),
-            "clip": (self.clip, self.clip is None or self.clip > 0, "above 0"),
+            "clip": (self.clip, self.clip is None or self.clip >= 0, "at least 0"),
             "average": (self.average, self.average is None or 0 < self.average < 1, "a share between 0 and 1"),
             "betas": (self.betas, all(0 <= each < 1 for each in self.betas), "shares below 1"),
         }

@@ -5,12 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
-from ..errors import Diverged
+from ..errors import Diverged, UsageError
 from ..models.batches import each_tensor, to_device
+from ..models.request import Asked
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
@@ -45,20 +46,36 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """How long the loop runs, and what it does on the way."""
+    """What the loop does beside steps.
 
-    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
-    """How it learns, and for how many steps."""
-    log_every: int = 10
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    log_every: Annotated[int, Asked("Steps between two lines of the log.", type=int, metavar="N")] = 10
     """Steps between two lines of the log."""
-    eval_every: int = 0
+    eval_every: Annotated[
+        int, Asked("Steps between two evaluations on held-out samples; 0 for none.", type=int, metavar="N")
+    ] = 0
     """Steps between two evaluations; 0 for none."""
-    eval_steps: int = 16
+    eval_steps: Annotated[int, Asked("Global batches that an evaluation takes, at most.", type=int, metavar="N")] = 16
     """Steps' worth of held-out samples that an evaluation looks at, at most."""
-    save_every: int = 0
+    save_every: Annotated[int, Asked("Steps between two checkpoints; 0 for none by steps.", type=int, metavar="N")] = 0
     """Steps between two checkpoints; 0 for none by steps."""
-    save_seconds: float = 600.0
-    """Seconds between two checkpoints; 0 for none by time."""
+    save_minutes: Annotated[
+        float, Asked("Minutes between two checkpoints; 0 for none by time.", type=float, metavar="M")
+    ] = 10.0
+    """Minutes between two checkpoints; 0 for none by time."""
+    keep: Annotated[int, Asked("Checkpoints that are kept.", type=int, metavar="N")] = 3
+    """Checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("log_every", 1), ("eval_every", 0), ("eval_steps", 1), ("save_every", 0), ("keep", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name} must be a whole number of at least {least}, but got {value!r}")
+        if not self.save_minutes >= 0:
+            raise UsageError(f"save_minutes must be at least 0, but got {self.save_minutes!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +109,8 @@ class Loop:
     Args:
         training: model and optimizer, made without data of its own.
         samples: what it trains on.
-        plan: what to do.
+        hyperparameters: how it learns, and for how many steps.
+        plan: what else to do.
         saver: where checkpoints go; None keeps none.
         step, position: where to go on: steps that are done, and samples that they took.
         facts: what a checkpoint is to say of the training.
@@ -107,6 +125,7 @@ class Loop:
         self,
         training: Training,
         samples: Samples,
+        hyperparameters: Hyperparameters,
         plan: LoopPlan,
         *,
         saver: Saver | None = None,
@@ -126,7 +145,7 @@ class Loop:
         self._log = log if training.world.rank == 0 else lambda line: None
         self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
         self._lr = [group["lr"] for group in training.optimizer.param_groups]
-        self._hyper = plan.hyperparameters
+        self._hyper = hyperparameters
         self._agreed: deque[torch.Tensor] = deque()
         self._losses: list[torch.Tensor] = []
         self._norm: torch.Tensor | None = None
@@ -209,8 +228,8 @@ class Loop:
         import torch
 
         training = self.training
-        due = training.world.rank == 0 and self.plan.save_seconds > 0
-        save = due and time.monotonic() - self._saved_at >= self.plan.save_seconds
+        due = training.world.rank == 0 and self.plan.save_minutes > 0
+        save = due and time.monotonic() - self._saved_at >= 60 * self.plan.save_minutes
         if save:
             self._saved_at = time.monotonic()
         marks = torch.tensor([self._stop(), save], dtype=torch.float64).to(training.device, non_blocking=True)
@@ -219,7 +238,7 @@ class Loop:
             torch.distributed.all_reduce(totals)
         self._agreed.append(totals[1:])
         self._norm = totals[0].sqrt()
-        if self._hyper.clip is not None:
+        if self._hyper.clip:
             factor = (self._hyper.clip / (self._norm + 1e-6)).clamp(max=1.0)
             gradients.multiply(training, factor.float())
 

@@ -142,12 +142,7 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    if request.runs_on == "local":
-        made: Runner = LocalRunner(work, terms, concurrency=at_once, agent=agent)
-    elif request.runs_on == "slurm":
-        made = SlurmRunner(work, terms, concurrency=at_once)
-    else:
-        made = RayRunner(work, terms, concurrency=at_once, address=request.ray_address)
+    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent)
     try:
         if task.own is not None:
             # Once here, while the workers start, rather than in every trial.
@@ -157,3 +152,29 @@ def make_runner(
         made.close()
         raise
     return made
+
+
+def runner_on(
+    name: str,
+    work: Work,
+    terms: TrialTerms,
+    *,
+    concurrency: int | None = None,
+    address: str | None = None,
+    agent: HostAgent | None = None,
+) -> Runner:
+    """The runner of a name: `local`, `slurm` or `ray`.
+
+    Args:
+        name: which.
+        work: what its processes do.
+        terms: what holds for all of it.
+        concurrency: how much of it at once; None for what the devices allow.
+        address: of a Ray cluster.
+        agent: for `local`, one that was started beforehand.
+    """
+    if name == "local":
+        return LocalRunner(work, terms, concurrency=concurrency, agent=agent)
+    if name == "slurm":
+        return SlurmRunner(work, terms, concurrency=concurrency)
+    return RayRunner(work, terms, concurrency=concurrency, address=address)

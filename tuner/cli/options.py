@@ -1,6 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
@@ -16,10 +16,16 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def options_of(*sections: type) -> Decorator:
     """MODEL, and an option for each field of these sections of a request; `request_of` reads what they give."""
-    made: list[Decorator] = [
+    named: list[Decorator] = [
         click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
+    return options_for(*sections, before=named)
+
+
+def options_for(*sections: type, before: Sequence[Decorator] = ()) -> Decorator:
+    """An option for each field of these sections that says how it is asked for, behind others."""
+    made = list(before)
     for section in sections:
         types = get_type_hints(section, include_extras=True)
         for each in fields(section):
@@ -37,6 +43,8 @@ def _option(field: Field[Any], told: Asked) -> Decorator:
     flag = f"--{(told.flag or field.name).replace('_', '-')}"
     if field.default is False:
         return click.option(flag, field.name, is_flag=True, help=told.help)
+    if field.default is True:
+        return click.option(f"{flag}/--no-{flag[2:]}", field.name, default=True, help=told.help)
     shared: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
     if told.many:
         return click.option(flag, field.name, multiple=True, **shared)

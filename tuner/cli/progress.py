@@ -37,12 +37,12 @@ def listener_for(stream: TextIO, *, silent: bool) -> "ProgressListener":
     # A dumb terminal cannot take back what it has written.
     if not stream.isatty():
         return LineListener(stream)
-    terminal = cast(TextIO, _Terminal(stream))  # what it has not itself, the stream has
+    terminal = cast(TextIO, Terminal(stream))  # what it has not itself, the stream has
     live = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     return TerminalListener(terminal) if live else LineListener(terminal)
 
 
-class _Terminal:
+class Terminal:
     """A terminal that may go away: what is written then is lost, and nothing else is."""
 
     def __init__(self, stream: TextIO) -> None:

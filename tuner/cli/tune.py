@@ -66,7 +66,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
 
     given["out"] = given["out"] or _fresh_folder(command.name if command else given["target"])
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
-    _end_in_order()
+    end_in_order()
     with listener:
         result = search(**given, listener=listener)
     if as_json:
@@ -128,7 +128,7 @@ def _fresh_folder(target: str) -> str:
     return str(path)
 
 
-def _end_in_order() -> None:
+def end_in_order() -> None:
     """Has a request to end and a terminal that went away end the search as Ctrl-C does, with what was found."""
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 

@@ -1,0 +1,8 @@
+"""`python -m redline.train`: `redline train`, whose ranks a launcher such as torchrun has started."""
+
+import sys
+
+from redline.tuner.cli import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])

@@ -1,0 +1,1 @@
+"""`redline train`: the winner on real data, through every change of strategy."""

@@ -1,0 +1,388 @@
+"""`redline.train`: starts the ranks of a training, and starts them again: elsewhere, otherwise, behind whatever ended them."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...device import Device, detect, usable_cores
+from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
+from ...estimator.hardware import recognise
+from ...lock import FolderLock
+from ...models import Workload
+from ...results import Measurement, Status
+from ...results.trained import (
+    CHECKPOINTS,
+    DATA,
+    LOGS,
+    STOP,
+    LogReader,
+    holds_training,
+    log_size,
+    read_document,
+    write_document,
+)
+from ...runners import TrialTerms
+from ...runners.runner import Runner, TrialRequest
+from ...runners.train import Trainings, TrainRank
+from ...training.checkpoint.folder import CheckpointFolder
+from ...space import Config
+from ...training.data import DataPlan, training_data
+from ...training.hyperparameters import Hyperparameters
+from ...training.loop import LoopPlan
+from ...writing import make_folder
+from ..running import runner_on
+from .request import MAY_CHANGE, TrainRequest
+from .strategy import Source, Strategy, after_oom, anew, first, read_source
+
+LOSSES = 3
+"""How often in a row ranks are started again that were lost before they came to another checkpoint."""
+LOOK_S = 0.2
+"""How often the log is looked at, s."""
+
+
+class TrainListener:
+    """Hears of a training's progress; by default does nothing."""
+
+    def began(self, training: "Begun") -> None:
+        """The training starts, or goes on."""
+
+    def waiting(self, what: str) -> None:
+        """Something slow is being prepared."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of the log."""
+
+    def said(self, message: str) -> None:
+        """Something the user should know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What a training sets out to do."""
+
+    name: str
+    """What is trained."""
+    folder: Path
+    """Where."""
+    strategy: Strategy
+    """In which configuration."""
+    where: str
+    """On what, in words."""
+    data: Mapping[str, Any]
+    """What on: what the samples say of themselves."""
+    steps: int
+    """Steps in all."""
+    step: int
+    """Steps that are done."""
+    unit: str
+    """What throughput counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What came of a training."""
+
+    folder: Path
+    """Where it is kept."""
+    step: int
+    """Steps that are done."""
+    stopped: bool
+    """Whether it was ended before the last one."""
+    measurement: Measurement
+    """How the last configuration did."""
+    strategies: tuple[Strategy, ...]
+    """Those that it had, in order."""
+    predicted: float | None = None
+    """Throughput that a dry run of the last configuration measured; None where none was made."""
+
+
+def train(request: TrainRequest, listener: TrainListener | None = None) -> Trained:
+    """Trains, from the first step or from the latest checkpoint on, until the last step or until it is told to stop.
+
+    Raises:
+        UsageError: something asked for is invalid; nothing was started.
+        NothingFound: no configuration fits on the devices.
+        TrainingFailed: the ranks ended otherwise than by running out of memory.
+        RunnerError: the machinery that runs them failed, again and again.
+    """
+    with contextlib.ExitStack() as held:
+        return Driver(request, listener or TrainListener(), held).run()
+
+
+class Driver:
+    """One call of `train`: what is asked, the folder, and the configurations so far.
+
+    Args:
+        request: what is asked.
+        listener: hears of progress.
+        held: keeps the folder's lock.
+        again: go on where the folder holds a training, as a launcher starts the same command again.
+
+    Raises:
+        UsageError: something asked for is invalid, or contradicts the training in the folder.
+    """
+
+    def __init__(
+        self, request: TrainRequest, listener: TrainListener, held: contextlib.ExitStack, *, again: bool = False
+    ) -> None:
+        self.listener = listener
+        path = Path(request.out or request.source) if request.resume or request.out is not None else None
+        source = None if request.resume else read_source(request.source)
+        if source is not None and path is None:
+            path = Path("train", source.name) if again else fresh_folder(source.name)
+        assert path is not None, "what is taken up again has a folder"
+        self.document: dict[str, Any] = {}
+        if request.resume or (again and holds_training(path)):
+            self.document = read_document(path)
+            request = taken_up(request, self.document["asked"])
+            source = Source.from_dict(self.document["source"])
+        elif holds_training(path):
+            raise StudyError(f"'{path}' holds a training already; go on with it by --resume, or give another --out")
+        assert source is not None, "it is read or kept"
+        self.request, self.path, self.source = request, path, source
+        self.workload = self.source.workload(request)
+        if self.workload.optimizer is not None and request.lr is not None:
+            raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+        make_folder(path)
+        held.callback(FolderLock(path).release)
+        (path / STOP).unlink(missing_ok=True)
+        self.checkpoints = CheckpointFolder(path / CHECKPOINTS, request.keep)
+        self.device = detect()
+        self.strategies = [Strategy.from_dict(each) for each in self.document.get("strategies", ())]
+        self.data: Mapping[str, Any] = {}
+        """What the samples say of themselves."""
+        self._failed: list[Config] = []
+
+    @property
+    def step(self) -> int:
+        """Steps that the latest checkpoint has behind it."""
+        return next((each.step for each in self.checkpoints.all()), 0)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The one that it is in."""
+        return self.strategies[-1]
+
+    def prepare(self) -> None:
+        """Reads the data, and decides on a configuration.
+
+        Raises:
+            UsageError: the data cannot be read, or is another than before.
+            NothingFound: no configuration fits on the devices.
+        """
+        self.listener.waiting("reading the data")
+        plan = self.request.section(DataPlan)
+        samples = training_data(plan, self.workload, self.path / DATA)
+        self.data = samples.describe()
+        before = self.document.get("data", {}).get("digest", self.data["digest"])
+        if before != self.data["digest"]:
+            raise UsageError(
+                f"the data is another than the training in '{self.path}' had so far; start another one, or give back the old"
+            )
+        if self.request.eval_every and samples.num_evaluation < self.workload.global_batch:
+            raise UsageError(
+                f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
+                f"{samples.num_evaluation} are held out; give a larger --held-out"
+            )
+        self._take(self._begin())
+
+    def safer(self, reason: str) -> None:
+        """Takes the next-safer configuration, behind one that ran out of memory.
+
+        Raises:
+            NothingFound: there is none.
+        """
+        self.listener.said(reason)
+        self._failed.append(self.strategy.config)
+        self._take(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
+        self.listener.said(f"going on from step {self.step} with {self.strategy.why}")
+
+    def run(self) -> Trained:
+        """Starts ranks here, or where a runner has devices, until they have ended well."""
+        self.prepare()
+        while True:
+            measured = self._start()
+            if measured.ok:
+                return self._ended(measured)
+            if measured.status is not Status.OOM:
+                raise TrainingFailed(
+                    f"the training ended at step {self.step} or later ({measured.status}): {measured.reason}; what its "
+                    f"ranks printed is in {self.path / measured.log}, and --resume goes on from the latest checkpoint"
+                )
+            self.safer(f"out of memory: {measured.reason}")
+
+    def program(self) -> TrainRank:
+        """What its ranks are to do."""
+        request = self.request
+        return TrainRank(
+            workload=self.workload,
+            config=self.strategy.config,
+            hyperparameters=request.section(Hyperparameters),
+            plan=request.section(LoopPlan),
+            folder=self.path.absolute(),
+            data=request.section(DataPlan),
+            weights=str(Path(request.weights).absolute()) if request.weights else None,
+            seed=request.seed,
+            facts={"model": self.source.spec, "workload": self.workload.id},
+            peak_flops=_peak(self.device, self.strategy.config),
+        )
+
+    def begun(self) -> Begun:
+        """What it sets out to do."""
+        strategy = self.strategy
+        count = f"{strategy.devices} x " if strategy.devices > 1 else ""
+        return Begun(
+            name=self.source.name or self.workload.name,
+            folder=self.path,
+            strategy=strategy,
+            where=f"{count}{self.device.name}",
+            data=self.data,
+            steps=self.request.steps,
+            step=self.step,
+            unit=self.workload.unit,
+        )
+
+    def _begin(self) -> Strategy:
+        """The configuration to start with."""
+        if not self.strategies:
+            self.listener.waiting("planning")
+            return first(self.request, self.source, self.workload)
+        before = self.strategy
+        devices = self.request.devices or before.devices
+        asked = self.document["asked"]
+        same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
+        if devices == before.devices and same:
+            return before
+        self.listener.waiting("planning anew")
+        taken = anew(self.request, self.workload, devices, like=before.config, step=self.step)
+        self.listener.said(f"planned anew for {devices} devices, after {before.devices}: {taken.why}")
+        return taken
+
+    def _take(self, strategy: Strategy) -> None:
+        """Notes a configuration before it is used, so that whoever takes the training up again knows of it."""
+        if not self.strategies or strategy != self.strategy:
+            self.strategies.append(strategy)
+        self.document = {
+            "asked": self.request.given(),
+            "source": self.source.to_dict(),
+            "workload": self.workload.id,
+            "data": self.data,
+            "strategies": [each.to_dict() for each in self.strategies],
+        }
+        write_document(self.path, self.document)
+
+    def _start(self) -> Measurement:
+        """Starts the ranks, again where they are lost; how they ended by themselves."""
+        request, strategy = self.request, self.strategy
+        terms = TrialTerms(
+            device=self.device,
+            devices=strategy.devices,
+            memory_limit_mib=request.limit_mib,
+            timeout_s=None,
+            threads=max(1, usable_cores() // strategy.devices) if self.device.type == "cpu" else None,
+            seed=request.seed,
+        )
+        self.listener.waiting("starting ranks")
+        with runner_on(request.runner, Trainings(self.program()), terms, address=request.ray_address) as runner:
+            self.listener.began(self.begun())
+            return self._kept_up(runner)
+
+    def _kept_up(self, runner: Runner) -> Measurement:
+        losses = 0
+        while True:
+            before = self.step
+            try:
+                return self._watched(runner)
+            except RunnerError as error:
+                losses = 1 if self.step > before else losses + 1
+                if losses > LOSSES:
+                    raise
+                self.listener.said(f"ranks were lost ({error}); going on from step {self.step}")
+
+    def _watched(self, runner: Runner) -> Measurement:
+        """One start of the ranks, while what they log is passed on. Ctrl-C has them save and end; a second one ends them."""
+        log = self.path / LOGS / f"{1 + max((int(each.stem) for each in self._logs()), default=-1)}.log"
+        log.parent.mkdir(exist_ok=True)
+        reader = LogReader(self.path, log_size(self.path))
+        asked = TrialRequest(config=self.strategy.config, number=int(log.stem), log=log.absolute())
+        with ThreadPoolExecutor(1, thread_name_prefix="ranks") as pool, _closed_on_interrupt(runner):
+            future = pool.submit(runner.run, asked)
+            try:
+                self._follow(future, reader)
+            except KeyboardInterrupt:
+                (self.path / STOP).touch()
+                self.listener.said("ending with a checkpoint; Ctrl-C again ends at once, without")
+                self._follow(future, reader)
+            return future.result()
+
+    def _logs(self) -> Iterator[Path]:
+        return (each for each in (self.path / LOGS).glob("*.log") if each.stem.isdigit())
+
+    def _follow(self, future: "Future[Measurement]", reader: LogReader) -> None:
+        over = False
+        while not over:
+            over = future.done()
+            for line in reader.lines():
+                self.listener.line(line)
+            if not over:
+                time.sleep(LOOK_S)
+
+    def _ended(self, measured: Measurement) -> Trained:
+        predicted = self.source.predicted if self.strategy.config == self.source.config else None
+        return Trained(
+            folder=self.path,
+            step=self.step,
+            stopped=self.step < self.request.steps,
+            measurement=measured,
+            strategies=tuple(self.strategies),
+            predicted=predicted,
+        )
+
+
+def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
+    """A request to go on with what was asked before.
+
+    Raises:
+        UsageError: it contradicts that; names what.
+    """
+    given = request.given()
+    was = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+    for name, value in given.items():
+        value = tuple(value) if isinstance(value, list) else value
+        if name not in MAY_CHANGE and value != was.get(name):
+            before = was.get(name, "the default")
+            raise UsageError(
+                f"the training in '{request.out or request.source}' has {name}={before}, and cannot go on with {value!r}; "
+                "start another one for that"
+            )
+    starts = {each: getattr(request, each) for each in ("source", "out", "resume", "tune_trials", "runner", "ray_address")}
+    return TrainRequest(**{**was, **given, **starts})
+
+
+def fresh_folder(name: str) -> Path:
+    """`train/NAME`, or NAME-2 and so on where that is there."""
+    path, number = Path("train", name), 1
+    while path.exists():
+        number += 1
+        path = Path("train", f"{name}-{number}")
+    return path
+
+
+@contextlib.contextmanager
+def _closed_on_interrupt(runner: Runner) -> Iterator[None]:
+    """Ends the ranks where whoever waits for them is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        runner.close()
+        raise
+
+
+def _peak(device: Device, config: Mapping[str, Any]) -> float | None:
+    """FLOPs per second that a device can do; None where that is not known, as for a CPU."""
+    hardware = recognise(device.name, device.memory_mib) if device.type == "cuda" else None
+    return None if hardware is None else hardware.rate(str(config.get("precision", "fp32")))

@@ -1,0 +1,123 @@
+"""What is asked of a training: the one form that `redline.train` and the command line fill in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from ...errors import UsageError, unknown
+from ...models.request import Asked
+from ...training.data import DataPlan
+from ...training.hyperparameters import Hyperparameters
+from ...training.loop import LoopPlan
+from ..budget import parse_memory
+
+RUNNERS = ("local", "ray", "slurm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What is trained, where, and what is kept.
+
+    Args:
+        source: a run's folder or its best.yaml, whose winner it is; a model, for which a configuration is planned; or, to
+            resume, the training's own folder.
+        out: folder of the training; by default `train/NAME`.
+        resume: go on with the training in it.
+        devices: how many; by default as many as the configuration is for, or as before. For others it is planned anew.
+        memory_limit: of a device, MiB or as in `8GiB`; for another one than before it is planned anew.
+        tune_trials: dry runs for planning anew; 0 takes the estimate's word for it.
+        runner: who places the ranks: `local`, `ray` or `slurm`.
+        ray_address: a Ray cluster to join.
+        weights: a checkpoint of another tool to begin with, such as a Hugging Face model's folder.
+        lora: train adapters only, such as `r=16`.
+        seq_len: tokens of a sample, in place of the run's.
+        global_batch: samples of an optimizer step, in place of the run's.
+        fix: knobs of the configuration, in place of the winner's.
+    """
+
+    source: str | Path = field(kw_only=False)
+    out: Annotated[
+        str | Path | None, Asked("Folder of the training.  [default: train/NAME, or NAME-2, ...]", metavar="DIR")
+    ] = None
+    resume: Annotated[bool, Asked("Go on with the training in the folder.")] = False
+    devices: Annotated[
+        int | None,
+        Asked("Devices; for others than before it is planned anew.  [default: as before]", type=int, metavar="N"),
+    ] = None
+    memory_limit: Annotated[
+        str | float | None,
+        Asked("Memory of a device, such as 8GiB; for another one it is planned anew.", metavar="SIZE"),
+    ] = None
+    tune_trials: Annotated[
+        int, Asked("Dry runs for planning anew; 0 takes the estimate's word for it.", type=int, metavar="K")
+    ] = 0
+    runner: Annotated[str, Asked("Who places the ranks: local, ray, or slurm in an allocation.", metavar="NAME")] = "local"
+    ray_address: Annotated[
+        str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
+    ] = None
+    weights: Annotated[
+        str | Path | None, Asked("A checkpoint to begin with, such as a Hugging Face folder.", flag="from", metavar="DIR")
+    ] = None
+    lora: Annotated[
+        str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]")
+    ] = None
+    seq_len: Annotated[
+        int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="S")
+    ] = None
+    global_batch: Annotated[
+        int | None, Asked("Samples per optimizer step.  [default: the run's]", type=int, metavar="B")
+    ] = None
+    fix: Annotated[
+        Mapping[str, Any] | None, Asked("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
+    ] = None
+
+    @cached_property
+    def limit_mib(self) -> float | None:
+        """Memory of a device that was asked for, MiB. Raises UsageError where it is none."""
+        return parse_memory(self.memory_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
+    """What is asked of a training, in four sections.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    def __post_init__(self) -> None:
+        for section in (LoopPlan, Hyperparameters, DataPlan):
+            section.__post_init__(self)
+        if self.runner not in RUNNERS:
+            raise UsageError(unknown("runner", self.runner, RUNNERS))
+        for name in ("devices", "seq_len", "global_batch"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a whole number of at least 1, but got {value!r}")
+        if self.tune_trials < 0:
+            raise UsageError(f"tune_trials must be at least 0, but got {self.tune_trials}")
+        if self.ray_address is not None and self.runner != "ray":
+            raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
+
+    def section(self, kind: type) -> Any:
+        """One of its sections by itself: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
+
+    def given(self) -> dict[str, Any]:
+        """What asks for something, and not for the default, by name."""
+        out = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in _OF_A_START and value is not None and value != each.default:
+                out[each.name] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        return out
+
+
+_OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
+"""What belongs to a start rather than to the training."""
+MAY_CHANGE = (*_OF_A_START, "devices", "memory_limit", "steps", *(each.name for each in fields(LoopPlan)))
+"""What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
+SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
+"""Of a request, as they are read."""

@@ -1,0 +1,214 @@
+"""In which configuration a training goes on: the run's winner, that of before, or one that is planned anew."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...device import detect
+from ...errors import NothingFound, StudyError
+from ...models import Workload
+from ...models.resolve import workload as resolve_workload
+from ...reading import path_of
+from ...results import View
+from ...results.export import chosen_trial
+from ...results.names import BEST, holds_run
+from ...space import Config
+from ..planning import plan, safer
+from .request import TrainRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is trained, and in which configuration it would be."""
+
+    spec: str
+    """The model, as it was asked for."""
+    seq_len: int | None = None
+    """Tokens of a sample; None for the model's usual."""
+    global_batch: int | None = None
+    """Samples of a step; None for the model's usual."""
+    lora: str | None = None
+    """Adapters that are trained; None where all weights are."""
+    config: Config | None = None
+    """The configuration; None where none is known."""
+    devices: int | None = None
+    """How many it is for."""
+    limit_mib: float | None = None
+    """Memory of a device, MiB, if that was limited."""
+    name: str = ""
+    """What people call it."""
+    predicted: float | None = None
+    """Throughput that was measured of it; None where none was."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As train.yaml keeps it."""
+        return {**vars(self), "config": None if self.config is None else self.config.to_dict()}
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> "Source":
+        """From what `to_dict` returned."""
+        config = document.get("config")
+        return Source(**{**document, "config": None if config is None else Config(config)})
+
+    def workload(self, request: TrainRequest) -> Workload:
+        """What is trained, as the request has it.
+
+        Raises:
+            WorkloadError: there is no such model.
+        """
+        return resolve_workload(
+            self.spec,
+            seq_len=request.seq_len or self.seq_len,
+            global_batch=request.global_batch or self.global_batch,
+            lora=request.lora or self.lora,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A configuration of a training, and why it is that."""
+
+    config: Config
+    """The configuration."""
+    devices: int
+    """On how many."""
+    why: str
+    """In a sentence for people."""
+    step: int = 0
+    """Steps that were done before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As train.yaml keeps it."""
+        return {
+            "step": self.step,
+            "devices": self.devices,
+            "configuration": self.config.to_dict(),
+            "why": self.why,
+        }
+
+    @staticmethod
+    def from_dict(document: Mapping[str, Any]) -> "Strategy":
+        """From what `to_dict` returned."""
+        return Strategy(
+            step=document["step"],
+            devices=document["devices"],
+            config=Config(document["configuration"]),
+            why=str(document.get("why", "")),
+        )
+
+
+def read_source(given: str | Path) -> Source:
+    """What a run's folder, its best.yaml, or a model's name says.
+
+    Raises:
+        StudyError: a run is damaged, or of a command.
+        NothingFound: a run has no winner.
+    """
+    path = path_of(given)
+    if path.name.endswith((".yaml", ".yml")) and path.is_file():
+        if path.name != BEST or not holds_run(path.parent):
+            return _of_file(path)
+        path = path.parent
+    if path.is_dir() and holds_run(path):
+        return _of_run(path)
+    return Source(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
+
+
+def _of_run(path: Path) -> Source:
+    view = View(path, Config)
+    winner = chosen_trial(view.trials(), None)
+    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path))
+
+
+def _of_file(path: Path) -> Source:
+    """Of a best.yaml that lies by itself."""
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StudyError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}") from error
+    best = document.get("best") if isinstance(document, Mapping) else None
+    if isinstance(document, Mapping) and "best" in document and best is None:
+        raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
+    if not isinstance(best, Mapping) or not isinstance(best.get("configuration"), Mapping):
+        raise StudyError(f"'{path}' is no best.yaml of redline: it has no best with a configuration")
+    return _source(
+        document.get("trains") or {}, Config(best["configuration"]), best.get("throughput"), str(path)
+    )
+
+
+def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str) -> Source:
+    what = asked.get("workload") or {}
+    if "command" in what or not what.get("spec"):
+        kind = "a command" if "command" in what else "a callable, or of a model that is not known"
+        raise StudyError(f"'{where}' is of {kind}; redline trains models and workloads that have a name or a file")
+    return Source(
+        spec=str(what["spec"]),
+        seq_len=asked.get("seq_len"),
+        global_batch=asked.get("global_batch"),
+        lora=what.get("lora"),
+        config=config,
+        devices=(asked.get("devices") or {}).get("used"),
+        limit_mib=asked.get("memory_limit_mib"),
+        name=str(asked.get("model") or ""),
+        predicted=throughput,
+    )
+
+
+def first(request: TrainRequest, source: Source, workload: Workload) -> Strategy:
+    """The configuration that a training begins with.
+
+    Raises:
+        NothingFound: none fits on the devices.
+    """
+    devices = request.devices or source.devices or detect().count
+    limit = request.limit_mib
+    if source.config is not None and devices == source.devices and limit in (None, source.limit_mib):
+        config = Config({**source.config, **(request.fix or {})})
+        return Strategy(config=config, devices=devices, why="the run's winner")
+    return anew(request, workload, devices, like=source.config, step=0)
+
+
+def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int) -> Strategy:
+    """A configuration for devices that none is known for.
+
+    Raises:
+        NothingFound: none fits on them.
+    """
+    planned = plan(
+        workload,
+        devices=devices,
+        memory_limit_mib=request.limit_mib,
+        like=like,
+        trials=request.tune_trials,
+        runner=request.runner,
+        fixed=request.fix or {},
+        seed=request.seed,
+    )
+    return Strategy(config=planned.config, devices=devices, why=planned.why, step=step)
+
+
+def after_oom(
+    request: TrainRequest, workload: Workload, ran: Strategy, failed: list[Config], step: int
+) -> Strategy:
+    """The next-safer configuration behind one that ran out of memory.
+
+    Raises:
+        NothingFound: there is none.
+    """
+    planned = safer(
+        workload,
+        ran.config,
+        devices=ran.devices,
+        memory_limit_mib=request.limit_mib,
+        failed=failed,
+        fixed=request.fix or {},
+    )
+    if planned is None:
+        raise NothingFound(
+            f"the training ran out of memory, and no configuration for {ran.devices} devices needs clearly less; "
+            "more devices, a smaller --global-batch or a shorter --seq-len would help"
+        )
+    return Strategy(config=planned.config, devices=ran.devices, why=planned.why, step=step)
