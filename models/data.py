@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..errors import WorkloadError
 
@@ -62,55 +62,108 @@ class TokenBatches:
     def __call__(self, size: int, seed: int) -> dict[str, "torch.Tensor"]:
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
-        length = window(self.task, self.seq_len)
-        inputs = (
-            self._random((size, length), generator)
-            if self.text is None
-            else _windows(self.text.tokens, (size, length), generator)
+        draw = GeneratorDraw(torch.Generator().manual_seed(seed))
+        shape = (size, window(self.task, self.seq_len))
+        if self.text is None:
+            tokens = random_tokens(shape, self.vocab_size, self.pad_id, draw)
+        else:
+            tokens = _windows(self.text.tokens, shape, draw)
+        mask_id = self.text.mask_id if self.text is not None else None
+        return inputs_and_labels(
+            self.task, tokens, vocab_size=self.vocab_size, pad_id=self.pad_id, mask_id=mask_id, draw=draw
         )
-        if self.task == "seq2seq":
-            source, target = inputs.split(self.seq_len, dim=1)
-            return {"input_ids": source.contiguous(), "labels": target.contiguous()}
-        if self.task == "causal":
-            return {"input_ids": inputs, "labels": inputs}
-        inputs, labels = self._mask(inputs, generator)
-        return {"input_ids": inputs, "labels": labels}
 
-    def _random(self, shape: tuple[int, ...], generator: "torch.Generator") -> "torch.Tensor":
+
+class Draw(Protocol):
+    """Where random numbers come from; each call gives new ones."""
+
+    def uniform(self, shape: tuple[int, int]) -> "torch.Tensor":
+        """Numbers from 0 to below 1."""
+
+    def below(self, bound: int, shape: tuple[int, int]) -> "torch.Tensor":
+        """Integers from 0 to below `bound`, int64."""
+
+
+class GeneratorDraw:
+    """Numbers drawn by a generator of PyTorch."""
+
+    def __init__(self, generator: "torch.Generator") -> None:
+        self._generator = generator
+
+    def uniform(self, shape: tuple[int, int]) -> "torch.Tensor":
         import torch
 
-        if self.pad_id is None or not 0 <= self.pad_id < self.vocab_size:
-            return torch.randint(self.vocab_size, shape, generator=generator)
-        ids = torch.randint(self.vocab_size - 1, shape, generator=generator)
-        return ids + (ids >= self.pad_id)
+        return torch.rand(shape, generator=self._generator)
 
-    def _mask(self, inputs: "torch.Tensor", generator: "torch.Generator") -> tuple["torch.Tensor", "torch.Tensor"]:
+    def below(self, bound: int, shape: tuple[int, int]) -> "torch.Tensor":
         import torch
 
-        size, length = inputs.shape
-        count = max(1, round(MASKED_SHARE * length))
-        order = torch.rand((size, length), generator=generator).argsort(dim=1)
-        positions = order[:, :count]
-        labels = torch.full_like(inputs, -100)
-        labels.scatter_(1, positions, inputs.gather(1, positions))
-        fate = torch.rand((size, count), generator=generator)
-        drawn = self._random((size, count), generator)
-        kept = inputs.gather(1, positions)
-        known = self.text.mask_id if self.text is not None else None
-        mask = torch.full_like(kept, self.vocab_size - 1 if known is None else known)
-        replaced = torch.where(fate < 0.8, mask, torch.where(fate < 0.9, drawn, kept))
-        return inputs.scatter(1, positions, replaced), labels
+        return torch.randint(bound, shape, generator=self._generator)
 
 
-def _windows(tokens: "np.ndarray", shape: tuple[int, int], generator: "torch.Generator") -> "torch.Tensor":
+def random_tokens(shape: tuple[int, int], vocab_size: int, pad_id: int | None, draw: Draw) -> "torch.Tensor":
+    """Random tokens of a vocabulary, its padding left out."""
+    if pad_id is None or not 0 <= pad_id < vocab_size:
+        return draw.below(vocab_size, shape)
+    ids = draw.below(vocab_size - 1, shape)
+    return ids + (ids >= pad_id)
+
+
+def inputs_and_labels(
+    task: Task,
+    tokens: "torch.Tensor",
+    *,
+    vocab_size: int,
+    pad_id: int | None,
+    mask_id: int | None,
+    draw: Draw,
+    real: "torch.Tensor | None" = None,
+) -> dict[str, "torch.Tensor"]:
+    """What a model of a task reads and what it must say of samples of tokens, as `TokenBatches` describes it.
+
+    Args:
+        task: `causal`, `masked` or `seq2seq`.
+        tokens: int64, shape [samples, window(task, seq_len)].
+        vocab_size: ids are below.
+        pad_id: an id that is never drawn.
+        mask_id: what hides a token; None for the last id.
+        draw: of the numbers that choose what is hidden.
+        real: bool, shape of `tokens`: those that may be hidden; None for all.
+    """
+    if task == "seq2seq":
+        source, target = tokens.chunk(2, dim=1)
+        return {"input_ids": source.contiguous(), "labels": target.contiguous()}
+    if task == "causal":
+        return {"input_ids": tokens, "labels": tokens}
+    import torch
+
+    size, length = tokens.shape
+    order = draw.uniform((size, length))
+    counts = torch.full((size, 1), length) if real is None else real.sum(dim=1, keepdim=True)
+    if real is not None:
+        order = order.masked_fill(~real, 2.0)  # behind all that may be hidden
+    counts = (MASKED_SHARE * counts.double()).round().long().clamp(min=1)
+    most = int(counts.max())
+    positions = order.argsort(dim=1)[:, :most]
+    chosen = torch.arange(most) < counts
+    kept = tokens.gather(1, positions)
+    labels = torch.full_like(tokens, -100)
+    labels.scatter_(1, positions, kept.masked_fill(~chosen, -100))
+    fate = draw.uniform((size, most))
+    drawn = random_tokens((size, most), vocab_size, pad_id, draw)
+    hidden = torch.full_like(kept, vocab_size - 1 if mask_id is None else mask_id)
+    replaced = torch.where(fate < 0.8, hidden, torch.where(fate < 0.9, drawn, kept))
+    return {"input_ids": tokens.scatter(1, positions, torch.where(chosen, replaced, kept)), "labels": labels}
+
+
+def _windows(tokens: "np.ndarray", shape: tuple[int, int], draw: Draw) -> "torch.Tensor":
     """Pieces of a text that begin anywhere in it, of so many samples and tokens."""
     import numpy as np
     import torch
 
     size, length = shape
-    starts = torch.randint(len(tokens) - length + 1, (size,), generator=generator).numpy()
-    picked = tokens[starts[:, None] + np.arange(length)]
+    starts = draw.below(len(tokens) - length + 1, (size, 1)).numpy()
+    picked = tokens[starts + np.arange(length)]
     return torch.from_numpy(picked.astype(np.int64))
 
 
@@ -132,7 +185,7 @@ def read_text(path: str | Path, *, seq_len: int, vocab_size: int, folder: Path |
     import numpy as np
 
     raw = _read(Path(path))
-    tokenizer = _tokenizer(folder) if folder is not None else None
+    tokenizer = load_tokenizer(folder) if folder is not None else None
     if tokenizer is None:
         name, mask_id = "bytes", None
         ids = np.frombuffer(raw, dtype=np.uint8).astype(np.uint16) + BYTE_OFFSET
@@ -180,7 +233,12 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; None where there is none.
+
+    Raises:
+        WorkloadError: it cannot be loaded.
+    """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from .._transformers import quiet, refusals

@@ -16,6 +16,7 @@ from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, o
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
 from .precision import Precision, dtype_of
+from .seeds import step_seed
 from .world import World
 
 if TYPE_CHECKING:
@@ -195,8 +196,7 @@ class Training:
 
     def seed_of(self, number: int) -> int:
         """The seed of a step's data, by its number."""
-        # NumPy's older generators take 32 bits.
-        return (self._seed * 1_000_003 + number) % 2**31
+        return step_seed(self._seed, number)
 
     def _sizes(self) -> None:
         config, workload = self.config, self.workload

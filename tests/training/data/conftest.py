@@ -1,0 +1,81 @@
+"""Data in files of all kinds, and tokenizers that are made on the spot."""
+
+import json
+from pydoc_data.topics import topics
+
+import pytest
+from redline.training.data import DataPlan, prepare
+
+TOPICS = [topics[name] for name in sorted(topics)]
+"""English texts that Python ships: its own documentation."""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """`make(template=None, **special)`: a folder with a BPE of 500 tokens by GPT-2's rules."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        TOPICS[:20], trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+    )
+
+    def make(template=None, **more):
+        folder = tmp_path_factory.mktemp("tokenizer")
+        given = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "mask_token": "<|mask|>", **more}
+        made = PreTrainedTokenizerFast(tokenizer_object=bpe, **given)
+        made.chat_template = template
+        made.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bpe(tokenizer_folder):
+    """Such a folder, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder()
+    return folder, AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write(name, content)`: a file of bytes, of text, or of records as JSON lines."""
+
+    def make(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(each) + "\n" for each in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """`samples(*paths, seq_len=..., **plan)`: what `prepare` makes of them."""
+
+    def make(*paths, seq_len=16, task="causal", vocab_size=600, pad_id=None, cache="cache", **plan):
+        asked = DataPlan(paths=tuple(map(str, paths)), **plan)
+        return prepare(
+            asked, seq_len=seq_len, task=task, vocab_size=vocab_size, cache=tmp_path / cache, pad_id=pad_id
+        )
+
+    return make

@@ -1,0 +1,5 @@
+"""The data of a training: from files to batches, in an order that follows from seed and position alone."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

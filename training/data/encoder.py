@@ -1,0 +1,167 @@
+"""From documents to tokens."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import WorkloadError
+from ...models.data import BYTE_OFFSET, load_tokenizer
+from .chat import encode_conversations
+from .documents import Piece
+from .plan import TrainOn
+
+BATCH_CHARACTERS = 1 << 21
+"""Text that is tokenised at once: enough for all threads of a fast tokenizer."""
+BATCH_PIECES = 1000
+BYTES = "bytes"
+"""The name of what makes tokens of bytes."""
+_END_OF_BYTES = 1
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Of a tokenizer's folder, what tokens follow from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """What makes tokens of documents: a tokenizer, or bytes."""
+
+    name: str
+    """`bytes`, or the folder."""
+    tokenizer: Any
+    """Of transformers; None for bytes."""
+    size: int
+    """Ids are below."""
+    prefix: tuple[int, ...]
+    """Tokens before each text, such as the beginning of a sequence."""
+    suffix: tuple[int, ...]
+    """Tokens behind each text: the tokenizer's own, and the end of a text in any case where it has one."""
+    end_id: int | None
+    """The token that ends a text."""
+    pad_id: int | None
+    """The token that fills up."""
+    mask_id: int | None
+    """The token that hides others."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest of uint16 and uint32 that holds the ids."""
+        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+
+    def encode(self, texts: list[str]) -> Iterator[Sequence[int] | np.ndarray]:
+        """Tokens of texts, without what stands before and behind."""
+        if self.tokenizer is None:
+            for text in texts:
+                yield np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) + BYTE_OFFSET
+            return
+        options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        yield from self.tokenizer(texts, add_special_tokens=False, **options)["input_ids"] if texts else ()
+
+
+def encoder_of(folder: str | None) -> Encoder:
+    """The encoder of a tokenizer's folder; of bytes where there is none.
+
+    Raises:
+        WorkloadError: the folder holds no tokenizer, or one that cannot be loaded.
+    """
+    if folder is None:
+        return Encoder(
+            name=BYTES, tokenizer=None, size=256 + BYTE_OFFSET, prefix=(), suffix=(_END_OF_BYTES,),
+            end_id=_END_OF_BYTES, pad_id=0, mask_id=None,
+        )  # fmt: skip
+    tokenizer = load_tokenizer(Path(folder)) if Path(folder).is_dir() else None
+    if tokenizer is None:
+        raise WorkloadError(f"{folder} holds no tokenizer; give the folder that its tokenizer.json is in")
+    # Older classes have an end of their own for a text of two: the separator.
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    prefix, suffix = _around(tokenizer)
+    if end is not None and end not in suffix[-1:]:
+        suffix = (*suffix, end)
+    return Encoder(
+        name=folder, tokenizer=tokenizer, size=max(tokenizer.get_vocab().values()) + 1, prefix=prefix, suffix=suffix, end_id=end,
+        pad_id=tokenizer.pad_token_id, mask_id=tokenizer.mask_token_id,
+    )  # fmt: skip
+
+
+def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens that a tokenizer puts before and behind a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for at in range(len(whole) - len(plain) + 1):
+        if whole[at : at + len(plain)] == plain:
+            return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    raise WorkloadError(
+        f"the tokenizer in {tokenizer.name_or_path} makes other tokens of a text where it marks its ends"
+    )
+
+
+def tokenizer_digest(folder: str | None) -> str:
+    """SHA-256 of the files that tokens follow from, hex; `bytes` where there is no tokenizer."""
+    if folder is None:
+        return BYTES
+    total = hashlib.sha256()
+    for name in _FILES:
+        if (file := Path(folder) / name).is_file():
+            total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Tokens of a piece."""
+
+    tokens: np.ndarray
+    """One dimension, special tokens included."""
+    trained: np.ndarray | None
+    """Which of them are predicted in training, bool; None for all."""
+    last: bool
+    """Whether a document ends with it."""
+    where: str
+    """The piece's."""
+
+
+def encoded(pieces: Iterable[Piece], encoder: Encoder, train_on: TrainOn) -> Iterator[Encoded]:
+    """Tokens of pieces, which are read and tokenised a batch at a time.
+
+    Raises:
+        WorkloadError: texts and conversations are mixed, or a conversation cannot be written as text.
+    """
+    conversations: bool | None = None
+    for batch in _batches(pieces):
+        kinds = [isinstance(each.content, list) for each in batch]
+        conversations = kinds[0] if conversations is None else conversations
+        if conversations is not all(kinds) or conversations is not any(kinds):
+            other = batch[kinds.index(not conversations)]
+            first = "conversations" if conversations else "texts"
+            raise WorkloadError(
+                f"{other.where}: the data has {first} before this, and {type(other.content).__name__} here"
+            )
+        if conversations:
+            for piece, (tokens, trained) in zip(batch, encode_conversations(encoder.tokenizer, batch, train_on)):
+                yield Encoded(tokens=tokens, trained=trained, last=True, where=piece.where)
+            continue
+        for piece, ids in zip(batch, encoder.encode([str(each.content) for each in batch])):
+            parts = (encoder.prefix if piece.first else (), ids, encoder.suffix if piece.last else ())
+            tokens = np.concatenate([np.asarray(part, dtype=encoder.dtype) for part in parts])
+            yield Encoded(tokens=tokens, trained=None, last=piece.last, where=piece.where)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    held = 0
+    for piece in pieces:
+        batch.append(piece)
+        if isinstance(piece.content, str):
+            held += len(piece.content)
+        else:
+            held += sum(len(str(message["content"])) for message in piece.content)
+        if held >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,183 @@
+"""From what is asked of the data to samples: read, tokenised and checked once, then mapped into memory."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import WorkloadError
+from ...models.data import Task, window
+from .cache import made_once
+from .documents import Piece, pieces_of
+from .encoder import BYTES, encoded, encoder_of, tokenizer_digest
+from .packing import Layout, Usable, usable_rows
+from .plan import DataPlan
+from .samples import Samples
+from .sources import OF_TOKENS, Source, find_sources
+from .split import Split
+from .store import TokenStore, write_about_tokens, write_texts
+from .token_files import TokenFile, indexed_tokens, plain_tokens
+
+FORMAT = 1
+"""Of what is kept in the cache; another where tokens of the same files would be others."""
+
+
+def prepare(
+    plan: DataPlan, *, seq_len: int, task: Task, vocab_size: int, cache: Path, pad_id: int | None = None
+) -> Samples:
+    """The samples of a plan.
+
+    Texts are tokenised a few MiB at a time into a folder of the cache, once: other processes that ask for the same at the
+    same time wait for the first, and later ones find it. Files of tokens stay where they are and are looked through once.
+
+    Args:
+        plan: what is asked.
+        seq_len: tokens of a sample; sequence to sequence, of its input and of its output each.
+        task: what the model is trained to do.
+        vocab_size: of the model.
+        cache: a folder, on a disk that all ranks share or on one of each host.
+        pad_id: of the model; None for the tokenizer's.
+
+    Raises:
+        WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or the
+            plan does not suit it or the task.
+        StudyError: the cache cannot be written.
+        MissingDependency: what reads such files is not installed.
+    """
+    _check_task(plan, task)
+    if task != "causal":
+        plan = replace(plan, train_on="all")
+    sources = find_sources(plan.paths)
+    if plan.tokenizer is None and vocab_size < encoder_of(None).size and sources[0].kind not in OF_TOKENS:
+        raise WorkloadError(
+            f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
+            f"has {vocab_size}; give a tokenizer"
+        )
+    store = TokenStore(_tokens(plan, sources, vocab_size, cache))
+    about = store.about
+    if about.largest >= vocab_size:
+        whose = (
+            f"the tokenizer {plan.tokenizer or BYTES} yields" if sources[0].kind not in OF_TOKENS else "the data holds"
+        )
+        raise WorkloadError(
+            f"{plan.paths[0]}: {whose} token {about.largest}, but the model's vocabulary has {vocab_size}; they do not "
+            "belong together"
+        )
+    plan = _resolved(plan, store, task)
+    fills = [each for each in (pad_id, about.pad_id, about.end_id, 0) if each is not None and 0 <= each < vocab_size]
+    assert plan.packing is not None
+    layout = Layout(store=store, packing=plan.packing, length=window(task, seq_len), pad_id=fills[0])
+    usable = usable_rows(layout, task, cache)
+    _check_size(plan, layout, usable)
+    split = Split.of(usable.samples, plan.held_out)
+    if plan.held_out and not split.evaluation:
+        raise WorkloadError(
+            f"{plan.paths[0]} has one sample of {layout.length} tokens, of which none can be held out; give more data or "
+            "held_out=0"
+        )
+    return Samples(
+        plan=plan, task=task, vocab_size=vocab_size, pad_id=pad_id, layout=layout, usable=usable, split=split
+    )
+
+
+def _check_task(plan: DataPlan, task: Task) -> None:
+    if task == "image":
+        raise WorkloadError(
+            "data files hold text or tokens, and the model classifies images; give its batches by --workload"
+        )
+    if task != "causal" and plan.train_on == "assistant":
+        raise WorkloadError(f"train_on=assistant is for causal language models, and this one's task is {task}")
+    if task != "causal" and plan.packing == "documents":
+        raise WorkloadError(
+            f"packing=documents is for causal language models, and this one's task is {task}; give packing=packed"
+        )
+    if task == "seq2seq" and plan.packing == "padded":
+        raise WorkloadError(
+            "packing=padded makes a sample of a document, but sequence to sequence predicts what follows a text from it; "
+            "give packing=packed"
+        )
+
+
+def _resolved(plan: DataPlan, store: TokenStore, task: Task) -> DataPlan:
+    conversations = store.about.conversations
+    if conversations and task == "seq2seq":
+        raise WorkloadError(f"{plan.paths[0]} holds conversations, which causal language models are trained on")
+    packing = plan.packing or ("padded" if conversations else "packed")
+    if packing != "packed" and store.boundaries is None:
+        raise WorkloadError(
+            f"{plan.paths[0]} holds tokens without saying where documents begin, which packing={packing} needs; give the "
+            "tokenizer, whose end of a text tells, or packing=packed"
+        )
+    return replace(plan, packing=packing, train_on="assistant" if store.about.masked else "all")
+
+
+def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
+    tokens, length = layout.store.about.tokens, layout.length
+    where = plan.paths[0] if len(plan.paths) == 1 else f"the data in {', '.join(plan.paths)}"
+    if layout.packing != "padded" and tokens < length:
+        raise WorkloadError(
+            f"{where} is too short: a sample has {length} tokens, but the data has {tokens}; give more data or a smaller "
+            "sequence length"
+        )
+    if not usable.samples:
+        raise WorkloadError(
+            f"{where} has nothing to train on: in none of {layout.num_rows} samples of {length} tokens is there a token to "
+            "predict; give a larger sequence length or train_on=all"
+        )
+
+
+def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path) -> Path:
+    """The folder of the tokens, made where it is not there."""
+    stamps = [each.stamps() for each in sources]
+    wanted = {
+        "format": FORMAT,
+        "sources": [[each.kind, *map(list, stamp)] for each, stamp in zip(sources, stamps)],
+        "tokenizer": tokenizer_digest(plan.tokenizer),
+    }
+    if sources[0].kind in OF_TOKENS:
+        if plan.train_on == "assistant":
+            raise WorkloadError(
+                f"{plan.paths[0]} holds tokens, in which nobody speaks; train_on=assistant needs conversations"
+            )
+        wanted["wide"] = vocab_size > 1 << 16
+    else:
+        wanted |= {"field": plan.field, "train_on": plan.train_on}
+
+    def make(folder: Path) -> dict[str, Any]:
+        filled = _of_files if sources[0].kind in OF_TOKENS else _of_texts
+        made = filled(folder, plan, sources, vocab_size)
+        if [each.stamps() for each in sources] != stamps:
+            raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
+        return made
+
+    return made_once(cache, wanted, make)
+
+
+def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int) -> dict[str, Any]:
+    pieces: Iterator[Piece] = (piece for source in sources for piece in pieces_of(source, plan.field))
+    first = next(pieces, None)
+    if first is None:
+        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty")
+    conversations = isinstance(first.content, list)
+    if plan.train_on == "assistant" and not conversations:
+        raise WorkloadError(f"{first.where} holds text, in which nobody speaks; train_on=assistant needs conversations")
+    encoder = encoder_of(plan.tokenizer)
+    train_on = plan.train_on or ("assistant" if conversations else "all")
+    return write_texts(
+        folder, encoded(chain([first], pieces), encoder, train_on), encoder, vocab_size=vocab_size,
+        conversations=conversations, masked=train_on == "assistant",
+    )  # fmt: skip
+
+
+def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int) -> dict[str, Any]:
+    encoder = encoder_of(plan.tokenizer) if plan.tokenizer is not None else None
+    files: list[tuple[TokenFile, np.ndarray | None]] = [
+        indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources
+    ]
+    return write_about_tokens(
+        folder, files, vocab_size=vocab_size, end_id=encoder.end_id if encoder else None,
+        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None,
+    )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Samples by their position in an endless sequence, which follows from the seed alone."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ...models.data import Task, inputs_and_labels
+from ...models.workload import Batch
+from .order import HashedDraw, shuffled
+from .packing import Layout, Usable
+from .plan import DataPlan
+from .split import Split
+
+if TYPE_CHECKING:
+    import torch
+
+_TRAINING, _EVALUATION = 1, 2
+"""Streams of what masked language models hide."""
+IGNORED = -100
+"""The label of a token that is not predicted, as transformers has it."""
+
+
+class TrainingData(Protocol):
+    """What a training takes its batches from. Step s of a training with B samples a step has those from s * B on."""
+
+    @property
+    def num_training(self) -> int | None:
+        """Samples of an epoch; None where no sample comes twice."""
+
+    @property
+    def num_evaluation(self) -> int:
+        """Samples that are held out for evaluation."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all samples have as many labels, so that the mean over a batch is that over its micro-batches."""
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """What tells which samples are at these positions, int64, shape [count]."""
+
+    def __call__(self, start: int, count: int) -> Batch:
+        """The samples at these positions, as a batch on the CPU."""
+
+    def evaluation(self, start: int, count: int) -> Batch:
+        """Held-out samples by number, as a batch on the CPU.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """What the data is, as plain data; trainings with the same `digest` have the same batches at the same positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Samples of tokens: `samples(start, count)` is the batch at positions `start` to `start + count - 1`.
+
+    `input_ids` and `labels`, int64, shape [count, seq_len], as `models.data.TokenBatches` has them, and where needed
+    `position_ids` (documents apart) or `attention_mask` (padding before and behind which a model looks). Epochs follow each
+    other, each in an order of its own. A batch follows from seed and positions alone: it is the same however positions are
+    grouped into calls, on any rank, in any process, after any restart. Made by `prepare`; safe to use from several threads.
+    """
+
+    plan: DataPlan
+    """What was asked, nothing left open."""
+    task: Task
+    """`causal`, `masked` or `seq2seq`."""
+    vocab_size: int
+    """Ids are below."""
+    pad_id: int | None
+    """An id that does not replace a masked token."""
+    layout: Layout
+    """How samples are cut from tokens."""
+    usable: Usable
+    """What they are cut from."""
+    split: Split
+    """Which are held out."""
+
+    def __len__(self) -> int:
+        return self.num_training
+
+    @property
+    def num_training(self) -> int:
+        """Samples of an epoch."""
+        return self.split.training
+
+    @property
+    def num_evaluation(self) -> int:
+        """Samples that are held out for evaluation."""
+        return self.split.evaluation
+
+    @property
+    def even(self) -> bool:
+        """Whether all samples have as many labels, so that the mean over a batch is that over its micro-batches."""
+        return self.layout.packing == "packed" and not self.layout.store.about.masked
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """Samples at these positions by their number in the data, int64, shape [count]."""
+        positions = _range(start, count)
+        if self.plan.shuffle:
+            return self.split.training_ids(shuffled(positions, len(self), self.plan.seed))
+        return self.split.training_ids(positions % len(self))
+
+    def __call__(self, start: int, count: int) -> "dict[str, torch.Tensor]":
+        draw = HashedDraw(self.plan.seed, _TRAINING, _range(start, count))
+        return self._batch(self.ids(start, count), draw)
+
+    def evaluation(self, start: int, count: int) -> "dict[str, torch.Tensor]":
+        """Held-out samples by number, the same whatever the seed.
+
+        Raises:
+            IndexError: there are not as many.
+        """
+        numbers = _range(start, count)
+        if start + count > self.num_evaluation:
+            raise IndexError(
+                f"samples {start} to {start + count - 1} were asked for, but {self.num_evaluation} are held out"
+            )
+        return self._batch(self.split.evaluation_ids(numbers), HashedDraw(0, _EVALUATION, numbers))
+
+    def describe(self) -> dict[str, Any]:
+        """What the data is, as plain data; trainings with the same `digest` have the same batches at the same positions."""
+        about = self.layout.store.about
+        follows: Mapping[str, Any] = {
+            "tokens_digest": about.digest,
+            "task": self.task,
+            "sample_tokens": self.layout.length,
+            "packing": self.plan.packing,
+            "train_on": self.plan.train_on,
+            "held_out": self.plan.held_out,
+            "shuffle": self.plan.shuffle,
+            "seed": self.plan.seed,
+        }
+        return {
+            "paths": list(self.plan.paths),
+            "tokenizer": self.plan.tokenizer or "bytes",
+            "documents": about.documents,
+            "tokens": about.tokens,
+            "samples": self.num_training,
+            "evaluation_samples": self.num_evaluation,
+            "unused_samples": self.layout.num_rows - self.usable.samples,
+            "shortened_documents": self.usable.shortened,
+            **follows,
+            "digest": hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest(),
+        }
+
+    def _batch(self, ids: np.ndarray, draw: HashedDraw) -> "dict[str, torch.Tensor]":
+        import torch
+
+        cut = self.layout.cut(ids if self.usable.rows is None else self.usable.rows[ids])
+        real = None if cut.real is None else torch.from_numpy(cut.real)
+        batch = inputs_and_labels(
+            self.task, torch.from_numpy(cut.tokens), vocab_size=self.vocab_size, pad_id=self.pad_id,
+            mask_id=self.layout.store.about.mask_id, draw=draw, real=real,
+        )  # fmt: skip
+        if self.task == "causal" and cut.trained is not None:
+            batch["labels"] = batch["labels"].masked_fill(~torch.from_numpy(cut.trained), IGNORED)
+        if cut.positions is not None:
+            batch["position_ids"] = torch.from_numpy(cut.positions)
+        if real is not None and self.task != "causal":  # a causal model's tokens see none of the padding behind them
+            batch["attention_mask"] = real.long()
+        return batch
+
+
+def _range(start: int, count: int) -> np.ndarray:
+    if start < 0 or count < 1:
+        raise IndexError(f"positions must be from 0 on and at least one, but are {count} from {start}")
+    return np.arange(start, start + count, dtype=np.int64)
