@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import Diverged, UsageError
 from ..models.batches import each_tensor, to_device
@@ -16,6 +16,7 @@ from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
+from .data.samples import IGNORED, TrainingData
 from .hyperparameters import Hyperparameters
 from .training import Training
 
@@ -25,23 +26,6 @@ if TYPE_CHECKING:
 
 LAG = 2
 """Steps behind which ranks learn what they agreed on, so that none waits for the device."""
-IGNORED = -100
-"""The label of a token that does not count, as PyTorch's losses have it."""
-
-
-class Samples(Protocol):
-    """Where the loop's samples come from."""
-
-    uniform: bool
-    """Whether all have as many tokens that count, so that means over micro-batches are means over tokens."""
-    num_evaluation: int
-    """Samples that are held out."""
-
-    def __call__(self, start: int, count: int) -> Batch:
-        """The samples at `count` positions from `start` on, of the endless sequence that is trained on."""
-
-    def evaluation(self, start: int, count: int) -> Batch:
-        """The held-out samples from `start` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +108,7 @@ class Loop:
     def __init__(
         self,
         training: Training,
-        samples: Samples,
+        samples: TrainingData,
         hyperparameters: Hyperparameters,
         plan: LoopPlan,
         *,
@@ -207,7 +191,7 @@ class Loop:
 
     def _factors(self, batches: list[Batch]) -> "torch.Tensor | None":
         """What each micro-batch counts for, so that every token that counts does so alike; None where all do anyway."""
-        if self.samples.uniform:
+        if self.samples.even:
             return None
         import torch
 

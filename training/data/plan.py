@@ -1,9 +1,10 @@
 """What is asked of the data of a training."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from ...errors import WorkloadError, unknown
+from ...models.request import Asked
 
 Packing = Literal["packed", "documents", "padded"]
 TrainOn = Literal["all", "assistant"]
@@ -11,7 +12,7 @@ LARGEST_SHARE = 0.5
 """Of the samples, what may be held out."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DataPlan:
     """What is asked of the data of a training.
 
@@ -19,30 +20,41 @@ class DataPlan:
         WorkloadError: a field is not what it must be.
     """
 
-    paths: tuple[str, ...]
+    paths: Annotated[
+        tuple[str, ...],
+        Asked("Text, JSON lines, Parquet, datasets folders or token files; repeatable.", flag="data", metavar="PATH", many=True),
+    ] = ()
     """Files or folders: text (`.txt`, `.md`), JSON lines (`.jsonl`, `.ndjson`, `.json`), Parquet, a folder of such or of
     Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron by either or their prefix."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[
+        str | None, Asked("Folder of a Hugging Face tokenizer.  [default: bytes]", metavar="DIR")
+    ] = None
     """Folder of a Hugging Face tokenizer; None takes text by bytes. Of a `.bin` it says which token ends a document."""
-    field: str = "text"
+    field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
     """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content` there is a
     conversation, written as text by the tokenizer's chat template."""
-    packing: Packing | None = None
+    packing: Annotated[
+        Packing | None,
+        Asked("packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]", metavar="HOW"),
+    ] = None
     """`packed`: samples are cut from all documents in a row. `documents`: the same, but no token sees or is predicted
     from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""
-    train_on: TrainOn | None = None
+    train_on: Annotated[
+        TrainOn | None,
+        Asked("Of conversations: all, or what the assistant says.  [default: assistant]", metavar="WHAT"),
+    ] = None
     """`assistant`: of conversations only what the assistant says is predicted. None: `assistant` for conversations, else
     `all`."""
-    held_out: float = 0.0
+    held_out: Annotated[float, Asked("Share of the samples that is set apart for evaluation.", type=float)] = 0.0
     """Share of the samples that is set apart for evaluation, from 0 to 0.5."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, Asked("Give each epoch an order of its own.")] = True
     """Whether each epoch has an order of its own; otherwise all have that of the data."""
-    seed: int = 0
+    seed: Annotated[int, Asked("Of weights, order and dropout.", type=range(1 << 63))] = 0
     """Of the order, and of what masked language models hide."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.paths, str) or not self.paths:
-            raise WorkloadError(f"data needs at least one file or folder, but got {self.paths!r}")
+        if isinstance(self.paths, str):
+            raise WorkloadError(f"data must be a sequence of files or folders, but got {self.paths!r}")
         if not self.field:
             raise WorkloadError("the field of the data must be the name of a column, but is empty; give field=text")
         if self.packing is not None and self.packing not in get_args(Packing):
