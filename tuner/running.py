@@ -85,7 +85,12 @@ def memory_of_rank(request: Request, task: "Task") -> float | None:
     given = request.limit_mib
     if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
-    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (request.concurrency or 1))))
+    return share_of_host(task.devices * (request.concurrency or 1))
+
+
+def share_of_host(ranks: int) -> float:
+    """What each of so many ranks may take of the memory that this host has left, whole MiB."""
+    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
 
 
 def make_work(request: Request, task: "Task") -> Work | None:
