@@ -58,6 +58,11 @@ def check_honoured(request: Request, task: "Task") -> None:
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
             "'ray', or leave it out"
         )
+    if request.soak and (task.own is None or task.simulated):
+        what = (
+            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
+        )
+        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it has no part in {what}")
     if task.own is not None:
         return
     if "measure_time" in given and task.command is None:
