@@ -34,7 +34,7 @@ class StudyError(UsageError):
 
 
 class NothingFound(RedlineError, LookupError):
-    """A search has no winner, and one was asked for; the message says why there is none."""
+    """A search has no winner, or nothing fits, and a configuration was asked for; the message says why there is none."""
 
 
 class RunnerError(RedlineError, RuntimeError):

@@ -1,6 +1,6 @@
 """From hardware that one need not have to a space of configurations, and to the best of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,10 +118,20 @@ class Survey:
     """Why the others were ruled out: a reason, and how many."""
 
 
-def survey(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -> Survey:
+def survey(
+    estimator: Estimator,
+    space: Space,
+    *,
+    top: int = 5,
+    seed: int = 0,
+    order: Callable[[EstimateTable], np.ndarray] | None = None,
+) -> Survey:
     """Predicts every configuration of a space, and ranks those that fit by throughput.
 
     Of a space with more than `MAX_CONFIGS` as many are drawn, evenly.
+
+    Args:
+        order: which of them are ranked, and how, in the place of `ranking`.
     """
     if top < 1:
         raise UsageError(f"top must be at least 1, but got {top}")
@@ -134,7 +144,7 @@ def survey(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -
         table = estimator.table(columns_of(space, estimator))
     else:
         table = estimator.table(list(space))
-    order = ranking(table)
+    ranked_ones = (order or ranking)(table)
     take = configs.__getitem__ if configs is not None else space.at
     lossy = lossy_of_space(space)
 
@@ -142,13 +152,13 @@ def survey(estimator: Estimator, space: Space, *, top: int = 5, seed: int = 0) -
         config = take(int(index))
         return Ranked(config=config, estimate=table.row(int(index)), lossy=lossy_in(config, lossy))
 
-    best = tuple(ranked(index) for index in order[:top])
-    exact = order[~_lossy(space, lossy, configs)[order]] if lossy else order[:0]
+    best = tuple(ranked(index) for index in ranked_ones[:top])
+    exact = ranked_ones[~_lossy(space, lossy, configs)[ranked_ones]] if lossy else ranked_ones[:0]
     return Survey(
         best=best,
         valid=valid,
         predicted=len(table),
-        fitting=len(order),
+        fitting=len(ranked_ones),
         smallest=ranked(int(np.argmin(table.peak_memory_mib))) if len(table) else None,
         best_exact=ranked(exact[0]) if len(exact) else None,
         out=_reasons(table, best[0].estimate if best else None),

@@ -125,6 +125,7 @@ class DryRuns(Work):
             plan=terms.plan,
             best_throughput=request.best_throughput,
             seed=terms.seed,
+            soak=request.soak,
         )
         return Job(
             program=cloudpickle.dumps(program),
@@ -185,6 +186,8 @@ class DryRuns(Work):
         probe = truth.together([each.probe for each in reports], [each.first for each in reports])
         wrong = truth.why_wrong(probe, request.reference, loss=slowest.loss, last_loss=slowest.last_loss)
         notes = [wrong or slowest.note]
+        if slowest.soak is not None and not wrong:
+            notes.append(f"soaked for {slowest.soak.words}")
         if request.reference is not None and not wrong:
             notes.append(truth.why_incomparable(probe, request.reference))
         if retries and not wrong:

@@ -13,6 +13,7 @@ from ..training.probe import ProbePart, take
 from .compiling import Compilation
 from .load import HostLoad, Watch
 from .rank import RankContext
+from .soak import SoakPlan, SoakReport, soak
 from .timing import Clock, CudaClock, HostClock, TimingPlan, measure
 from .turns import Turn
 
@@ -36,7 +37,7 @@ class DryRunReport:
     loss: float
     """Mean loss of the first step."""
     last_loss: float
-    """Loss of the last step."""
+    """Loss of the last step, that of a soak included."""
     probe: ProbePart
     """What this rank computed on the probe's samples, for the comparison with the reference."""
     first: StepPart | None
@@ -61,6 +62,8 @@ class DryRunReport:
     """Why the measurement was cut short."""
     turns: tuple["TurnReport", ...] = ()
     """What each turn brought, where the candidate took turns with others."""
+    soak: SoakReport | None = None
+    """What came of the soak, where it was soaked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class DryRun:
     """Best so far, in the workload's unit, to stop slow candidates early."""
     seed: int = 0
     """Seed of weights and data."""
+    soak: SoakPlan | None = None
+    """How it is soaked afterwards; None for not at all."""
 
     def __call__(self, context: RankContext) -> DryRunReport:
         import torch
@@ -157,13 +162,14 @@ class DryRun:
         timing = measure(
             step,
             clock,
-            self.plan,
+            self.plan if self.soak is None else self.soak.measuring(self.plan),
             best_step_ms=self._best_step_ms(training),
             agree=_agreement(context.world_size),
             compiled=lambda: compilation.seconds,
             settled=settled,
             turns=turns,
         )
+        soaked = self._soaked(training, context, compilation)
         return DryRunReport(
             step_ms=timing.step_ms,
             spread_ms=timing.spread_ms,
@@ -172,7 +178,7 @@ class DryRun:
             tokens_per_step=training.tokens_per_step,
             flops_per_step=training.flops_per_step(),
             loss=float(first),
-            last_loss=float(last),
+            last_loss=float(last) if soaked is None else soaked.loss,
             probe=probe,
             first=seen,
             seconds_build=seconds_build,
@@ -186,7 +192,18 @@ class DryRun:
             note=timing.stopped_early,
             # The first of the loads is that of the warm-up.
             turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
+            soak=soaked,
         )
+
+    def _soaked(self, training: Training, context: RankContext, compilation: Compilation) -> SoakReport | None:
+        if self.soak is None:
+            return None
+        context.phase("soak")
+        if training.compiled:
+            compilation.expected()  # for shapes that come now
+        found = soak(training, self.soak, self.seed, lambda: compilation.seconds)
+        compilation.settled()
+        return found
 
     def _best_step_ms(self, training: Training) -> float | None:
         if not self.best_throughput:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from ..results import Measurement
 from ..results.probe import Probe
 from ..space import Config
+from .soak import SoakPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,8 @@ class TrialRequest:
     """Best so far, in the workload's unit; a candidate clearly slower stops early."""
     reference: Reference | None = None
     """What is to be reproduced; None for the trial that sets it."""
+    soak: SoakPlan | None = None
+    """How a workload's candidate is soaked afterwards; None for not at all."""
 
     @property
     def log_name(self) -> str:

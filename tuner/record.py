@@ -54,6 +54,7 @@ def asked_of(request: Request, task: "Task") -> dict[str, Any]:
             else {}
         ),
         **({"simulated": True} if task.simulated else {}),
+        **({"soak": True} if request.soak else {}),
         **({"lossy": task.lossy} if task.lossy else {}),
     }
 
@@ -125,7 +126,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         for name in dict.fromkeys((*chosen, *BLOCK_KNOBS)):
             if name in winner.config:
                 command += ["--fix", f"{name}={_text(winner.config[name])}"]
-        command += ["--trials", "1"]
+        command += ["--trials", "1", *(["--soak"] if request.soak else [])]
     return [*command, "--seed", str(request.seed)]
 
 

@@ -42,6 +42,8 @@ class SearchRequest:
         headroom: share of a device's memory that is to stay free.
         layerwise: at the end, refine the winner block by block as predictions suggest, and try that beside it: one
             trial more, which wins where it is measured faster.
+        soak: before a workload's winner is named, train with it on the worst-length batch and 200 steps of varied lengths:
+            where memory runs out or it fails otherwise, the next one is soaked, until one holds up.
         seed: of weights, data and proposals.
     """
 
@@ -70,6 +72,7 @@ class SearchRequest:
     ] = ()
     headroom: Annotated[float, Asked("Share of memory that is to stay free.", type=float)] = 0.05
     layerwise: Annotated[bool, Asked("Refine the winner block by block, and try that beside it.")] = False
+    soak: Annotated[bool, Asked("Try the winner on 200 steps of varied lengths before it is named.")] = False
     seed: Annotated[int, Asked("Of weights, data, proposals.", type=range(1 << 63))] = 0
 
     @cached_property

@@ -58,6 +58,11 @@ def check_honoured(request: Request, task: "Task") -> None:
             f"ray_address={given['ray_address']} has no effect on the runner '{request.runs_on}'; ask for the runner "
             "'ray', or leave it out"
         )
+    if request.soak and (task.own is None or task.simulated):
+        what = (
+            "simulated trials, of which none runs" if task.simulated else "a command or a callable, which has its own"
+        )
+        raise UsageError(f"soak trains a workload's winner on batches of varied lengths; it has no part in {what}")
     if task.own is not None:
         return
     if "measure_time" in given and task.command is None:
@@ -85,7 +90,12 @@ def memory_of_rank(request: Request, task: "Task") -> float | None:
     given = request.limit_mib
     if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
-    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / (task.devices * (request.concurrency or 1))))
+    return share_of_host(task.devices * (request.concurrency or 1))
+
+
+def share_of_host(ranks: int) -> float:
+    """What each of so many ranks may take of the memory that this host has left, whole MiB."""
+    return float(int(available_memory_mib() * _HOST_MEMORY_SHARE / ranks))
 
 
 def make_work(request: Request, task: "Task") -> Work | None:

@@ -14,6 +14,7 @@ from ..errors import RunnerError
 from ..results import Measurement, RunFolder, Status, Trial
 from ..results.summary import best_so_far
 from ..runners import Runner, TrialRequest
+from ..runners.soak import SoakPlan
 from ..space import Config
 from .budget import Budget, Stopwatch, device_hours_of
 from .conditions import Conditions
@@ -22,6 +23,7 @@ from .feasibility import OutOfMemoryKnowledge
 from .history import REFINEMENT, History
 from .listener import SearchListener
 from .samplers import Sampler
+from .soaking import Soaking
 
 if TYPE_CHECKING:
     from .samplers.judge import Judge
@@ -58,7 +60,8 @@ class Refinement:
 
 @dataclass
 class Search:
-    """One search over a run's folder. Call `run`, then `refine` where the winner is to be refined, then `confirm`."""
+    """One search over a run's folder. Call `run`, then `refine` where the winner is to be refined, then `confirm`, then
+    `soak`."""
 
     run_folder: RunFolder
     """Trials and files."""
@@ -87,6 +90,8 @@ class Search:
     """What is to blame, in words, where the first two trials crash alike, which ends the search; empty goes on."""
     peak_rate: Callable[[Config], float] | None = None
     """Peak FLOP/s of a device at a configuration's precision, for MFU; None where it is not known."""
+    soak_plan: SoakPlan | None = None
+    """How the winner is soaked before it is named; None for not at all."""
     watch: Stopwatch | None = None
     """Time left of `budget.seconds`; by default it runs from now on.
 
@@ -309,8 +314,11 @@ class Search:
         """Whether the time left is not enough for another trial and for measuring the leaders again."""
         if self.budget.seconds is None:
             return False
+        typical = self._typical_seconds(trials)
         again = 0.0 if not self.runner.confirms else self._confirmation().seconds
-        return self._watch.left < self._typical_seconds(trials) + min(again, CONFIRM_SHARE * self.budget.seconds)
+        if self.soak_plan is not None:
+            again += self._soaking(self.soak_plan, self.listener.said).expected_s(typical)
+        return self._watch.left < typical + min(again, CONFIRM_SHARE * self.budget.seconds)
 
     def _typical_seconds(self, trials: list[Trial]) -> float:
         spent = [trial.measured.seconds_total or 0.0 for trial in trials if not trial.pending]
@@ -381,6 +389,34 @@ class Search:
             if self.runner.closed:
                 raise
             return None  # one by one they are tried again where the machinery fails
+
+    def soak(self, say: Callable[[str], None]) -> None:
+        """Soaks the winner before it is named (see `Soaking`), where that is asked for.
+
+        Args:
+            say: told what came of it.
+        """
+        if self.soak_plan is None:
+            return
+        try:
+            self._soaking(self.soak_plan, say).run()
+        except BaseException:
+            self.runner.close()
+            raise
+
+    def _soaking(self, plan: SoakPlan, say: Callable[[str], None]) -> Soaking:
+        return Soaking(run_folder=self.run_folder, plan=plan, measure=self._soak, say=say, watch=self._watch)
+
+    def _soak(self, trial: Trial, plan: SoakPlan) -> Measurement:
+        self.listener.waiting(f"soaking trial {trial.number}")
+        timeout_s, step_ms = self.trial_timeout_s, trial.measured.step_ms or 0.0
+        request = replace(
+            self._request(replace(trial, measurement=None), free=True),
+            log=self.run_folder.log_path(trial.number).with_suffix(".soak.log"),
+            timeout_s=None if timeout_s is None else timeout_s + plan.seconds(step_ms),
+            soak=plan,
+        )
+        return self._attempt(trial, request)
 
     def _measure_again(self, trial: Trial) -> Measurement:
         return self._try(replace(trial, measurement=None), free=True)

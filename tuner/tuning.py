@@ -11,6 +11,7 @@ from ..errors import RunnerError, UsageError
 from ..models.families.standard import BLOCK_KNOBS
 from ..results import RunFolder, summary
 from ..runners.host import PLAIN_IMPORTS, HostAgent
+from ..runners.soak import SoakPlan
 from ..scratch import Scratch
 from ..space import Config
 from .beginning import Beginning, begin
@@ -163,6 +164,7 @@ def _search(
                 predictor=beginning.predictor,
                 peak_rate=peak_rate(estimator) if estimator is not None else None,
                 watch=watch,
+                soak_plan=SoakPlan() if request.soak else None,
             )
             told.listener.began(plan_of(request, task, folder, runner, default=first.config))
             search.run()
@@ -170,6 +172,7 @@ def _search(
             if request.layerwise:
                 search.refine(refiner(estimator, task.space, request.headroom, told.warn))
             search.confirm()
+            search.soak(told.warn)
     except KeyboardInterrupt as interrupt:
         return "interrupted", interrupt
     except RunnerError as lost:

@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 
 from ... import __version__
-from ...errors import RedlineError, UsageError, unknown
+from ...errors import NothingFound, RedlineError, UsageError, unknown
 
 EXIT_FOUND = 0
 EXIT_FAILED = 1
@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from ...results.columns import printable
 
         click.echo(f"redline: {printable(str(error))}", err=True)
+        if isinstance(error, NothingFound):
+            sys.exit(EXIT_NOTHING_FEASIBLE)
         sys.exit(EXIT_USAGE if isinstance(error, (UsageError, ImportError)) else EXIT_FAILED)
     except (KeyboardInterrupt, click.Abort):
         if debug:

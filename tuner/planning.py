@@ -1,0 +1,392 @@
+"""Which configuration a training takes on the devices at hand, and what it falls back to when memory runs out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..device import Device, detect
+from ..errors import NothingFound, RunnerError, SpaceError, UsageError
+from ..models import Workload
+from ..results import Trial
+from ..results.columns import speed
+from ..space import Config, Space
+from .feasibility import OutOfMemoryKnowledge
+from .listener import SearchListener
+from .running import share_of_host
+from .same_training import beginning_with, training_space, with_samples_of
+from .vague import assumed_hardware
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..estimator import Estimate, Estimator, Hardware
+    from ..estimator.estimate import EstimateTable
+    from ..estimator.survey import Ranked, Survey
+
+CLEARLY_LESS = 0.9
+"""Share of what the smallest of the failed configurations is predicted to need, below which another counts as safer.
+
+The configurations of one model share most of a prediction's error; what they do not share is some 5 % of memory, which
+the headroom allows for, and an allocator whose cache is cut up holds a few percent more than is alive. A step of 10 % is
+beyond both together, and gives little speed away. Where it is not enough the next failure takes another 10 % off, so that
+the need is halved after seven.
+"""
+GROWTH = (2, 4, 8, 16, 32, 64)
+"""Times the devices that are looked at for a number on which something fits."""
+LEADERS = 64
+"""How many of the fastest are looked at for one that no failure speaks against."""
+DIGITS = 4
+"""Of the predictions that decide what is safer. What differs beyond may be the rounding of another host's processor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What to train with."""
+
+    config: Config
+    """The configuration."""
+    estimate: "Estimate | None"
+    """What is predicted of it; None where the model or the machine cannot be predicted."""
+    why: str
+    """Why this one, in a sentence for people."""
+    trials: tuple[Trial, ...] = ()
+    """Dry runs made for it."""
+
+
+def plan(
+    workload: Workload,
+    *,
+    devices: int | None = None,
+    memory_limit_mib: float | None = None,
+    like: Config | None = None,
+    trials: int = 0,
+    runner: str = "local",
+    fixed: Mapping[str, Any] | None = None,
+    hardware: "str | Path | Hardware | None" = None,
+    headroom: float = 0.05,
+    seed: int = 0,
+    out: str | Path | None = None,
+    listener: SearchListener | None = None,
+) -> Planned:
+    """The configuration to train with on these devices: the estimate's best, or that of a short search that begins there.
+
+    Of several processes of one training one calls it and tells the others: free memory and the machine's speed are
+    looked up, and dry runs are measured.
+
+    Args:
+        workload: what is trained.
+        devices: how many; None for all that are present.
+        memory_limit_mib: of a device; None for what it has, and on a CPU for a rank's share of what is free.
+        like: the configuration of before, where there is one: what it computes and its samples of a step are kept.
+        trials: dry runs; 0 takes the estimate's word for it.
+        runner: who makes them.
+        fixed: knobs that do not vary.
+        hardware: a name, a file or `Hardware`: what the devices are taken for; None for those at hand.
+        headroom: share of a device's memory that is to stay free, if anything fits so.
+        seed: of the dry runs.
+        out: a new folder for the search; None keeps none.
+        listener: hears of the search.
+
+    Raises:
+        NothingFound: no configuration fits; the message says what would.
+        UsageError: something asked for is invalid, or no configuration is valid.
+        KeyboardInterrupt: the search was interrupted.
+    """
+    site = _site(with_samples_of(workload, like), devices, memory_limit_mib, hardware, like, fixed or {})
+    space, kept = site.space(site.devices)
+    outlook = _outlook(site, space, headroom)
+    if not trials:
+        return _told(_by_estimate(site, space, outlook), kept)
+    search = {"trials": trials, "runner": runner, "headroom": headroom, "seed": seed, "out": out, "hardware": hardware}
+    return _told(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
+
+
+def safer(
+    workload: Workload,
+    config: Config,
+    *,
+    devices: int,
+    memory_limit_mib: float | None = None,
+    failed: Sequence[Config] = (),
+    fixed: Mapping[str, Any] | None = None,
+    hardware: "str | Path | Hardware | None" = None,
+) -> Planned | None:
+    """The fastest configuration, by estimate, of those that need clearly less memory than what failed (`CLEARLY_LESS`).
+
+    It follows from the arguments, the kind of device and what is installed: nothing is measured, so that every rank of a
+    training comes to the same by itself.
+
+    Args:
+        workload: what is trained.
+        config: what ran out of memory.
+        devices: as they are.
+        memory_limit_mib: of a device; None for what it has.
+        failed: what ran out of memory before, on as many devices.
+        fixed: knobs that do not vary.
+        hardware: a name, a file or `Hardware`; None for the kind of the devices at hand.
+
+    Returns:
+        None where nothing needs clearly less.
+
+    Raises:
+        UsageError: the model cannot be predicted.
+    """
+    from ..estimator.hardware import find_hardware
+    from ..estimator.survey import survey
+
+    machine = find_hardware(hardware) if hardware is not None else None
+    site = _Site(
+        workload=with_samples_of(workload, config),
+        device=_device(machine),
+        devices=devices,
+        machine=machine,
+        limit_mib=memory_limit_mib,
+        like=config,
+        fixed=fixed or {},
+    )
+    space, kept = site.space(devices)
+    if machine is None:
+        site = replace(site, machine=assumed_hardware(site.device, space, devices))
+    estimator = site.estimator(space, devices)
+    fallen = list(dict.fromkeys((config, *failed)))
+    known = estimator.table(fallen)
+    least_mib = float(known.fullest_memory_mib.min())
+    knowledge = OutOfMemoryKnowledge(space)
+    found = survey(estimator, space, top=LEADERS, order=_needing(CLEARLY_LESS * least_mib)).best
+    sound = (each for each in found if not any(knowledge.needs_as_much(each.config, other) for other in fallen))
+    taken = next(sound, None)
+    if taken is None:
+        return None
+    ratio = taken.estimate.throughput / float(known.throughput[0])
+    why = (
+        f"the fastest that is predicted to need clearly less memory than what ran out of it: "
+        f"{_mib(taken.estimate.peak_memory_mib)} instead of {_mib(least_mib)}, at {100 * ratio:.0f} % of its speed"
+    )
+    return _told(Planned(config=taken.config, estimate=taken.estimate, why=why), kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Site:
+    """What is trained, and where."""
+
+    workload: Workload
+    device: Device
+    devices: int
+    machine: "Hardware | None"
+    """None where it cannot be measured, and `note` says why."""
+    limit_mib: float | None
+    like: Config | None
+    fixed: Mapping[str, Any]
+    note: str = ""
+
+    def space(self, devices: int) -> tuple[Space, tuple[str, ...]]:
+        return training_space(self.workload, self.device, devices, self.like, self.fixed)
+
+    def estimator(self, space: Space, devices: int) -> "Estimator":
+        from ..estimator import Estimator, TrainingSetup
+        from ..estimator.request import without_knobs
+
+        assert self.machine is not None, "without a machine nothing is predicted"
+        setup = TrainingSetup(
+            devices=devices,
+            seq_len=self.workload.seq_len,
+            global_batch=self.workload.global_batch,
+            memory_limit_mib=self.limit_mib,
+            **without_knobs(space),
+        )
+        return Estimator(self.workload, self.machine, setup)
+
+    @property
+    def words(self) -> str:
+        if self.machine is not None and self.machine.kind != "cpu":
+            return f"{self.devices} x {self.machine.name}"
+        return f"{self.devices} rank{'s'[: self.devices > 1]} on {self.device.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outlook:
+    """What is predicted of the configurations of a space."""
+
+    estimator: "Estimator | None"
+    survey: "Survey | None"
+    note: str
+    """Why there is no prediction, or what is to be known of the best."""
+
+    @property
+    def best(self) -> "Ranked | None":
+        return None if self.survey is None else next(iter(self.survey.best), None)
+
+
+def _site(
+    workload: Workload,
+    devices: int | None,
+    limit_mib: float | None,
+    hardware: "str | Path | Hardware | None",
+    like: Config | None,
+    fixed: Mapping[str, Any],
+) -> _Site:
+    from ..estimator.request import machine_of
+
+    note, machine = "", None
+    try:
+        machine, count = machine_of(hardware, devices)
+    except RunnerError as error:
+        note, count = str(error), devices or detect().count
+    device = _device(machine if hardware is not None else None)
+    if limit_mib is None and hardware is None and device.type == "cpu":
+        limit_mib = share_of_host(count)
+    return _Site(
+        workload=workload,
+        device=device,
+        devices=count,
+        machine=machine,
+        limit_mib=limit_mib,
+        like=like,
+        fixed=fixed,
+        note=note,
+    )
+
+
+def _device(machine: "Hardware | None") -> Device:
+    from ..estimator.survey import device_of
+
+    return detect() if machine is None else device_of(machine)
+
+
+def _outlook(site: _Site, space: Space, headroom: float) -> _Outlook:
+    """The best first: by throughput, each weighed by its chance to run. What leaves no headroom counts only where nothing
+    else fits."""
+    from ..estimator.facts.concurrent import trace_concurrently, variants_of
+    from ..estimator.facts.traced import TracedFacts
+    from ..estimator.survey import survey
+
+    if site.machine is None:
+        return _Outlook(estimator=None, survey=None, note=site.note)
+    estimator = site.estimator(space, site.devices)
+    if isinstance(estimator.source, TracedFacts):
+        trace_concurrently(estimator.source, variants_of(space, estimator.training))
+    limit_mib = estimator.memory_limit_mib
+    try:
+        found = survey(estimator, space, top=1, order=_hopeful((1.0 - headroom) * limit_mib))
+        if found.best:
+            return _Outlook(estimator=estimator, survey=found, note="")
+        found = survey(estimator, space, top=1, order=_hopeful(limit_mib))
+    except UsageError as error:
+        return _Outlook(estimator=None, survey=None, note=str(error))
+    note = f"less than {100 * headroom:g} % of the memory stay free" if found.best else ""
+    return _Outlook(estimator=estimator, survey=found, note=note)
+
+
+def _by_estimate(site: _Site, space: Space, outlook: _Outlook) -> Planned:
+    if outlook.survey is None:
+        why = f"the default configuration, since nothing can be predicted: {outlook.note}"
+        return Planned(config=space.default(), estimate=None, why=why)
+    if outlook.best is None:
+        raise NothingFound(_nothing_fits(site, outlook))
+    many = outlook.survey.predicted
+    of = f"the estimate's best of {many:,} configurations" if many > 1 else "the only configuration"
+    why = f"{of} for {site.words}{f'; {outlook.note}' if outlook.note else ''}"
+    return Planned(config=outlook.best.config, estimate=outlook.best.estimate, why=why)
+
+
+def _by_dry_runs(
+    site: _Site, space: Space, outlook: _Outlook, listener: SearchListener, search: Mapping[str, Any]
+) -> Planned:
+    """The winner of a short search, whose first trial is what would be taken without it."""
+    from .tuning import tune
+
+    start = outlook.best.config if outlook.best is not None else None
+    result = tune(
+        site.workload,
+        space if start is None else beginning_with(space, start),
+        devices=site.devices,
+        memory_limit=site.limit_mib,
+        listener=listener,
+        **search,
+    )
+    if result.interrupted:
+        raise KeyboardInterrupt
+    if result.best is None:
+        raise NothingFound(f"{result.why}{_remedy(site, outlook) if outlook.survey is not None else ''}")
+    best, count = result.best, len([trial for trial in result.all_trials if trial.measurement is not None])
+    many = f"the fastest of {count} dry runs" if count > 1 else "the one dry run"
+    return Planned(
+        config=best.config,
+        estimate=None if outlook.estimator is None else outlook.estimator(best.config),
+        why=f"{many} on {site.words}: {speed(best.throughput, best.measurement.unit)}",
+        trials=result.all_trials,
+    )
+
+
+def _nothing_fits(site: _Site, outlook: _Outlook) -> str:
+    assert outlook.survey is not None and outlook.estimator is not None, "something was predicted"
+    least, limit_mib = outlook.survey.smallest, outlook.estimator.memory_limit_mib
+    said = (
+        f"none of the {outlook.survey.predicted:,} configurations of {site.workload.name} is predicted to fit "
+        f"{site.words}, with {_mib(limit_mib)} each."
+    )
+    if least is not None:
+        knobs = " ".join(f"{name}={_text(value)}" for name, value in least.config.items())
+        said += f" The least that any needs is {_mib(least.estimate.peak_memory_mib)} ({knobs})."
+    return said + _remedy(site, outlook)
+
+
+def _remedy(site: _Site, outlook: _Outlook) -> str:
+    """What would fit, as a further sentence."""
+    from ..estimator.survey import survey
+
+    assert outlook.survey is not None, "something was predicted"
+    least, few = outlook.survey.smallest, f"{site.devices} device{'s'[: site.devices > 1]}"
+    ways = [] if least is None else [f"{few} with {_mib(least.estimate.peak_memory_mib)} each"]
+    for times in GROWTH:
+        count = times * site.devices
+        try:
+            space, _ = site.space(count)
+            fits = survey(site.estimator(space, count), space, top=1).best
+        except SpaceError:  # so many cannot share the global batch, or not with what is fixed
+            continue
+        if fits:
+            return f" What would fit: {' or '.join([f'{count} devices like these', *ways])}."
+    not_enough = f" {GROWTH[-1] * site.devices:,} devices like these would not be enough"
+    return f"{not_enough}; what would fit: {ways[0]}." if ways else f"{not_enough}."
+
+
+def _told(planned: Planned, kept: Sequence[str]) -> Planned:
+    return replace(planned, why="; ".join((planned.why, *kept)))
+
+
+def _hopeful(room_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
+    """Ranks what needs no more by throughput times the chance to run: a configuration that runs out of memory costs a
+    training the way back to its last checkpoint, and then its speed."""
+    import numpy as np
+
+    def order(table: "EstimateTable") -> np.ndarray:
+        fits = np.flatnonzero(np.isfinite(table.step_ms) & (table.fullest_memory_mib <= room_mib))
+        hope = (table.throughput * table.probability_runs)[fits]
+        return fits[np.lexsort((table.fullest_memory_mib[fits], -hope))]
+
+    return order
+
+
+def _needing(at_most_mib: float) -> "Callable[[EstimateTable], np.ndarray]":
+    """Ranks what needs no more by throughput."""
+    import numpy as np
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        return np.array([float(f"{value:.{DIGITS}g}") for value in values.tolist()])
+
+    def order(table: "EstimateTable") -> np.ndarray:
+        need, fast = rounded(table.fullest_memory_mib), rounded(table.throughput)
+        less = np.flatnonzero(np.isfinite(table.step_ms) & (need <= at_most_mib))
+        return less[np.lexsort((need[less], -fast[less]))]
+
+    return order
+
+
+def _mib(value: float) -> str:
+    return f"{value:,.0f} MiB"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
