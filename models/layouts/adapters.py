@@ -9,6 +9,7 @@ from ...errors import WorkloadError
 from ...reading import Refused, parse_json, read_named
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
+from .folder import whole_folder
 from .lazy import Added, LazyTensor, Merged
 from .safetensors_files import stored_tensors
 from .weights import LazyWeights, Weights, lazy_tensors
@@ -17,6 +18,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft's names begin with: its own two modules around the model."""
+_TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+"""What peft calls tasks; it has no word for the others."""
 _ADAPTER = re.compile(r"\.(lora_[AB])\.default\.")
 
 
@@ -86,7 +89,9 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
             f"r={settings.get('r')},alpha={settings.get('lora_alpha')}"
         )
     stored = stored_tensors(folder / WEIGHTS)
-    return {re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PREFIX)): each for name, each in stored.items()}
+    return {
+        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PREFIX)): each for name, each in stored.items()
+    }
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def _transposed(architecture: AdaptedArchitecture) -> set[str]:
     return {path for path, each in modules if type(getattr(each, "base_layer", None)).__name__ == "Conv1D"}
 
 
-def _other_adapters(folder: Path | None, own: Mapping[str, Any], given: Mapping[str, LazyTensor]) -> str:
+def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Mapping[str, LazyTensor]) -> str:
     mine = {name: tuple(each.shape) for name, each in own.items() if is_adapter(name)}
     missing = [name for name in mine if name not in given]
     left = [name for name in given if name not in mine]
@@ -154,7 +159,70 @@ def _other_adapters(folder: Path | None, own: Mapping[str, Any], given: Mapping[
     ]
     parts = [
         f"{len(names)} {what}: {'; '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for what, names in (("are missing", missing), ("are of layers without one", left), ("have another shape", wrong))
+        for what, names in (
+            ("are missing", missing),
+            ("are of layers without one", left),
+            ("have another shape", wrong),
+        )
         if names
     ]
     return f"'{folder}' holds other adapters than the model has. {'. '.join(parts)}. Give --lora target=... of these layers"
+
+
+def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *, base: str | None = None) -> None:
+    """Writes the adapters alone, as `peft.PeftModel.from_pretrained` loads them.
+
+    Args:
+        weights: of a model with adapters.
+        architecture: that model.
+        out: a folder that is not there yet, or empty.
+        base: where the plain model's weights lie, which peft notes.
+
+    Raises:
+        WorkloadError: the model has no adapters, or these are not all there.
+        UsageError: the folder holds something, or cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    if not isinstance(architecture, AdaptedArchitecture):
+        raise WorkloadError(f"this {architecture.model_type} has no adapters to write; --to hf writes its weights")
+    tensors = lazy_tensors(weights)
+    model = without_memory(architecture)
+    own = model.state_dict()
+    given = {name: each for name, each in tensors.items() if is_adapter(name)}
+    if {name: each.shape for name, each in own.items() if is_adapter(name)} != {
+        n: each.shape for n, each in given.items()
+    }:
+        raise WorkloadError(_other_adapters("what was given", own, given))
+    with whole_folder(out) as folder:
+        named = {PREFIX + name.replace(".default.", "."): each.read() for name, each in given.items()}
+        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        settings = peft_settings(architecture, model)
+        settings.base_model_name_or_path = base
+        settings.save_pretrained(folder)
+
+
+def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
+    """A `peft.LoraConfig` that gives the plain model the same adapters."""
+    import peft
+
+    lora = architecture.lora
+    paths = [path for path, each in model.named_modules() if hasattr(each, "base_layer")]
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=scaling(architecture) * lora.r,
+        # Each layer by its last name, where no other layer has that name; else by its path.
+        target_modules=_targets(paths, model),
+        lora_dropout=lora.dropout,
+        task_type=_TASKS.get(architecture.task),
+        fan_in_fan_out=bool(_transposed(architecture)),
+        inference_mode=True,
+    )
+
+
+def _targets(paths: list[str], model: Any) -> list[str]:
+    names = sorted({path.rpartition(".")[2] for path in paths})
+    alike = [
+        path for path, each in model.named_modules() if path.rpartition(".")[2] in names and hasattr(each, "weight")
+    ]
+    return names if sorted(alike) == sorted(paths) else sorted(paths)

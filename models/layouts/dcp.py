@@ -24,7 +24,7 @@ _PLAIN = {
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     ("torch.serialization", "_get_layout"),
 }  # fmt: skip
-_OF_DCP = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_OF_DCP = tuple(f"torch.distributed.checkpoint.{each}" for each in ("metadata", "filesystem", "planner"))
 
 
 class DcpWeights(LazyWeights):
@@ -80,8 +80,19 @@ def read_metadata(folder: Path) -> "Metadata":
         raise WorkloadError(f"'{folder}' is no distributed checkpoint: it has no {METADATA}")
     try:
         found = _Careful(io.BytesIO(path.read_bytes())).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, KeyError, IndexError, OSError) as error:
-        raise WorkloadError(f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again") from error
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        OSError,
+    ) as error:
+        raise WorkloadError(
+            f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
+        ) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise WorkloadError(f"'{path}' holds no metadata of torch.distributed.checkpoint")
     return found
@@ -95,7 +106,7 @@ class _Careful(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module in _OF_DCP and "." not in name or (module, name) in _PLAIN:
+        if (module in _OF_DCP and "." not in name) or (module, name) in _PLAIN:
             found = super().find_class(module, name)
             if module not in _OF_DCP or (isinstance(found, type) and found.__module__ == module):
                 return found

@@ -64,7 +64,9 @@ def write_hugging_face(
         try:
             stored = as_saved(model, changed)
         except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
-            raise WorkloadError(f"redline cannot save a {architecture.model_type} as transformers does: {one_line(error)}")
+            raise WorkloadError(
+                f"redline cannot save a {architecture.model_type} as transformers does: {one_line(error)}"
+            ) from error
     with whole_folder(out) as folder:
         write_safetensors(stored, folder, max_shard_bytes)
         write_configuration(folder, architecture, model, _main_dtype(stored))
