@@ -8,7 +8,8 @@ from typing import Any
 from ...errors import WorkloadError
 from ...reading import Refused, parse_json, read_named
 from ..architecture import Architecture, without_memory
-from ..lora import AdaptedArchitecture
+from ..lora import AdaptedArchitecture, Lora
+from .fit import differences, unlike
 from .folder import whole_folder
 from .lazy import Added, LazyTensor, Merged
 from .safetensors_files import stored_tensors
@@ -85,7 +86,7 @@ def read_adapters(folder: Path, architecture: AdaptedArchitecture) -> dict[str, 
     if settings.get("r") != lora.r or scale != scaling(architecture):
         raise WorkloadError(
             f"'{folder}' holds adapters of r={settings.get('r')}, alpha={settings.get('lora_alpha')}, and the model has "
-            f"r={lora.r}, alpha={scaling(architecture) * lora.r:g}: give --lora "
+            f"r={lora.r}, alpha={_alpha(lora)}: give --lora "
             f"r={settings.get('r')},alpha={settings.get('lora_alpha')}"
         )
     stored = stored_tensors(folder / WEIGHTS)
@@ -111,8 +112,12 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 
 def scaling(architecture: AdaptedArchitecture) -> float:
     """By what an adapter's product is multiplied."""
-    lora = architecture.lora
-    return (lora.alpha if lora.alpha is not None else lora.r) / lora.r
+    return _alpha(architecture.lora) / architecture.lora.r
+
+
+def _alpha(lora: Lora) -> float:
+    alpha = lora.r if lora.alpha is None else lora.alpha
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def merged(weights: Weights, architecture: AdaptedArchitecture) -> Weights:
@@ -153,20 +158,12 @@ def _other_adapters(folder: Path | str | None, own: Mapping[str, Any], given: Ma
     missing = [name for name in mine if name not in given]
     left = [name for name in given if name not in mine]
     wrong = [
-        f"{name}: {tuple(each.shape)} there, {mine[name]} in the model"
+        unlike(name, each.shape, mine[name])
         for name, each in given.items()
         if name in mine and tuple(each.shape) != mine[name]
     ]
-    parts = [
-        f"{len(names)} {what}: {'; '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-        for what, names in (
-            ("are missing", missing),
-            ("are of layers without one", left),
-            ("have another shape", wrong),
-        )
-        if names
-    ]
-    return f"'{folder}' holds other adapters than the model has. {'. '.join(parts)}. Give --lora target=... of these layers"
+    what = differences(missing, left, wrong)
+    return f"'{folder}' holds other adapters than the model has. {what} Give --lora target=... of these layers"
 
 
 def write_peft(weights: Weights, architecture: Architecture, out: Path | str, *, base: str | None = None) -> None:
@@ -210,7 +207,7 @@ def peft_settings(architecture: AdaptedArchitecture, model: Any) -> Any:
     paths = [path for path, each in model.named_modules() if hasattr(each, "base_layer")]
     return peft.LoraConfig(
         r=lora.r,
-        lora_alpha=scaling(architecture) * lora.r,
+        lora_alpha=_alpha(lora),
         # Each layer by its last name, where no other layer has that name; else by its path.
         target_modules=_targets(paths, model),
         lora_dropout=lora.dropout,

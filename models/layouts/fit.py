@@ -1,12 +1,12 @@
 """Whether tensors are those of a model: missing ones, unexpected ones, other shapes; ties and padded vocabularies."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..._transformers import may_be_left, may_be_missing, tied
 from ...errors import WorkloadError
-from .lazy import LazyTensor, LazyTensors, narrow
+from .lazy import LazyTensors, narrow
 from .weights import LazyWeights
 
 _SHOWN = 5
@@ -44,7 +44,7 @@ def fit(found: LazyTensors, model: Any, where: str, *, unexpected: Iterable[str]
                 f"{shape[0]} were taken"
             )
         else:
-            wrong.append(f"{name}: {tuple(each.shape)} there, {tuple(shape)} in the model")
+            wrong.append(unlike(name, each.shape, shape))
     for names in tied(model):
         first = next((each for each in names if each in tensors), None)
         tensors |= {each: tensors[first] for each in names if first is not None}
@@ -67,22 +67,39 @@ def _vocabulary(model: Any) -> set[str]:
 
 
 def _of_another(where: str, model: Any, missing: list[str], left: list[str], wrong: list[str], hint: str) -> str:
-    parts = [
-        f"{len(names)} tensors {what}: {'; '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("are missing", missing), ("are not in the model", left), ("have another shape", wrong))
-        if names
-    ]
     return (
         f"{where} is a checkpoint of another model than this {model.config.model_type} ({type(model).__name__})."
-        f"{' ' + hint if hint else ''} {'. '.join(parts)}. Give the model that it was saved from, or another checkpoint"
+        f"{' ' + hint if hint else ''} {differences(missing, left, wrong)} Give the model that it was saved from, or "
+        "another checkpoint"
     )
+
+
+def differences(missing: Sequence[str], left: Sequence[str], wrong: Sequence[str]) -> str:
+    """In which tensors a checkpoint and a model differ: how many of each kind, and the first of them.
+
+    Args:
+        missing: what the checkpoint lacks.
+        left: what the model has no place for.
+        wrong: what has another shape, with both.
+    """
+    kinds = ((missing, "is", "missing"), (left, "is", "not in the model"), (wrong, "has", "another shape"))
+    out = []
+    for names, verb, what in kinds:
+        if names:
+            several = {"is": "are", "has": "have"}[verb]
+            count = f"{len(names)} tensors {several}" if len(names) > 1 else f"1 tensor {verb}"
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            out.append(f"{count} {what}: {'; '.join(names[:_SHOWN])}{more}.")
+    return " ".join(out)
+
+
+def unlike(name: str, there: Sequence[int], here: Sequence[int]) -> str:
+    """A tensor that has another shape in a checkpoint than in the model."""
+    return f"{name} with {tuple(there)} there, {tuple(here)} in the model"
 
 
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
-    return f"{shown}{f' and {len(names) - _SHOWN} more were' if len(names) > _SHOWN else ' was' if len(names) == 1 else ' were'}"
-
-
-def subset(tensors: Mapping[str, LazyTensor], names: Iterable[str]) -> dict[str, LazyTensor]:
-    """Those of these names, in their order."""
-    return {each: tensors[each] for each in names}
+    if len(names) == 1:
+        return f"{shown} was"
+    return f"{shown}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''} were"

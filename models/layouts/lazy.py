@@ -85,7 +85,7 @@ class LazyTensor(ABC):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch
 
-        known = {
+        known: dict[Any, Callable[..., Any]] = {
             torch.stack: stack, torch.cat: cat, torch.chunk: chunk, torch.split: split, torch.transpose: transpose,
         }  # fmt: skip
         return known[function](*args, **(kwargs or {})) if function in known else NotImplemented

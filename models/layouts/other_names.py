@@ -8,7 +8,7 @@ from ...errors import WorkloadError, unknown
 from ..architecture import Architecture, without_memory
 from ..lora import AdaptedArchitecture
 from .adapters import is_adapter
-from .fit import fit
+from .fit import differences, fit, unlike
 from .hugging_face import plain
 from .lazy import LazyTensor, LazyTensors, zeros
 from .weights import LazyWeights, Weights, lazy_tensors
@@ -65,19 +65,14 @@ class Layout(ABC):
         missing = [name for name in expected if name not in stored]
         left = [name for name in stored if name not in expected]
         wrong = [
-            f"{name}: {tuple(stored[name].shape)} there, {tuple(each.shape)} in the model"
+            unlike(name, stored[name].shape, each.shape)
             for name, each in expected.items()
             if name in stored and not self._fits(name, stored[name], each)
         ]
-        parts = [
-            f"{len(names)} {what}: {'; '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-            for what, names in (("are missing", missing), ("are not in the model", left), ("have another shape", wrong))
-            if names
-        ]
-        if parts:
+        if missing or left or wrong:
             raise WorkloadError(
                 f"{where} is a checkpoint of another model than this {self.architecture.model_type}, by {self.tool}'s "
-                f"names: {'. '.join(parts)}. Give the model that it was saved from"
+                f"names: {differences(missing, left, wrong)} Give the model that it was saved from"
             )
         return fit(self.ours(stored), self.model, where)
 
