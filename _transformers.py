@@ -3,7 +3,9 @@
 Checked with transformers 5.0 to 5.23. Nothing here imports it before it is needed.
 """
 
-from collections.abc import Iterator
+import copy
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-OF_MODELS = ("_supports_sdpa", "_supports_flash_attn", "_init_weights")
+OF_MODELS = (
+    "_supports_sdpa", "_supports_flash_attn", "_init_weights", "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save",
+)  # fmt: skip
 """Attributes of its models that are read or called here."""
 
 
@@ -66,3 +71,79 @@ def experts_by_shapes_alone(config: Any) -> None:
     """
     if getattr(config, "_experts_implementation", None):
         config._experts_implementation = "batched_mm"
+
+
+def as_loaded(model: Any, stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What `from_pretrained` makes of a checkpoint's tensors: by the model's names, renamed, merged and split.
+
+    Args:
+        model: the model, which may be on the meta device.
+        stored: tensors, or what torch's functions take for such, by their names in the checkpoint.
+
+    Returns:
+        The tensors, and the names (as the model would have them) of those that it has no place for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [each for each in rules if isinstance(each, WeightRenaming)]
+    converters = [each for each in rules if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix, own = model.base_model_prefix, model.state_dict()
+    found: dict[str, Any] = {}
+    left: list[str] = []
+    pending: dict[str, Any] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = key, None
+        if name not in own:
+            left.append(name)
+        elif pattern is None:
+            found[name] = stored[key]
+        else:
+            rule = pending.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+            rule.add_tensor(name, key, pattern, stored[key])
+    for name, rule in pending.items():
+        made = rule.convert(name, model=model, config=model.config)
+        found |= {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
+    return found, left
+
+
+def as_saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What `save_pretrained` writes of a model's tensors: by a checkpoint's names, tied ones once.
+
+    Args:
+        model: the model, which may be on the meta device.
+        tensors: by the model's names; tensors, or what torch's functions take for such.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kept = {name: each for name, each in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
+    declared = set(model.all_tied_weights_keys)
+    for names in tied(model):
+        here = sorted(each for each in names if each in kept)
+        twice = [each for each in here if each in declared] + [each for each in here if each not in declared]
+        for each in twice[: len(here) - 1]:
+            del kept[each]
+    return revert_weight_conversion(model, kept)
+
+
+def tied(model: "nn.Module") -> list[list[str]]:
+    """Names of parameters that are one and the same, in groups of at least two."""
+    groups: dict[int, list[str]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(each), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def may_be_left(model: Any, name: str) -> bool:
+    """Whether a tensor of a checkpoint that the model has no place for is known to be of no use to it."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return any(re.search(each, name) for each in patterns)
+
+
+def may_be_missing(model: Any, name: str) -> bool:
+    """Whether a checkpoint may lack a tensor of the model, which computes it."""
+    return any(re.search(each, name) for each in model._keys_to_ignore_on_load_missing or ())

@@ -1,0 +1,258 @@
+"""Folders of torch.distributed.checkpoint: read in part, and written a piece at a time, by one process."""
+
+import io
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import WorkloadError
+from ...reading import path_of
+from .lazy import Box, LazyTensor, LazyTensors, Stored
+from .weights import LazyWeights
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+METADATA = ".metadata"
+PIECE_BYTES = 64 << 20
+"""Bytes of a tensor that are written as one piece, and so are in memory at once when a part of it is read."""
+_PLAIN = {
+    ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset"), ("torch", "Size"),
+    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+_OF_DCP = tuple(f"torch.distributed.checkpoint.{each}" for each in ("metadata", "filesystem", "planner"))
+
+
+class DcpWeights(LazyWeights):
+    """Weights in a DCP folder, by the names of a model.
+
+    Args:
+        path: the folder, with `.metadata` in it.
+        names: each name of ours, and under which one it is stored.
+
+    Raises:
+        WorkloadError: the folder cannot be read, or lacks a tensor.
+    """
+
+    def __init__(self, path: Path | str, names: Mapping[str, str]) -> None:
+        folder = path_of(path)
+        stored = dcp_tensors(folder)
+        missing = [each for each in names.values() if each not in stored]
+        if missing:
+            raise WorkloadError(
+                f"'{folder}' lacks {len(missing)} of the {len(names)} tensors that it should hold: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it holds "
+                f"{', '.join(sorted(stored)[:5])}{', ...' if len(stored) > 5 else ''}"
+            )
+        super().__init__({ours: stored[theirs] for ours, theirs in names.items()})
+
+
+def dcp_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors in a DCP folder by their names there. What is no tensor is left out.
+
+    Raises:
+        WorkloadError: it is no such folder, its metadata cannot be read, or would run code.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = read_metadata(folder)
+    return {
+        name: _stored(folder, metadata, name)
+        for name, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+
+
+def read_metadata(folder: Path) -> "Metadata":
+    """What a DCP folder holds, without running what a pickle could have run.
+
+    Raises:
+        WorkloadError: as for `dcp_tensors`.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    path = folder / METADATA
+    if not path.is_file():
+        raise WorkloadError(f"'{folder}' is no distributed checkpoint: it has no {METADATA}")
+    try:
+        found = _Careful(io.BytesIO(path.read_bytes())).load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        OSError,
+    ) as error:
+        raise WorkloadError(
+            f"'{path}' cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
+        ) from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise WorkloadError(f"'{path}' holds no metadata of torch.distributed.checkpoint")
+    return found
+
+
+class _Careful(pickle.Unpickler):
+    """Knows what a checkpoint's metadata is made of, and refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module in _OF_DCP and "." not in name) or (module, name) in _PLAIN:
+            found = super().find_class(module, name)
+            if module not in _OF_DCP or (isinstance(found, type) and found.__module__ == module):
+                return found
+        if module.startswith("megatron.core.dist_checkpointing.") and name == "MCoreMetadata":
+            return _Note
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no metadata of tensors needs")
+
+
+@dataclass
+class _Note:
+    """What Megatron adds to metadata, which says nothing of where tensors lie."""
+
+    nd_reformulated_orig_global_shape: tuple[int, ...] = ()
+
+
+def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    about: Any = metadata.state_dict_metadata[name]
+
+    def read(box: Box) -> torch.Tensor:
+        size = torch.Size([each.stop - each.start for each in box])
+        out = torch.empty(size, dtype=about.properties.dtype)
+        if not out.numel():
+            return out
+        wanted = ChunkStorageMetadata(offsets=torch.Size([each.start for each in box]), sizes=size)
+        items = create_read_items_for_chunk_list(name, about, [wanted])
+        if sum(math.prod(each.lengths) for each in items) != out.numel():
+            raise WorkloadError(f"'{folder}' does not hold all of {name}: a rank's part was not saved")
+        reader = FileSystemReader(folder)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        try:
+            reader.read_data(LoadPlan(items), _placing()(out)).wait()
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, AssertionError, ValueError) as error:
+            raise WorkloadError(
+                f"'{folder}': {name} cannot be read: {' '.join(str(error).split())[:200]}; copy the checkpoint again"
+            ) from error
+        return out
+
+    return Stored(read, about.size, about.properties.dtype)
+
+
+def _placing() -> Any:
+    """The planner that puts what is read into one tensor."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    class Placing(DefaultLoadPlanner):
+        def __init__(self, out: Any) -> None:
+            super().__init__()
+            self.out = out
+
+        def resolve_tensor(self, read_item: Any) -> Any:
+            found = self.out
+            for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+                found = found.narrow(dim, offset, length)
+            return found
+
+        def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+            pass
+
+    return Placing
+
+
+def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | None = None) -> None:
+    """Writes tensors, and other objects, as one rank; one piece of at most `PIECE_BYTES` is in memory at a time.
+
+    Args:
+        tensors: by the names that they are stored under.
+        folder: exists and is empty.
+        objects: what `torch.save` is to write, by name.
+    """
+    from torch.distributed import checkpoint
+
+    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=False)
+    planner = _pieces()(tensors, objects or {})
+    checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def _pieces() -> Any:
+    """The planner that saves lazy tensors."""
+    import torch
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import (
+        BytesIOWriteData,
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    class Pieces(DefaultSavePlanner):
+        def __init__(self, tensors: LazyTensors, objects: Mapping[str, Any]) -> None:
+            super().__init__(flatten_state_dict=False)
+            self.tensors = tensors
+            self.bytes = {name: _saved(each) for name, each in objects.items()}
+
+        def create_local_plan(self) -> SavePlan:
+            items = [
+                WriteItem(
+                    index=MetadataIndex(name), type=WriteItemType.BYTE_IO,
+                    bytes_io_data=BytesIOWriteData(nbytes=len(each.getvalue())),
+                )
+                for name, each in self.bytes.items()
+            ]  # fmt: skip
+            for name, each in self.tensors.items():
+                for number, box in enumerate(pieces(each)):
+                    start = torch.Size([side.start for side in box])
+                    chunk = ChunkStorageMetadata(start, torch.Size([side.stop - side.start for side in box]))
+                    about = TensorWriteData(chunk, TensorProperties(dtype=each.dtype), each.shape)
+                    index = MetadataIndex(name, start, number)
+                    items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
+            self.plan = SavePlan(items)
+            return self.plan
+
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+            if write_item.tensor_data is None:
+                return self.bytes[write_item.index.fqn]
+            chunk = write_item.tensor_data.chunk
+            box = tuple(slice(first, first + count) for first, count in zip(chunk.offsets, chunk.sizes))
+            return self.tensors[write_item.index.fqn].read(box)
+
+    return Pieces
+
+
+def pieces(tensor: LazyTensor) -> Iterable[Box]:
+    """Boxes that make up a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
+    boxes: list[Box] = [()]
+    rest = tensor.nbytes
+    for size in tensor.shape[:2]:
+        if rest <= PIECE_BYTES or size == 0:
+            break
+        step = max(1, PIECE_BYTES * size // rest)
+        boxes = [(*box, slice(at, min(size, at + step))) for box in boxes for at in range(0, size, step)]
+        rest = rest // size * step
+    whole = [slice(0, size) for size in tensor.shape]
+    return [(*box, *whole[len(box) :]) for box in boxes]
+
+
+def _saved(value: Any) -> io.BytesIO:
+    import torch
+
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out

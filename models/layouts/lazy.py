@@ -1,0 +1,305 @@
+"""Tensors that are read box by box: what a layout does to stored tensors, without reading them.
+
+A box is a tuple of slices with step 1, one a dimension; absent ones take all. Every operation maps a box of its
+result to boxes of what it is made of, so that a rank reads its share of a matrix that is put together from others
+and no more. transformers' own conversions run on these tensors as on torch's (`__torch_function__`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Box = tuple[slice, ...]
+
+
+def full_box(box: Box | None, shape: Sequence[int]) -> Box:
+    """The box with a slice from 0 or more to at most the size for every dimension.
+
+    Raises:
+        ValueError: it has more dimensions than the tensor, or a step.
+    """
+    given = box or ()
+    if len(given) > len(shape) or any(each.step not in (None, 1) for each in given):
+        raise ValueError(f"a box of a tensor of shape {tuple(shape)} is a slice a dimension, without steps: {box}")
+    rest = (slice(None),) * (len(shape) - len(given))
+    return tuple(slice(*each.indices(size)[:2]) for each, size in zip((*given, *rest), shape))
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of what a full box holds."""
+    return tuple(max(0, each.stop - each.start) for each in box)
+
+
+class LazyTensor(ABC):
+    """A tensor of which boxes can be read."""
+
+    def __init__(self, shape: Sequence[int], dtype: "torch.dtype") -> None:
+        import torch
+
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+
+    @abstractmethod
+    def _read(self, box: Box) -> "torch.Tensor":
+        """The tensor of a full box; its memory may be another's."""
+
+    def read(self, box: Box | None = None) -> "torch.Tensor":
+        """A box as a contiguous CPU tensor of its own.
+
+        Raises:
+            ValueError: it is no box of this tensor.
+        """
+        import torch
+
+        found = self._read(full_box(box, self.shape))
+        return found.clone(memory_format=torch.contiguous_format)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    # -- what torch's tensors are asked for too ----------------------------------------------------------------
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> "LazyTensor":
+        return self
+
+    def squeeze(self, dim: int) -> "LazyTensor":
+        return select(self, dim, 0) if self.shape[dim] == 1 else self
+
+    def transpose(self, dim0: int, dim1: int) -> "LazyTensor":
+        return transpose(self, dim0, dim1)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch
+
+        known: dict[Any, Callable[..., Any]] = {
+            torch.stack: stack, torch.cat: cat, torch.chunk: chunk, torch.split: split, torch.transpose: transpose,
+        }  # fmt: skip
+        return known[function](*args, **(kwargs or {})) if function in known else NotImplemented
+
+
+class Stored(LazyTensor):
+    """What a reader has."""
+
+    def __init__(self, read: Callable[[Box], "torch.Tensor"], shape: Sequence[int], dtype: "torch.dtype") -> None:
+        super().__init__(shape, dtype)
+        self._reader = read
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        return self._reader(box)
+
+
+class _Constant(LazyTensor):
+    def _read(self, box: Box) -> "torch.Tensor":
+        import torch
+
+        return torch.zeros(box_shape(box), dtype=self.dtype)
+
+
+class _Joined(LazyTensor):
+    """Parts one behind the other along a dimension."""
+
+    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(each.shape[dim] for each in parts)
+        super().__init__(shape, parts[0].dtype)
+        self.parts, self.dim = parts, dim
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        import torch
+
+        out, at = torch.empty(box_shape(box), dtype=self.dtype), 0
+        wanted = box[self.dim]
+        for part in self.parts:
+            first, last = max(wanted.start, at), min(wanted.stop, at + part.shape[self.dim])
+            if first < last:
+                inner = (*box[: self.dim], slice(first - at, last - at), *box[self.dim + 1 :])
+                out.narrow(self.dim, first - wanted.start, last - first).copy_(part._read(inner))
+            at += part.shape[self.dim]
+        return out
+
+
+class _Rows(LazyTensor):
+    """Entries of a dimension in another order, or some of them."""
+
+    def __init__(self, of: LazyTensor, order: Sequence[int], dim: int) -> None:
+        super().__init__((*of.shape[:dim], len(order), *of.shape[dim + 1 :]), of.dtype)
+        self.of, self.order, self.dim = of, order, dim
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        import torch
+
+        out = torch.empty(box_shape(box), dtype=self.dtype)
+        wanted = self.order[box[self.dim]]
+        for begin, end in _neighbourhoods(wanted):
+            first, last = min(wanted[begin:end]), max(wanted[begin:end]) + 1
+            found = self.of._read((*box[: self.dim], slice(first, last), *box[self.dim + 1 :]))
+            rows = torch.tensor([each - first for each in wanted[begin:end]])
+            out.narrow(self.dim, begin, end - begin).copy_(found.index_select(self.dim, rows))
+        return out
+
+
+def _neighbourhoods(wanted: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of places whose entries, read from the lowest to the highest, are at least half of what is read."""
+    out: list[tuple[int, int]] = []
+    begin, low, high = 0, 0, 0
+    for at, each in enumerate(wanted):
+        if at > begin and max(high, each) - min(low, each) + 1 <= 2 * (at - begin + 1) + 2:
+            low, high = min(low, each), max(high, each)
+            continue
+        if at > begin:
+            out.append((begin, at))
+        begin, low, high = at, each, each
+    return [*out, (begin, len(wanted))] if len(wanted) else []
+
+
+class _Mapped(LazyTensor):
+    """A tensor whose dimensions another has in another way: how a box goes there, and what is found comes back."""
+
+    def __init__(
+        self,
+        of: LazyTensor,
+        shape: Sequence[int],
+        there: Callable[[Box], Box],
+        back: Callable[["torch.Tensor"], "torch.Tensor"],
+        dtype: "torch.dtype | None" = None,
+    ) -> None:
+        super().__init__(shape, dtype or of.dtype)
+        self.of, self.there, self.back = of, there, back
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        return self.back(self.of._read(self.there(box)))
+
+
+def zeros(shape: Sequence[int], dtype: "torch.dtype") -> LazyTensor:
+    return _Constant(shape, dtype)
+
+
+def cat(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Parts one behind the other.
+
+    Raises:
+        ValueError: they differ in another dimension or in dtype.
+    """
+    dim %= parts[0].ndim
+    rest = {(*each.shape[:dim], *each.shape[dim + 1 :], each.dtype) for each in parts}
+    if len(rest) != 1:
+        raise ValueError(f"tensors of shapes {[tuple(each.shape) for each in parts]} cannot be joined along {dim}")
+    return parts[0] if len(parts) == 1 else _Joined(parts, dim)
+
+
+def stack(parts: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Parts of one shape as a tensor with one dimension more."""
+    dim %= parts[0].ndim + 1
+    return cat([unsqueeze(each, dim) for each in parts], dim)
+
+
+def unsqueeze(of: LazyTensor, dim: int) -> LazyTensor:
+    shape = (*of.shape[:dim], 1, *of.shape[dim:])
+    return _Mapped(of, shape, lambda box: (*box[:dim], *box[dim + 1 :]), lambda found: found.unsqueeze(dim))
+
+
+def select(of: LazyTensor, dim: int, at: int) -> LazyTensor:
+    """One entry of a dimension, which is gone from the result."""
+    shape = (*of.shape[:dim], *of.shape[dim + 1 :])
+    there = slice(at, at + 1)
+    return _Mapped(of, shape, lambda box: (*box[:dim], there, *box[dim:]), lambda found: found.squeeze(dim))
+
+
+def narrow(of: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
+    """Consecutive entries of a dimension."""
+    shape = (*of.shape[:dim], length, *of.shape[dim + 1 :])
+
+    def there(box: Box) -> Box:
+        return (*box[:dim], slice(box[dim].start + start, box[dim].stop + start), *box[dim + 1 :])
+
+    return _Mapped(of, shape, there, lambda found: found)
+
+
+def rows(of: LazyTensor, order: Sequence[int], dim: int = 0) -> LazyTensor:
+    """Entries of a dimension in this order."""
+    return _Rows(of, order, dim)
+
+
+def chunk(of: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
+    """As `torch.chunk`."""
+    return split(of, -(-of.shape[dim] // chunks), dim)
+
+
+def split(of: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
+    """As `torch.split`."""
+    dim %= of.ndim
+    total = of.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+    if sum(sizes) != total:
+        raise ValueError(f"{total} entries cannot be split into {list(sizes)}")
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    return tuple(narrow(of, dim, start, size) for start, size in zip(starts, sizes))
+
+
+def transpose(of: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
+    def swapped(values: Sequence[Any]) -> tuple[Any, ...]:
+        out = list(values)
+        out[dim0], out[dim1] = out[dim1], out[dim0]
+        return tuple(out)
+
+    return _Mapped(of, swapped(of.shape), swapped, lambda found: found.transpose(dim0, dim1))
+
+
+def cast(of: LazyTensor, dtype: "torch.dtype") -> LazyTensor:
+    """The same values in another dtype."""
+    return of if dtype == of.dtype else _Mapped(of, of.shape, lambda box: box, lambda found: found.to(dtype), dtype)
+
+
+def pad_rows(of: LazyTensor, count: int) -> LazyTensor:
+    """With rows of zeros at the end, `count` in all."""
+    more = count - of.shape[0]
+    return of if more <= 0 else cat([of, zeros((more, *of.shape[1:]), of.dtype)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """What `merged` adds to a matrix: `scale * up @ down`, transposed where the matrix is stored so."""
+
+    up: LazyTensor
+    """B, of shape (out, rank)."""
+    down: LazyTensor
+    """A, of shape (rank, in)."""
+    scale: float
+    transposed: bool = False
+    """Whether the matrix is of shape (in, out)."""
+
+
+class Merged(LazyTensor):
+    """A matrix with a low-rank one added, `W + scale * B A`, computed in float32 and rounded to the matrix's dtype."""
+
+    def __init__(self, of: LazyTensor, added: Added) -> None:
+        super().__init__(of.shape, of.dtype)
+        self.of, self.added = of, added
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        import torch
+
+        out, inner = reversed(box) if self.added.transposed else box
+        up = self.added.up._read((out, slice(0, self.added.up.shape[1]))).to(torch.float32)
+        down = self.added.down._read((slice(0, self.added.down.shape[0]), inner)).to(torch.float32)
+        more = (up @ down) * self.added.scale
+        base = self.of._read(box)
+        return (base.to(torch.float32) + (more.T if self.added.transposed else more)).to(self.dtype)
+
+
+LazyTensors = Mapping[str, LazyTensor]

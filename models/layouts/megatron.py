@@ -1,0 +1,269 @@
+"""Checkpoints of Megatron-LM: megatron-core's `torch_dist` format of its GPTModel, for Llama and GPT-2.
+
+    L    number of layers           H    hidden size           V    vocabulary, padded
+    n    heads of queries           g    query groups: heads of keys and of values
+    d    size of a head             q, k, v    rows of one head, (d, H)
+
+A tensor of a layer is stored once for all layers, with the layer as its first dimension, or by a name for each layer
+(`non_homogeneous_layers`); both are read. Rows of `linear_qkv` go by query group: n/g heads of q, then k, then v. Rows
+of a gated `linear_fc1` are those of the gate, then those of the other. A norm before a projection belongs to it
+(`linear_qkv.layer_norm_weight`), with Transformer Engine and without. Sources: megatron-core 0.19,
+`GPTModel.sharded_state_dict`, `models/gpt/gpt_layer_specs.py`, `transformer/mlp.py`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ...errors import WorkloadError
+from ...reading import Refused, parse_json, path_of, read_named
+from ..architecture import Architecture
+from .adapters import with_adapters
+from .dcp import METADATA, dcp_tensors, write_dcp
+from .folder import whole_folder
+from .lazy import LazyTensor, LazyTensors, cat, pad_rows, rows, select, split, stack, transpose
+from .other_names import Layout, newest
+from .weights import Weights
+
+CONFIG = "metadata.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+BACKEND = "torch_dist"
+VOCABULARY_MULTIPLE = 128
+"""What Megatron-LM pads a vocabulary to (`--make-vocab-size-divisible-by`), times the tensor-parallel degree."""
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OF_MODEL = ("embedding.", "decoder.", "output_layer.")
+_PROJECTIONS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_ONCE_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+class MegatronLayout(Layout):
+    """Names and shapes of a GPTModel."""
+
+    tool = "Megatron-LM"
+    families = ("llama", "gpt2")
+    vocabulary = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def refuse(self) -> None:
+        if self.architecture.model_type == "gpt2" and self.settings.add_cross_attention:
+            raise WorkloadError(
+                "Megatron-LM's GPTModel has no cross-attention, and this gpt2 has (add_cross_attention)"
+            )
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """n, g and d."""
+        made = self.settings
+        if self.architecture.model_type == "gpt2":
+            return made.n_head, made.n_head, made.n_embd // made.n_head
+        return made.num_attention_heads, made.num_key_value_heads, made.head_dim
+
+    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+        own = _GPT2 if self.architecture.model_type == "gpt2" else _LLAMA
+        out = {theirs: ours[name] for name, theirs in own["once"].items() if name in ours}
+        if self.settings.tie_word_embeddings:
+            out.pop("output_layer.weight", None)
+        for kind in ("weight", "bias"):
+            for suffix, names in own["layers"].items():
+                keys = [[f"{own['prefix']}{layer}.{each}.{kind}" for each in names] for layer in range(self.layers)]
+                if keys[0][0] in ours:
+                    made = [self._theirs(suffix, [ours[each] for each in key], own) for key in keys]
+                    # A norm's name goes into its projection's: layer_norm_weight.
+                    out[f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"] = stack(made)
+        return out
+
+    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+        own = _GPT2 if self.architecture.model_type == "gpt2" else _LLAMA
+        out = {name: theirs[each] for name, each in own["once"].items() if each in theirs}
+        for kind in ("weight", "bias"):
+            for suffix, names in own["layers"].items():
+                key = f"decoder.layers.{suffix}{'' if suffix.endswith('_') else '.'}{kind}"
+                for layer in range(self.layers) if key in theirs else ():
+                    found = self._ours(suffix, select(theirs[key], 0, layer), len(names), own)
+                    out |= {f"{own['prefix']}{layer}.{each}.{kind}": part for each, part in zip(names, found)}
+        return out
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.settings.num_hidden_layers
+
+    def _theirs(self, suffix: str, parts: list[LazyTensor], own: dict[str, Any]) -> LazyTensor:
+        joined = cat([transpose(each, 0, 1) if own["transposed"] and each.ndim == 2 else each for each in parts])
+        return rows(joined, self.grouped()) if suffix.endswith("linear_qkv") else joined
+
+    def _ours(self, suffix: str, found: LazyTensor, count: int, own: dict[str, Any]) -> list[LazyTensor]:
+        parts: list[LazyTensor] = [found]
+        if suffix.endswith("linear_qkv"):
+            order = self.grouped()
+            place = {row: at for at, row in enumerate(order)}
+            found = rows(found, [place[row] for row in range(len(order))])
+            n, g, d = self.heads
+            parts = list(split(found, [n * d, g * d, g * d])) if count == 3 else [found]
+        elif count == 2:
+            parts = list(split(found, found.shape[0] // 2))
+        return [transpose(each, 0, 1) if own["transposed"] and each.ndim == 2 else each for each in parts]
+
+    def grouped(self) -> list[int]:
+        """Rows of q, k and v, one behind the other, in the order of query groups."""
+        n, g, d = self.heads
+        per_group = n // g
+        order: list[int] = []
+        for group in range(g):
+            order += range(group * per_group * d, (group + 1) * per_group * d)
+            order += range((n + group) * d, (n + group + 1) * d)
+            order += range((n + g + group) * d, (n + g + group + 1) * d)
+        return order
+
+
+_LLAMA: dict[str, Any] = {
+    "prefix": "model.layers.",
+    "transposed": False,
+    "once": {
+        "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        "lm_head.weight": "output_layer.weight",
+    },
+    "layers": {
+        "self_attention.linear_qkv.layer_norm_": ["input_layernorm"],
+        "self_attention.linear_qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "self_attention.linear_proj": ["self_attn.o_proj"],
+        "mlp.linear_fc1.layer_norm_": ["post_attention_layernorm"],
+        "mlp.linear_fc1": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.linear_fc2": ["mlp.down_proj"],
+    },
+}
+_GPT2: dict[str, Any] = {
+    "prefix": "transformer.h.",
+    "transposed": True,
+    "once": {
+        "transformer.wte.weight": "embedding.word_embeddings.weight",
+        "transformer.wpe.weight": "embedding.position_embeddings.weight",
+        "transformer.ln_f.weight": "decoder.final_layernorm.weight",
+        "transformer.ln_f.bias": "decoder.final_layernorm.bias",
+        "lm_head.weight": "output_layer.weight",
+    },
+    "layers": {
+        "self_attention.linear_qkv.layer_norm_": ["ln_1"],
+        "self_attention.linear_qkv": ["attn.c_attn"],
+        "self_attention.linear_proj": ["attn.c_proj"],
+        "mlp.linear_fc1.layer_norm_": ["ln_2"],
+        "mlp.linear_fc1": ["mlp.c_fc"],
+        "mlp.linear_fc2": ["mlp.c_proj"],
+    },
+}
+"""Names that stand once, and by suffix those of a layer that are put together; Conv1D keeps (in, out)."""
+
+
+def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
+    """The weights of a Llama or GPT-2 in a `torch_dist` checkpoint of Megatron-LM.
+
+    Args:
+        path: the folder of an iteration, or the one that Megatron-LM was given as --save; then its latest.
+        architecture: the model; with adapters, it finds its original layers.
+        adapters: as for `hugging_face`.
+
+    Raises:
+        WorkloadError: it is no such checkpoint, another model's, or one of a family that Megatron-LM's GPTModel has not.
+    """
+    layout = MegatronLayout(architecture)
+    folder = iteration_folder(path_of(path))
+    _check_backend(folder)
+    kept = {name: each for name, each in dcp_tensors(folder).items() if name.startswith(_OF_MODEL)}
+    weights = layout.read(stacked(kept, layout.layers, folder), f"'{folder}'")
+    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+
+
+def iteration_folder(path: Path) -> Path:
+    """The folder of the latest iteration below `path`, or `path` itself."""
+    return newest(path, sorted([*path.glob("release"), *path.glob("iter_*")], key=lambda each: each.name), METADATA)
+
+
+def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTensor]:
+    """Tensors by the names of layers that are stored together, however they are stored.
+
+    Raises:
+        WorkloadError: there are more layers, or fewer, than the model has.
+    """
+    out: dict[str, LazyTensor] = {}
+    single: dict[str, dict[int, LazyTensor]] = {}
+    for name, each in stored.items():
+        found = _LAYER.fullmatch(name)
+        if found:
+            single.setdefault(f"decoder.layers.{_norm(found[2])}", {})[int(found[1])] = each
+        else:
+            head, _, rest = name.partition("decoder.layers.")
+            out[name if head else f"decoder.layers.{_norm(rest)}"] = each
+    for name, parts in single.items():
+        out[name] = stack([parts[at] for at in sorted(parts)])
+    for name, each in out.items():
+        if name.startswith("decoder.layers.") and each.shape[0] != layers:
+            raise WorkloadError(
+                f"'{folder}' is a checkpoint of another model: {name} has {each.shape[0]} layers, the model {layers}"
+            )
+    return out
+
+
+def _norm(name: str) -> str:
+    """A layer's name of a norm as its projection's, which other versions keep apart."""
+    apart = next((each for each in _ONCE_NORMS if name.startswith(each)), None)
+    return name if apart is None else _ONCE_NORMS[apart] + name.removeprefix(apart)
+
+
+def _check_backend(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        if any(folder.glob("mp_rank_*")):
+            raise WorkloadError(
+                f"'{folder}' is a checkpoint of Megatron-LM's old format, which is a pickle; convert it there: "
+                "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
+            )
+        raise WorkloadError(f"'{folder}' is no checkpoint of Megatron-LM: it has no {CONFIG}")
+    try:
+        document = parse_json(read_named(folder / CONFIG, at_most=1 << 20))
+    except (OSError, Refused) as error:
+        raise WorkloadError(f"cannot read '{folder / CONFIG}': {error}") from error
+    backend = document.get("sharded_backend") if isinstance(document, dict) else None
+    if backend != BACKEND:
+        raise WorkloadError(f"'{folder}' is stored as '{backend}'; redline reads '{BACKEND}' (--ckpt-format {BACKEND})")
+
+
+def write_megatron(
+    weights: Weights, architecture: Architecture, out: Path | str, *, vocabulary_multiple: int = VOCABULARY_MULTIPLE
+) -> None:
+    """Writes a folder for Megatron-LM's --load (with --finetune --ckpt-format torch_dist): weights, no optimizer.
+
+    Args:
+        weights: of the plain model.
+        architecture: a Llama or a GPT-2.
+        out: a folder that is not there yet, or empty.
+        vocabulary_multiple: the vocabulary is padded with zeros to a multiple of this.
+
+    Raises:
+        WorkloadError: these are no weights of this model, or Megatron-LM's GPTModel has no such model.
+        UsageError: the folder holds something, or cannot be written.
+    """
+    layout = MegatronLayout(architecture)
+    tensors = layout.given(weights, architecture)
+    for name in layout.vocabulary:
+        if name in tensors:
+            count = -(-tensors[name].shape[0] // vocabulary_multiple) * vocabulary_multiple
+            tensors[name] = pad_rows(tensors[name], count)
+    with whole_folder(out) as folder:
+        inner = folder / "release"
+        inner.mkdir()
+        write_dcp(tensors, inner, _objects(layout.layers))
+        (inner / CONFIG).write_text(json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1}))
+        (folder / TRACKER).write_text("release")
+
+
+def _objects(layers: int) -> dict[str, Any]:
+    """What stands beside the tensors, as a ShardedObject is stored: at its place of how many, in a list."""
+    common = {"checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0}
+    out: dict[str, Any] = {"common_state/shard_0_1": [common], "decoder.final_layernorm._extra_state/shard_0_1": [None]}
+    for layer in range(layers):
+        for name in (*_PROJECTIONS, "self_attention.core_attention"):
+            out[f"decoder.layers.{name}._extra_state/shard_{layer}_{layers}"] = [None]
+    return out

@@ -1,0 +1,102 @@
+"""What the layouts of Megatron-LM and torchtitan have in common: a model's tensors by other names and in other shapes."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from ...errors import WorkloadError, unknown
+from ..architecture import Architecture, without_memory
+from ..lora import AdaptedArchitecture
+from .adapters import is_adapter
+from .fit import differences, fit, unlike
+from .hugging_face import plain
+from .lazy import LazyTensor, LazyTensors, zeros
+from .weights import LazyWeights, Weights, lazy_tensors
+
+
+class Layout(ABC):
+    """Another tool's names and shapes of the models that it knows, both ways.
+
+    Args:
+        architecture: the model.
+
+    Raises:
+        WorkloadError: the tool has no such model, or none with such settings.
+    """
+
+    tool: str
+    """What it is called in messages."""
+    families: tuple[str, ...]
+    """Model types that it has."""
+    vocabulary: tuple[str, ...]
+    """Its names of tensors with a row for each token, which may be padded."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        if architecture.model_type not in self.families or architecture.task != "causal":
+            said = unknown(f"model of {self.tool}", architecture.model_type, self.families)
+            raise WorkloadError(f"{said} Others go by --to hf")
+        self.architecture = plain(architecture)
+        self.model: Any = without_memory(self.architecture)
+        self.settings: Any = self.model.config
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Refuses settings that the tool's model has not.
+
+        Raises:
+            WorkloadError: there are such.
+        """
+
+    @abstractmethod
+    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+        """The tensors as the tool has them, its vocabulary not padded."""
+
+    @abstractmethod
+    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+        """The tensors as the model has them, its vocabulary as it comes."""
+
+    def read(self, stored: LazyTensors, where: str) -> LazyWeights:
+        """The weights of the model, of tensors by the tool's names.
+
+        Raises:
+            WorkloadError: they are another model's; says which tensors differ, by the tool's names.
+        """
+        expected = self.theirs({name: zeros(each.shape, each.dtype) for name, each in self.model.state_dict().items()})
+        missing = [name for name in expected if name not in stored]
+        left = [name for name in stored if name not in expected]
+        wrong = [
+            unlike(name, stored[name].shape, each.shape)
+            for name, each in expected.items()
+            if name in stored and not self._fits(name, stored[name], each)
+        ]
+        if missing or left or wrong:
+            raise WorkloadError(
+                f"{where} is a checkpoint of another model than this {self.architecture.model_type}, by {self.tool}'s "
+                f"names: {differences(missing, left, wrong)} Give the model that it was saved from"
+            )
+        return fit(self.ours(stored), self.model, where)
+
+    def given(self, weights: Weights, architecture: Architecture) -> dict[str, LazyTensor]:
+        """The tensors as the tool has them.
+
+        Raises:
+            WorkloadError: they are not the model's, or have adapters beside them.
+        """
+        tensors = lazy_tensors(weights)
+        if isinstance(architecture, AdaptedArchitecture) and any(is_adapter(name) for name in tensors):
+            raise WorkloadError(
+                f"{self.tool} keeps no adapters beside weights: merge them first (redline convert --merge)"
+            )
+        return self.theirs(fit(tensors, self.model, "what was given").tensors)
+
+    def _fits(self, name: str, stored: LazyTensor, expected: LazyTensor) -> bool:
+        if name in self.vocabulary:
+            return stored.shape[1:] == expected.shape[1:] and stored.shape[0] >= expected.shape[0]
+        return stored.shape == expected.shape
+
+
+def newest(path: Path, folders: list[Path], marker: str) -> Path:
+    """The folder itself where it has the marker, or the last of some below it that has."""
+    if (path / marker).is_file():
+        return path
+    return next((each for each in reversed(folders) if (each / marker).is_file()), path)

@@ -1,0 +1,141 @@
+"""Checkpoints for transformers, written shard by shard."""
+
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._transformers import as_saved, quiet
+from ...errors import UsageError, WorkloadError
+from ..architecture import Architecture, one_line, without_memory
+from .adapters import is_adapter
+from .fit import fit
+from .folder import whole_folder
+from .hugging_face import plain
+from .lazy import LazyTensor, LazyTensors, cast
+from .safetensors_files import INDEX, SINGLE, index_document
+from .weights import Weights, lazy_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 5 << 30
+"""Bytes of a file above which another is begun; as much is in memory while it is written."""
+_TOKENIZER = (
+    "*token*", "vocab*", "merges*", "spiece*", "*.model", "chat_template*", "normalizer.json", "generation_config.json",
+)  # fmt: skip
+"""What belongs to a tokenizer in a folder, and how the model is to generate."""
+_NOT_TOKENIZER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "config.json", "*.py")
+
+
+def write_hugging_face(
+    weights: Weights,
+    architecture: Architecture,
+    out: Path | str,
+    *,
+    dtype: "torch.dtype | None" = None,
+    tokenizer: Path | str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a folder that `from_pretrained` loads: config.json, safetensors, and the tokenizer's files.
+
+    Names, tied weights and the order within files are those of `save_pretrained`. At most one shard is in memory.
+
+    Args:
+        weights: of the plain model; those with adapters are merged before (`merged`), or written by `write_peft`.
+        architecture: the model; its adapters are left out.
+        out: a folder that is not there yet, or empty.
+        dtype: what floating-point weights are rounded to; None keeps each as it is.
+        tokenizer: a folder whose tokenizer's files are copied, or one such file.
+        max_shard_bytes: size of a file above which another is begun.
+
+    Raises:
+        WorkloadError: these are no weights of this model.
+        UsageError: the folder holds something, or cannot be written.
+    """
+    tensors = lazy_tensors(weights)
+    if any(is_adapter(name) for name in tensors):
+        raise WorkloadError("these weights have adapters beside them: merge them first, or write the adapters alone")
+    model: Any = without_memory(plain(architecture))
+    fitted = fit(tensors, model, "what was given").tensors
+    changed = {name: _as(each, dtype) for name, each in fitted.items()}
+    with quiet():
+        try:
+            stored = as_saved(model, changed)
+        except (TypeError, NotImplementedError, AttributeError, ValueError, RuntimeError) as error:
+            raise WorkloadError(
+                f"redline cannot save a {architecture.model_type} as transformers does: {one_line(error)}"
+            ) from error
+    with whole_folder(out) as folder:
+        write_safetensors(stored, folder, max_shard_bytes)
+        write_configuration(folder, architecture, model, _main_dtype(stored))
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), folder)
+
+
+def write_safetensors(tensors: LazyTensors, folder: Path, max_shard_bytes: int) -> None:
+    """Tensors in one file, or in shards with an index, as transformers splits them; one shard is in memory at a time."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from safetensors.torch import save_file
+
+    plan = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda each: each.nbytes,
+        filename_pattern=SINGLE.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        save_file({name: tensors[name].read() for name in names}, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        total = sum(each.nbytes for each in tensors.values())
+        (folder / INDEX).write_bytes(index_document(plan.tensor_to_filename, total))
+
+
+def write_configuration(folder: Path, architecture: Architecture, model: Any, dtype: "torch.dtype | None") -> None:
+    """config.json and, of a model that generates, generation_config.json."""
+    with quiet():
+        made = plain(architecture).configuration()
+        # Switched off for training alone.
+        made.use_cache = architecture.arguments.get("use_cache", getattr(type(made)(), "use_cache", True))
+        made.architectures = [type(model).__name__]
+        if dtype is not None:
+            made.dtype = str(dtype).removeprefix("torch.")
+        made.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            settings = type(model.generation_config).from_model_config(made)
+            settings.use_cache = True
+            settings.save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies a tokenizer's files, and no weights, configuration or code.
+
+    Raises:
+        UsageError: there are none.
+    """
+    entries = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
+    names = [
+        each
+        for each in entries
+        if each.is_file()
+        and (source.is_file() or any(fnmatch(each.name, pattern) for pattern in _TOKENIZER))
+        and not any(fnmatch(each.name, pattern) for pattern in _NOT_TOKENIZER)
+    ]
+    if not names:
+        raise UsageError(f"'{source}' holds no tokenizer: no file like tokenizer.json, vocab.txt or *.model")
+    for each in names:
+        shutil.copyfile(each, folder / each.name)
+
+
+def _as(tensor: LazyTensor, dtype: "torch.dtype | None") -> LazyTensor:
+    return cast(tensor, dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
+
+
+def _main_dtype(tensors: Mapping[str, LazyTensor]) -> "torch.dtype | None":
+    """The floating-point dtype that most entries have."""
+    totals: dict[torch.dtype, int] = {}
+    for each in tensors.values():
+        if each.dtype.is_floating_point:
+            totals[each.dtype] = totals.get(each.dtype, 0) + each.shape.numel()
+    return max(totals, key=lambda each: totals[each], default=None)

@@ -1,0 +1,130 @@
+"""Checkpoints of torchtitan: a DCP folder of its Llama 3. It has no GPT-2.
+
+Its rotary embedding turns neighbouring entries of a head, transformers' the first half against the second: rows of
+queries and keys are in another order, row 2i + j of a head there being row j d/2 + i here. Source: torchtitan 0.3,
+`models/llama3/state_dict_adapter.py`; earlier ones call the projections attention.wq and the head output.
+"""
+
+import re
+from pathlib import Path
+
+from ...errors import WorkloadError
+from ...reading import path_of
+from ..architecture import Architecture
+from .adapters import with_adapters
+from .dcp import METADATA, dcp_tensors, write_dcp
+from .folder import whole_folder
+from .lazy import LazyTensor, LazyTensors, rows
+from .other_names import Layout, newest
+from .weights import Weights
+
+_ONCE = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_LAYER = {
+    "self_attn.q_proj.weight": "attention.qkv_linear.wq.weight",
+    "self_attn.k_proj.weight": "attention.qkv_linear.wk.weight",
+    "self_attn.v_proj.weight": "attention.qkv_linear.wv.weight",
+    "self_attn.o_proj.weight": "attention.wo.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight",
+    "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+}
+_EARLIER = {
+    r"\.attention\.(w[qkv])\.weight$": r".attention.qkv_linear.\1.weight",
+    r"^output\.weight$": "lm_head.weight",
+}
+_OF_MODEL = ("tok_embeddings.", "layers.", "norm.", "lm_head.", "output.")
+
+
+class TorchtitanLayout(Layout):
+    """Names and shapes of torchtitan's Llama3Model."""
+
+    tool = "torchtitan"
+    families = ("llama",)
+    vocabulary = ("tok_embeddings.weight", "lm_head.weight")
+
+    def refuse(self) -> None:
+        biased = [each for each in ("attention_bias", "mlp_bias") if getattr(self.settings, each, False)]
+        if biased:
+            raise WorkloadError(f"torchtitan's Llama has no biases, and this llama has ({biased[0]}=true)")
+
+    def theirs(self, ours: LazyTensors) -> dict[str, LazyTensor]:
+        # A tied head is stored under both names there.
+        out = {theirs: ours[name] for name, theirs in _ONCE.items()}
+        for layer in range(self.settings.num_hidden_layers):
+            for name, theirs in _LAYER.items():
+                each = ours[f"model.layers.{layer}.{name}"]
+                out[f"layers.{layer}.{theirs}"] = rows(each, self._turned(name)) if self._turned(name) else each
+        return out
+
+    def ours(self, theirs: LazyTensors) -> dict[str, LazyTensor]:
+        out = {name: theirs[each] for name, each in _ONCE.items()}
+        for layer in range(self.settings.num_hidden_layers):
+            for name, key in _LAYER.items():
+                each, order = theirs[f"layers.{layer}.{key}"], self._turned(name)
+                if order:
+                    place = {row: at for at, row in enumerate(order)}
+                    each = rows(each, [place[row] for row in range(len(order))])
+                out[f"model.layers.{layer}.{name}"] = each
+        return out
+
+    def _turned(self, name: str) -> list[int]:
+        """Rows here in the order of rows there; empty where they are the same."""
+        made = self.settings
+        counts = {"q_proj": made.num_attention_heads, "k_proj": made.num_key_value_heads}
+        half = made.head_dim // 2
+        heads = counts.get(name.split(".")[1], 0)
+        return [head * 2 * half + j * half + i for head in range(heads) for i in range(half) for j in range(2)]
+
+
+def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path | str | None = None) -> Weights:
+    """The weights of a Llama in a checkpoint of torchtitan.
+
+    Args:
+        path: the folder of a step, or the one of all steps; then its last.
+        architecture: the model; with adapters, it finds its original layers.
+        adapters: as for `hugging_face`.
+
+    Raises:
+        WorkloadError: it is no such checkpoint, another model's, or one of a family that torchtitan has not.
+    """
+    layout = TorchtitanLayout(architecture)
+    folder = step_folder(path_of(path))
+    kept: dict[str, LazyTensor] = {}
+    for name, each in dcp_tensors(folder).items():
+        if name.startswith(_OF_MODEL):
+            for pattern, now in _EARLIER.items():
+                name = re.sub(pattern, now, name)
+            kept[name] = each
+    if layout.settings.tie_word_embeddings and "tok_embeddings.weight" in kept:
+        kept.setdefault("lm_head.weight", kept["tok_embeddings.weight"])
+    weights = layout.read(kept, f"'{folder}'")
+    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+
+
+def step_folder(path: Path) -> Path:
+    """The folder of the last step below `path`, or `path` itself."""
+    steps = [each for each in path.glob("step-*") if each.name[5:].isdigit()]
+    return newest(path, sorted(steps, key=lambda each: int(each.name[5:])), METADATA)
+
+
+def write_torchtitan(weights: Weights, architecture: Architecture, out: Path | str) -> None:
+    """Writes a DCP folder for torchtitan's `checkpoint.initial_load_path`: weights, no optimizer.
+
+    Args:
+        weights: of the plain model.
+        architecture: a Llama.
+        out: a folder that is not there yet, or empty.
+
+    Raises:
+        WorkloadError: these are no weights of this model, or torchtitan has no such model.
+        UsageError: the folder holds something, or cannot be written.
+    """
+    tensors = TorchtitanLayout(architecture).given(weights, architecture)
+    with whole_folder(out) as folder:
+        write_dcp(tensors, folder)

@@ -1,0 +1,98 @@
+"""Lazy tensors hold what torch's operations would, box by box, and read no more than a box needs."""
+
+import pytest
+import torch
+from checkpoints import lazy
+from hypothesis import given, settings, strategies as st
+from redline.models.layouts import lazy as operations
+
+
+def numbered(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+A, B, C = numbered(6, 8), numbered(6, 8) + 100, numbered(3, 6, 8)
+ORDER = [4, 0, 5, 1, 2]
+CASES = {
+    "stored": (lazy(A), A),
+    "cat rows": (torch.cat([lazy(A), lazy(B)]), torch.cat([A, B])),
+    "cat columns": (torch.cat([lazy(A), lazy(B)], dim=-1), torch.cat([A, B], dim=-1)),
+    "stack": (torch.stack([lazy(A), lazy(B)], dim=1), torch.stack([A, B], dim=1)),
+    "chunk": (torch.chunk(lazy(A), 3, dim=1)[1], torch.chunk(A, 3, dim=1)[1]),
+    "uneven chunk": (torch.chunk(lazy(A), 3, dim=1)[2], torch.chunk(A, 3, dim=1)[2]),
+    "split": (torch.split(lazy(A), [1, 2, 3])[2], torch.split(A, [1, 2, 3])[2]),
+    "transpose": (torch.transpose(lazy(C), 0, 2), torch.transpose(C, 0, 2)),
+    "select": (operations.select(lazy(C), 1, 4), C.select(1, 4)),
+    "squeeze": (torch.chunk(lazy(C), 3)[2].squeeze(0), C[2]),
+    "rows": (operations.rows(lazy(A), ORDER), A[ORDER]),
+    "columns": (operations.rows(lazy(A), ORDER, 1), A[:, ORDER]),
+    "padded": (operations.pad_rows(lazy(A), 9), torch.cat([A, torch.zeros(3, 8)])),
+    "cast": (operations.cast(lazy(A), torch.bfloat16), A.bfloat16()),
+    "nested": (
+        operations.rows(torch.transpose(torch.cat([lazy(A), lazy(B)], dim=1), 0, 1), list(range(15, -1, -2))),
+        torch.cat([A, B], dim=1).T[list(range(15, -1, -2))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_box_holds_what_torch_gives(case, data):
+    made, expected = CASES[case]
+    assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+    ends = [sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size)))) for size in made.shape]
+    box = tuple(slice(*each) for each in ends)
+    found = made.read(box)
+    assert torch.equal(found, expected[box])
+    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
+
+
+def test_a_box_reads_its_share_of_every_part():
+    log = []
+    joined = torch.cat([torch.stack([lazy(each, log) for each in (A, B)]) for _ in range(2)], dim=1)
+    assert joined.shape == (2, 12, 8)
+    joined.read((slice(1, 2), slice(0, 3), slice(0, 4)))
+    assert log == [3 * 4]
+
+
+def test_neighbouring_rows_in_another_order_are_read_together_and_distant_ones_apart():
+    log = []
+    big = numbered(1000, 2)
+    made = operations.rows(lazy(big, log), [1, 0, 3, 2, 900, 901])
+    assert torch.equal(made.read(), big[[1, 0, 3, 2, 900, 901]])
+    assert log == [4 * 2, 2 * 2]
+
+
+def test_every_other_row_is_read_with_at_most_twice_the_entries():
+    log = []
+    big = numbered(1000, 2)
+    operations.rows(lazy(big, log), list(range(0, 1000, 2))).read()
+    assert sum(log) <= 2 * 1000 + 8
+
+
+def test_what_is_no_box_is_refused():
+    for box in ((slice(0, 4, 2),), (slice(None),) * 3):
+        with pytest.raises(ValueError, match=r"a box of a tensor of shape \(6, 8\) is a slice a dimension"):
+            lazy(A).read(box)
+    with pytest.raises(ValueError, match=r"cannot be joined along 0"):
+        torch.cat([lazy(A), lazy(C)])
+
+
+def test_what_is_read_is_a_copy():
+    own = numbered(2, 2)
+    found = lazy(own).read()
+    found.zero_()
+    assert own.sum() == 6
+
+
+def test_a_merged_matrix_is_the_sum_in_every_box():
+    up, down = torch.randn(6, 2), torch.randn(2, 8)
+    for transposed in (False, True):
+        base = torch.randn(8, 6) if transposed else torch.randn(6, 8)
+        added = operations.Added(up=lazy(up), down=lazy(down), scale=0.5, transposed=transposed)
+        expected = base + 0.5 * ((up @ down).T if transposed else up @ down)
+        made = operations.Merged(lazy(base), added)
+        torch.testing.assert_close(made.read(), expected)
+        torch.testing.assert_close(made.read((slice(1, 3), slice(2, 6))), expected[1:3, 2:6])

@@ -1,0 +1,54 @@
+"""Tiny models with random weights in every tensor, and folders of them."""
+
+import torch
+from redline._transformers import quiet
+from redline.models.architecture import Architecture
+from redline.models.layouts.lazy import Stored
+from redline.models.layouts.weights import LazyWeights
+from redline.models.lora import AdaptedArchitecture, Lora
+from redline.training.numerics import FAMILIES
+
+
+def architecture(family, *, lora=None, **more):
+    """The tiny architecture of a family of the table, or of another that takes Llama's configuration."""
+    task, arguments = FAMILIES.get(family, FAMILIES["llama"])
+    given = {"model_type": family, "arguments": {**arguments, **more}, "task": task}
+    return AdaptedArchitecture(**given, lora=Lora.parse(lora)) if lora else Architecture(**given)
+
+
+def filled(made, seed=0):
+    """The model with every parameter drawn: none is left at a value that another has too."""
+    model = made({}).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.normal_(0, 0.2, generator=generator)
+    return model
+
+
+def saved(model, folder, **options):
+    with quiet():
+        model.save_pretrained(folder, **options)
+    return folder
+
+
+def weights_of(model):
+    """A model's own tensors as weights."""
+    return LazyWeights({name: lazy(each) for name, each in model.state_dict().items()})
+
+
+def lazy(tensor, log=None):
+    """A tensor of which boxes are read; how many entries each took is appended to `log`."""
+
+    def read(box):
+        if log is not None:
+            log.append(tensor[box].numel())
+        return tensor[box]
+
+    return Stored(read, tensor.shape, tensor.dtype)
+
+
+def differing(weights, model):
+    """Names of a model's tensors that the weights lack, or have with other bits."""
+    own = model.state_dict()
+    return [name for name in own if name not in weights.shapes or not torch.equal(weights.read(name), own[name])]
