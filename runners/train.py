@@ -32,8 +32,6 @@ from .work import Work
 if TYPE_CHECKING:
     import torch
 
-    from ..training.hyperparameters import Hyperparameters
-from ..training.loop import Samples
     from .runner import TrialRequest
     from .work import Known, TrialTerms
 

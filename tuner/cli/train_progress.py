@@ -37,14 +37,17 @@ def headline(begun: Begun) -> list[str]:
         f"configuration: {begun.strategy.why}",
         f"  {knobs}",
     ]
-    data = ", ".join(f"{name} {_short(value)}" for name, value in begun.data.items() if value is not None)
-    return [*lines, f"data: {data}"]
+    return [*lines, f"data: {_data_in_words(begun.data)}"]
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _data_in_words(data: Mapping[str, Any]) -> str:
+    """What samples are made of, in a line."""
+    if not data.get("paths"):
+        return f"what {data.get('name', 'the workload')} makes by itself"
+    counts = [f"{data[name]:,} {name}" for name in ("documents", "tokens", "samples") if data.get(name) is not None]
+    held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
+    tokenizer = f"tokenizer {data.get('tokenizer')}"
+    return f"{' '.join(data['paths'])}: {', '.join(filter(None, (*counts, held, tokenizer)))}"
 
 
 def told(line: Mapping[str, Any], unit: str) -> str:

@@ -117,7 +117,7 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
 _OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
 """What belongs to a start rather than to the training."""
-MAY_CHANGE = (*_OF_A_START, "devices", "memory_limit", "steps", *(each.name for each in fields(LoopPlan)))
+MAY_CHANGE = (*_OF_A_START, "devices", "memory_limit", "fix", "steps", *(each.name for each in fields(LoopPlan)))
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Of a request, as they are read."""
