@@ -11,7 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..errors import WorkloadError
 from ..models import Workload
+from ..models.architecture import Architecture
+from ..models.layouts.find import find_weights
 from ..results import Measurement, Status
 from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
@@ -131,11 +134,25 @@ class TrainRank:
         if training.world.rank == 0:
             folder.prepare()
         if found is None:
+            if self.weights is not None:
+                self._begin_with(self.weights, state, log)
             return 0, 0
         restore(state, found)
         training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
         log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
         return found.step, int(found.manifest["samples"])
+
+    def _begin_with(self, path: str, state: State, log: Callable[[Mapping[str, Any]], None]) -> None:
+        architecture = self.workload.model
+        if not isinstance(architecture, Architecture):
+            raise WorkloadError(
+                f"{self.workload.name} is built by code of its own, which can load '{path}' itself: checkpoints of other tools "
+                "are read for Hugging Face models"
+            )
+        weights = find_weights(path, architecture)
+        for note in weights.notes:
+            log({"kind": "note", "text": note})
+        state.load_weights(weights)
 
 
 class Trainings(Work):

@@ -47,8 +47,8 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Which part of a tensor is here."""
+class Region:
+    """The part of a tensor that is here."""
 
     shape: torch.Size
     """Of the whole tensor."""
@@ -61,13 +61,13 @@ class Layout:
         return any(all(at.stop - at.start == n for at, n in zip(box.at, self.shape)) for box in self.boxes)
 
     def parts(self, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Each box, and this rank's tensor there: views of a tensor that lies as the one this is the layout of."""
+        """Each box, and this rank's tensor there: views of a tensor that lies as the one this is the region of."""
         here = local(tensor.detach())
         for box in self.boxes:
             yield box, here[box.at] if box.at else here
 
 
-def layout_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Layout:
+def region_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Region:
     """Which part of a module's own tensor is here, whatever cuts it.
 
     Args:
@@ -89,12 +89,12 @@ def layout_of(module: nn.Module, name: str, tensor: torch.Tensor) -> Layout:
         Box(tuple(run.whole for run in each), tuple(slice(run.here, run.here + run.length) for run in each))
         for each in product(*runs)
     )
-    return Layout(shape, boxes)
+    return Region(shape, boxes)
 
 
-def whole_layout(shape: torch.Size) -> Layout:
+def whole_region(shape: torch.Size) -> Region:
     """That of a tensor which is all here."""
-    return Layout(shape, (Box((0,) * len(shape), tuple(slice(0, size) for size in shape)),))
+    return Region(shape, (Box((0,) * len(shape), tuple(slice(0, size) for size in shape)),))
 
 
 def _cut_runs(parts: tuple[int, ...], rank: int, ranks: int) -> list[Run]:
@@ -109,7 +109,7 @@ def _cut_runs(parts: tuple[int, ...], rank: int, ranks: int) -> list[Run]:
     return out
 
 
-def layouts_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[torch.Tensor, Layout]]:
+def regions_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[torch.Tensor, Region]]:
     """This rank's tensors of a model's state and where they lie, by the names of the whole model.
 
     Args:
@@ -120,5 +120,5 @@ def layouts_of(model: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[to
     for key, tensor in model.state_dict(keep_vars=True).items():
         name = names.get(key, key)
         if name not in out and isinstance(tensor, torch.Tensor):
-            out[name] = tensor, layout_of(*owner(model, key), tensor)
+            out[name] = tensor, region_of(*owner(model, key), tensor)
     return out

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import StudyError
+from ...models.layouts.dcp import dcp_tensors
 from .folder import Checkpoint, CheckpointFolder
 from .state import State
-from .storage import read, stored_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,13 +49,13 @@ def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
     return next(filter(None, _gathered(failure, group)), "")
 
 
-def restore(state: State, found: Checkpoint, weights_only: bool = False) -> None:
+def restore(state: State, found: Checkpoint) -> None:
     """Puts a checkpoint's tensors in the place of a training's.
 
     Raises:
         WorkloadError: it is of another model.
     """
-    state.load(stored_in(found.path), lambda tensors: read(found.path, tensors), weights_only)
+    state.load(dcp_tensors(found.path))
 
 
 def _alike(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:

@@ -10,30 +10,24 @@ Random numbers and the order of samples are functions of the seed and the step, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...errors import WorkloadError
+from ...models.layouts.fit import differences, unlike
+from ...models.layouts.lazy import LazyTensors
+from ...models.layouts.weights import Weights, lazy_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ...schedule.parallel.weights import Layout
+    from ...schedule.parallel.weights import Region
     from ..training import Training
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 _NUMBERS: Mapping[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
 """Kinds of numbers that optimizers keep as they are rather than as tensors; their keys end in `:KIND`."""
-Located = dict[str, "tuple[torch.Tensor, Layout]"]
-
-
-class Stored(NamedTuple):
-    """A tensor in a checkpoint."""
-
-    shape: "torch.Size"
-    """Of the whole tensor."""
-    dtype: "torch.dtype"
-    """The format of its elements."""
+Located = dict[str, "tuple[torch.Tensor, Region]"]
 
 
 class State:
@@ -45,11 +39,11 @@ class State:
     """
 
     def __init__(self, training: "Training", average: "Mapping[nn.Parameter, torch.Tensor] | None" = None) -> None:
-        from ...schedule.parallel.weights import layouts_of
+        from ...schedule.parallel.weights import regions_of
 
         self._training = training
         self._average = average or {}
-        self._model = layouts_of(training.model, training.outline.names)
+        self._model = regions_of(training.model, training.outline.names)
         self._names: dict[Any, str] = {tensor: name for name, (tensor, _) in self._model.items()}
         for param, host in getattr(training.optimizer, "pairs", ()):
             self._names[host] = self._names[param]
@@ -63,9 +57,9 @@ class State:
         """
         out = {f"{MODEL}/{name}": each for name, each in self._model.items()}
         for param, name in self._updated():
-            layout = self._model[name][1]
+            region = self._model[name][1]
             for key, value in self._training.optimizer.state.get(param, {}).items():
-                found = self._of_state(name, key, value, param, layout)
+                found = self._of_state(name, key, value, param, region)
                 if found is not None:
                     out[f"{OPTIMIZER}/{name}/{found[0]}"] = found[1:]
         for param, value in self._average.items():
@@ -73,7 +67,7 @@ class State:
             out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
         return out
 
-    def check(self, stored: Mapping[str, Stored]) -> None:
+    def check(self, stored: LazyTensors) -> None:
         """Refuses a checkpoint of another model.
 
         Args:
@@ -85,35 +79,21 @@ class State:
         mine = self._training.outline.shapes
         prefix = f"{MODEL}/"
         its = {name.removeprefix(prefix): tuple(each.shape) for name, each in stored.items() if name.startswith(prefix)}
-        if mine == its:
-            return
-        differ = [
-            f"{name} has {list(its[name])} there and {list(mine[name])} here"
-            for name in mine
-            if name in its and its[name] != mine[name]
-        ]
-        parts = {
-            "of another shape": differ,
-            "missing there": [name for name in mine if name not in its],
-            "unknown here": [name for name in its if name not in mine],
-        }
-        said = "; ".join(
-            f"{len(found)} {how}: {', '.join(found[:4])}{', ...' if len(found) > 4 else ''}"
-            for how, found in parts.items()
-            if found
-        )
-        raise WorkloadError(f"the checkpoint is of another model than {self._training.workload.name}: {said}")
+        missing, left = [name for name in mine if name not in its], [name for name in its if name not in mine]
+        wrong = [unlike(name, its[name], mine[name]) for name in mine if name in its and its[name] != mine[name]]
+        if missing or left or wrong:
+            raise WorkloadError(
+                f"the checkpoint is of another model than {self._training.workload.name}: {differences(missing, left, wrong)}"
+            )
 
-    def load(self, stored: Mapping[str, Stored], read: Callable[[Located], None], weights_only: bool = False) -> None:
-        """Goes on from a checkpoint: this rank's part of it.
+    def load(self, stored: LazyTensors) -> None:
+        """Goes on from a checkpoint: reads this rank's part of it.
 
         Args:
             stored: what it holds.
-            read: fills tensors with their parts of it.
-            weights_only: leave the optimizer as it is.
 
         Raises:
-            WorkloadError: it is of another model.
+            WorkloadError: it is of another model, or damaged.
         """
         self.check(stored)
         targets = {f"{MODEL}/{name}": each for name, each in self._model.items()}
@@ -121,15 +101,26 @@ class State:
         for full, param in averages.items():
             if full in stored:
                 targets[full] = self._average[param], self._model[self._names[param]][1]
-        states = {} if weights_only else self._targets(stored)
+        states = self._targets(stored)
         for name, keys in states.items():
             targets |= {f"{OPTIMIZER}/{name}/{key}": each for key, each in keys.items()}
-        read(targets)
-        if not weights_only:
-            self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
+        _fill(targets, stored)
+        self._put({name: {key: each[0] for key, each in keys.items()} for name, keys in states.items()})
         for full, param in averages.items():
             if full not in stored:  # one that begins now begins at the weights
                 self._average[param].copy_(param.detach())
+
+    def load_weights(self, weights: Weights) -> None:
+        """Begins with the weights of another tool's checkpoint, of which each rank reads its part. What that lacks, such as
+        adapters, stays as it is.
+
+        Args:
+            weights: by the names of this model.
+        """
+        given = lazy_tensors(weights)
+        _fill({name: each for name, each in self._model.items() if name in given}, given)
+        for param, value in self._average.items():
+            value.copy_(param.detach())
 
     def _updated(self) -> Iterator[tuple[Any, str]]:
         """What this rank's optimizer updates, by the names of the parameters."""
@@ -139,34 +130,34 @@ class State:
                     yield param, self._names[param]
 
     def _of_state(
-        self, name: str, key: str, value: Any, param: "torch.Tensor", layout: "Layout"
-    ) -> "tuple[str, torch.Tensor, Layout] | None":
+        self, name: str, key: str, value: Any, param: "torch.Tensor", region: "Region"
+    ) -> "tuple[str, torch.Tensor, Region] | None":
         import torch
 
         from ...schedule.parallel.sharding import local
-        from ...schedule.parallel.weights import whole_layout
+        from ...schedule.parallel.weights import whole_region
 
         kind = type(value).__name__
         if value is None:
             return None
         if kind in _NUMBERS:
-            return f"{key}:{kind}", torch.tensor(float(value), dtype=torch.float64), whole_layout(torch.Size())
+            return f"{key}:{kind}", torch.tensor(float(value), dtype=torch.float64), whole_region(torch.Size())
         if isinstance(value, torch.Tensor):
             if local(value).shape == local(param).shape and local(param).dim():
-                return key, value, layout
-            if not value.dim() or layout.complete:
-                return key, value, whole_layout(value.shape)
+                return key, value, region
+            if not value.dim() or region.complete:
+                return key, value, whole_region(value.shape)
         optimizer = type(self._training.optimizer).__name__
         raise WorkloadError(
             f"{optimizer} keeps '{key}' of {name} in a form that cannot be put together from the parts of several ranks; "
             "checkpoints of it need tp=1 and zero of at most 1"
         )
 
-    def _targets(self, stored: Mapping[str, Stored]) -> "dict[str, Located]":
+    def _targets(self, stored: LazyTensors) -> "dict[str, Located]":
         """Room for the optimizer's state of each parameter that it updates here, by parameter and key."""
         import torch
 
-        from ...schedule.parallel.weights import whole_layout
+        from ...schedule.parallel.weights import whole_region
 
         keys: dict[str, list[str]] = {}
         for full in stored:
@@ -176,12 +167,13 @@ class State:
                 keys.setdefault(name, []).append(key)
         out: dict[str, Located] = {}
         for param, name in self._updated():
-            layout = self._model[name][1]
+            region = self._model[name][1]
             for key in keys.get(name, ()):
-                shape, dtype = stored[f"{OPTIMIZER}/{name}/{key}"]
-                alike = bool(shape) and shape == layout.shape
+                found = stored[f"{OPTIMIZER}/{name}/{key}"]
+                shape, dtype = found.shape, found.dtype
+                alike = bool(shape) and shape == region.shape
                 room = torch.zeros_like(param, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype)
-                out.setdefault(name, {})[key] = room.detach(), layout if alike else whole_layout(shape)
+                out.setdefault(name, {})[key] = room.detach(), region if alike else whole_region(shape)
         return out
 
     def _put(self, states: "Mapping[str, Mapping[str, torch.Tensor]]") -> None:
@@ -196,6 +188,13 @@ class State:
                 if found:
                     document["state"][number] = dict(_as_kept(key, value) for key, value in found.items())
         optimizer.load_state_dict(document)
+
+
+def _fill(targets: Located, stored: LazyTensors) -> None:
+    """Puts into this rank's parts of tensors what is stored there."""
+    for name, (tensor, region) in targets.items():
+        for box, here in region.parts(tensor):
+            here.copy_(stored[name].read(box.of_whole))
 
 
 def _as_kept(key: str, value: "torch.Tensor") -> tuple[str, Any]:

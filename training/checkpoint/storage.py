@@ -1,11 +1,11 @@
-"""Parts of tensors, written and read by `torch.distributed.checkpoint`: what a rank writes, any other can read a part of."""
+"""Parts of tensors, written by `torch.distributed.checkpoint`: of what a rank writes any other can read a part."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .state import Located, Stored
+from .state import Located
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +34,9 @@ class Part:
 def parts_of(tensors: Located) -> list[Part]:
     """The parts that this rank has of tensors."""
     return [
-        Part(name, tuple(layout.shape), box.offset, data)
-        for name, (tensor, layout) in tensors.items()
-        for box, data in layout.parts(tensor)
+        Part(name, tuple(region.shape), box.offset, data)
+        for name, (tensor, region) in tensors.items()
+        for box, data in region.parts(tensor)
     ]
 
 
@@ -57,28 +57,6 @@ def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> 
     checkpoint.save(
         {}, storage_writer=writer, planner=_save_planner(parts), process_group=group, no_dist=group is None
     )
-
-
-def stored_in(folder: Path) -> dict[str, Stored]:
-    """The tensors that a folder holds, by name."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)}
-    return {name: Stored(each.size, each.properties.dtype) for name, each in tensors.items()}
-
-
-def read(folder: Path, tensors: Located) -> None:
-    """Fills this rank's parts of tensors with what a folder holds there.
-
-    Raises:
-        CheckpointException: it cannot be read.
-    """
-    from torch.distributed import checkpoint
-
-    reader = checkpoint.FileSystemReader(folder)
-    checkpoint.load({}, storage_reader=reader, planner=_load_planner(parts_of(tensors)), no_dist=True)
 
 
 def _save_planner(parts: Sequence[Part]) -> Any:
@@ -112,36 +90,3 @@ def _save_planner(parts: Sequence[Part]) -> Any:
             return at[index.fqn, tuple(index.offset or ())].data
 
     return Planner(flatten_state_dict=False)
-
-
-def _load_planner(parts: Sequence[Part]) -> Any:
-    import torch
-    from torch.distributed.checkpoint import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner import LoadPlan
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    at: dict[Any, Part] = {each.place: each for each in parts}
-    chunks: dict[str, list[Part]] = {}
-    for each in parts:
-        chunks.setdefault(each.name, []).append(each)
-
-    class Planner(DefaultLoadPlanner):
-        """Plans to read these parts."""
-
-        def create_local_plan(self) -> LoadPlan:
-            assert self.metadata is not None, "it is set up with that of the folder"
-            items = []
-            for name, mine in chunks.items():
-                stored = self.metadata.state_dict_metadata[name]
-                assert isinstance(stored, TensorStorageMetadata), "all that is stored is a tensor"
-                boxes = [
-                    ChunkStorageMetadata(offsets=torch.Size(each.offset), sizes=each.data.shape) for each in mine
-                ]
-                items += create_read_items_for_chunk_list(name, stored, boxes)
-            return LoadPlan(items)
-
-        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-            return at[index.fqn, tuple(index.offset or ())].data
-
-    return Planner(flatten_state_dict=False, flatten_sharded_tensors=False)

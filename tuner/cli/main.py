@@ -20,6 +20,7 @@ EXIT_INTERRUPTED = 130
 _COMMANDS = {
     "tune": "Find the fastest configuration of a model on the devices at hand.",
     "train": "Train with a run's winner on real data.",
+    "convert": "Write a training's checkpoint for other tools.",
     "models": "List the models that have a name.",
     "space": "Show what may vary for a model on the devices at hand.",
     "estimate": "Predict the best configurations of a model on any hardware.",

@@ -1,0 +1,131 @@
+"""`redline convert`: a training's checkpoint as one of another tool."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ...errors import StudyError, UsageError, unknown
+from ...models.architecture import Architecture
+from ...models.layouts.adapters import merged
+from ...models.layouts.dcp import dcp_tensors
+from ...models.layouts.find import LAYOUTS
+from ...models.layouts.weights import LazyWeights, Weights
+from ...models.lora import AdaptedArchitecture
+from ...models.request import Asked
+from ...reading import path_of
+from ...results.trained import CHECKPOINTS, holds_training, read_document
+from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
+from ...training.checkpoint.state import AVERAGE, MODEL
+from .request import TrainRequest
+from .strategy import Source
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertRequest:
+    """What is asked of a conversion.
+
+    Raises:
+        UsageError: a value is none that is known, or means nothing for the layout.
+    """
+
+    to: Annotated[str, Asked("Whose checkpoint: hf, peft, megatron or torchtitan.", metavar="LAYOUT")] = "hf"
+    """Whose checkpoint it becomes."""
+    step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
+    """Of which step; None for the latest."""
+    dtype: Annotated[
+        str | None, Asked("Round weights to float32, bfloat16 or float16.  [default: as they are]", metavar="NAME")
+    ] = None
+    """What weights are rounded to; None keeps them."""
+    tokenizer: Annotated[str | None, Asked("Folder of the tokenizer.  [default: the training's]", metavar="DIR")] = None
+    """Whose files go with a Hugging Face checkpoint; None for the training's."""
+    average: Annotated[bool, Asked("The moving average of the weights, where one was kept.")] = False
+    """Take the moving average instead of the weights."""
+    merge: Annotated[bool, Asked("Add adapters to the weights that they adapt.")] = False
+    """Add adapters to the weights they adapt."""
+
+    def __post_init__(self) -> None:
+        if self.to not in LAYOUTS:
+            raise UsageError(unknown("layout", self.to, LAYOUTS))
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise UsageError(unknown("dtype", self.dtype, _DTYPES))
+        for name in ("dtype", "tokenizer"):
+            if getattr(self, name) is not None and self.to != "hf":
+                raise UsageError(f"--{name} is for a Hugging Face checkpoint, and has no effect on {self.to}")
+        if self.merge and self.to == "peft":
+            raise UsageError("--merge makes plain weights, and peft's checkpoints are adapters; give --to hf")
+
+
+def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Checkpoint:
+    """Writes a checkpoint of a training as another tool's; one file of it is in memory at a time.
+
+    Args:
+        folder: the training's.
+        out: a folder that is not there yet, or empty.
+        request: what it is to become.
+
+    Returns:
+        Which one was converted.
+
+    Raises:
+        StudyError: there is no such checkpoint, or it is damaged.
+        UsageError: the layout does not go with the model, or `out` cannot be written.
+    """
+    path = path_of(folder)
+    if not holds_training(path):
+        raise StudyError(f"'{folder}' holds no training; give the --out of `redline train`")
+    document = read_document(path)
+    asked = {key: tuple(each) if isinstance(each, list) else each for key, each in document["asked"].items()}
+    trained = TrainRequest(source=folder, **asked)
+    workload = Source.from_dict(document["source"]).workload(trained)
+    if not isinstance(workload.model, Architecture):
+        raise UsageError(
+            f"{workload.name} is built by code of its own, for which no other tool has a checkpoint; its weights are in the "
+            "folders of checkpoints, which torch.distributed.checkpoint reads"
+        )
+    found = _checkpoint(path, request.step)
+    found.check(found.files())
+    weights, architecture = _weights(found, workload.model, request), workload.model
+    if isinstance(architecture, AdaptedArchitecture):
+        if request.merge:
+            weights = merged(weights, architecture)
+        elif request.to != "peft":
+            raise UsageError(
+                f"the training in '{folder}' is one of adapters: give --to peft, or --merge for a whole model"
+            )
+    elif request.merge or request.to == "peft":
+        raise UsageError(f"the training in '{folder}' has no adapters; it was of all weights")
+    if request.to == "hf":
+        import torch
+
+        dtype = getattr(torch, request.dtype) if request.dtype else None
+        tokenizer = request.tokenizer or trained.tokenizer
+        LAYOUTS["hf"](weights, architecture, path_of(out), dtype=dtype, tokenizer=tokenizer)
+    elif request.to == "peft":
+        base = str(trained.weights) if trained.weights is not None else None
+        LAYOUTS["peft"](weights, architecture, path_of(out), base=base)
+    else:
+        LAYOUTS[request.to](weights, architecture, path_of(out))
+    return found
+
+
+def _checkpoint(path: Path, step: int | None) -> Checkpoint:
+    there = CheckpointFolder(path / CHECKPOINTS).all()
+    found = next((each for each in there if step in (None, each.step)), None)
+    if found is None:
+        steps = ", ".join(str(each.step) for each in there) or "none"
+        raise StudyError(f"'{path}' has no checkpoint{'' if step is None else f' of step {step}'}; there are: {steps}")
+    return found
+
+
+def _weights(found: Checkpoint, architecture: Architecture, request: ConvertRequest) -> Weights:
+    """The model's weights in a checkpoint, tied ones under each of their names."""
+    stored = dcp_tensors(found.path)
+    names = {name.removeprefix(f"{MODEL}/"): name for name in stored if name.startswith(f"{MODEL}/")}
+    if request.average:
+        averages = {name.removeprefix(f"{AVERAGE}/"): name for name in stored if name.startswith(f"{AVERAGE}/")}
+        if not averages:
+            raise UsageError(f"'{found.path}' has no moving average of the weights; train with --average")
+        names |= averages
+    return LazyWeights({name: stored[full] for name, full in names.items()})
