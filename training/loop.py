@@ -97,6 +97,7 @@ class Loop:
         plan: what else to do.
         saver: where checkpoints go; None keeps none.
         step, position: where to go on: steps that are done, and samples that they took.
+        until: the step to end at; None for the last one.
         facts: what a checkpoint is to say of the training.
         log: told, on rank 0, what the log is to hold: a `kind` and numbers by name.
         stop: whether to end; asked on every rank at every step.
@@ -115,6 +116,7 @@ class Loop:
         saver: Saver | None = None,
         step: int = 0,
         position: int = 0,
+        until: int | None = None,
         facts: Mapping[str, Any] | None = None,
         log: Callable[[Mapping[str, Any]], None] = lambda line: None,
         stop: Callable[[], bool] = lambda: False,
@@ -124,12 +126,13 @@ class Loop:
     ) -> None:
         self.training, self.samples, self.plan, self.saver = training, samples, plan, saver
         self.step, self.position = step, position
+        self._hyper = hyperparameters
+        self.until = self._hyper.steps if until is None else until
         self.average = average or {}
         self._facts = dict(facts or {})
         self._log = log if training.world.rank == 0 else lambda line: None
         self._stop, self._memory_mib, self._peak_flops = stop, memory_mib, peak_flops
         self._lr = [group["lr"] for group in training.optimizer.param_groups]
-        self._hyper = hyperparameters
         self._agreed: deque[torch.Tensor] = deque()
         self._losses: list[torch.Tensor] = []
         self._norm: torch.Tensor | None = None
@@ -148,13 +151,13 @@ class Loop:
         self._begin_interval()
         following = self._fetch(self.step)
         try:
-            while self.step < self._hyper.steps and not stopped:
+            while self.step < self.until and not stopped:
                 share = following.result()
                 following = self._fetch(self.step + 1)
                 self._one(share)
                 stopped, save = self._heard()
                 self.step += 1
-                last = self.step == self._hyper.steps
+                last = self.step == self.until
                 if self.step % self.plan.log_every == 0 or last or stopped:
                     self._report()
                 if self.plan.eval_every and (self.step % self.plan.eval_every == 0 or last):
@@ -276,7 +279,7 @@ class Loop:
             "mfu": per_device / self._peak_flops if per_device and self._peak_flops else None,
             "memory_mib": self._memory_mib() if self._memory_mib else None,
             "seconds": now - self._begun,
-            "seconds_left": (self._hyper.steps - self.step) * seconds,
+            "seconds_left": (self.until - self.step) * seconds,
         }
         self._steady.append(line["step_ms"])
         self._log(line)

@@ -1,0 +1,68 @@
+"""A training goes on in another strategy, on other ranks, as if nothing had happened."""
+
+import pytest
+from redline.training import resharding
+
+QUICK = [
+    ("llama", "tp2+sp", "zero3"),
+    ("llama", "zero3", "pp2"),
+    ("llama", "pp2 interleaved", "one"),
+    ("gpt2", "one", "tp2+sp"),
+    ("gpt2", "tp2+sp", "zero1"),
+    ("gpt2", "zero1", "pp2"),
+    ("bert", "zero2+ckpt", "tp2+sp"),
+    ("t5", "pp2", "zero3"),
+    ("t5", "tp2+sp", "one"),
+    ("llama", "zero3+bf16", "tp2+sp"),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept"), {}
+
+
+def run(pools, family, strategy, steps, **where):
+    size = resharding.ranks(strategy)
+    given = resharding.tiny(family), strategy, steps
+    if size == 1:
+        return resharding.part(*given, **where)
+    # Rank 0 keeps the log.
+    return pools[size].run(lambda: resharding.part(*given, **where))[0]
+
+
+def whole(kept, pools, family):
+    """The training that never stopped, on one process."""
+    _, known = kept
+    if family not in known:
+        known[family] = run(pools, family, "one", resharding.BEFORE + resharding.AFTER)
+    return known[family]
+
+
+def saved(kept, pools, family, strategy):
+    """The folder of a training that was saved in a strategy."""
+    folder, known = kept
+    where = folder / f"{family}-{strategy}"
+    if (family, strategy) not in known:
+        known[family, strategy] = run(pools, family, strategy, resharding.BEFORE, save=where)
+    return where
+
+
+@pytest.mark.parametrize(("family", "first", "second"), QUICK)
+def test_it_goes_on_as_if_nothing_had_happened(two, kept, tmp_path, family, first, second):
+    pools = {2: two}
+    expected = whole(kept, pools, family)
+    begin = saved(kept, pools, family, first)
+    found = run(
+        pools, family, second, resharding.BEFORE + resharding.AFTER, begin=begin, copy=tmp_path / "copy", save=tmp_path / "end"
+    )
+    assert resharding.unequal(begin, tmp_path / "copy") == []
+    assert len(found.losses) == resharding.AFTER
+    assert resharding.departure(expected, found) <= resharding.tolerance(first, second)
+
+
+def test_the_comparison_sees_one_bit(two, kept, tmp_path):
+    begin = saved(kept, {2: two}, "llama", "tp2+sp")
+    other = saved(kept, {2: two}, "llama", "zero3")
+    # Both have trained alike, up to rounding.
+    assert resharding.unequal(begin, other)
