@@ -1,5 +1,5 @@
 from .from_workload import FromWorkload as FromWorkload
 from .packing import check_packing as check_packing
 from .plan import DataPlan as DataPlan
-from .prepare import prepare as prepare
+from .preparing import prepare as prepare
 from .samples import Samples as Samples, TrainingData as TrainingData

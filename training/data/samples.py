@@ -159,7 +159,7 @@ class Samples:
             mask_id=self.layout.store.about.mask_id, draw=draw, real=real,
         )  # fmt: skip
         if self.task == "causal" and cut.trained is not None:
-            batch["labels"] = batch["labels"].masked_fill(~torch.from_numpy(cut.trained), IGNORED)
+            batch["labels"] = torch.from_numpy(np.where(cut.trained, cut.tokens, IGNORED))
         if cut.positions is not None:
             batch["position_ids"] = torch.from_numpy(cut.positions)
         if real is not None and self.task != "causal":  # a causal model's tokens see none of the padding behind them
