@@ -167,6 +167,16 @@ class Samples:
         return batch
 
 
+def num_predicted(task: Task, batch: "Mapping[str, torch.Tensor]") -> int:
+    """Tokens of a batch that are predicted: what its mean loss is the mean of.
+
+    Where samples are not `even`, the mean over a batch is that over its micro-batches weighted by this.
+    """
+    labels = batch["labels"]
+    # Those of causal models are shifted by one: the first token of a sample is predicted from nothing.
+    return int(((labels[:, 1:] if task == "causal" else labels) != IGNORED).sum())
+
+
 def _range(start: int, count: int) -> np.ndarray:
     if start < 0 or count < 1:
         raise IndexError(f"positions must be from 0 on and at least one, but are {count} from {start}")

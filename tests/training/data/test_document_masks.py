@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from redline.errors import WorkloadError
-from redline.training.data import DataPlan, check_packing
+from redline.training.data import DataPlan, check_packing, num_predicted
 from redline.training.numerics import FAMILIES, tiny
 
 APART = ["gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwen2", "qwen3"]
@@ -57,6 +57,26 @@ def test_a_packed_document_has_the_loss_it_has_alone(packed):
             total += model(input_ids=part, labels=part).loss * (end - begin - 1)
             count += end - begin - 1
     assert torch.allclose(whole, total / count, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["documents", "padded"])
+def test_micro_batches_weighted_by_what_they_predict_have_the_loss_of_the_whole(samples, write, packing):
+    texts = ["0123456", "a", "another", "third of them", "b", "and one more", "c", "the last document"]
+    data = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=16, packing=packing)
+    assert not data.even
+    model = built("llama")
+
+    def loss(start, count):
+        batch = {key: value if key == "position_ids" else value % 80 for key, value in data(start, count).items()}
+        batch["labels"] = torch.where(data(start, count)["labels"] == -100, -100, batch["input_ids"])
+        return model(**batch).loss, num_predicted("causal", batch)
+
+    with torch.no_grad():
+        whole, count = loss(0, 4)
+        parts = [loss(number, 1) for number in range(4)]
+    assert sum(each for _, each in parts) == count
+    assert torch.allclose(whole, sum(part * each for part, each in parts) / count, rtol=1e-5)
+    assert abs(whole - sum(part for part, _ in parts) / 4) > 2e-4  # not the plain mean
 
 
 def test_models_are_tried_and_those_that_let_documents_mix_are_refused():

@@ -145,12 +145,12 @@ def test_padded_samples_are_documents_and_padding_is_not_predicted(samples, writ
 
 
 def test_masks_hide_15_percent_of_each_sample_s_own_tokens_anew_each_epoch(samples, topics, bpe):
-    made = samples(topics, packing="padded", task="masked", seq_len=100, tokenizer=bpe[0])
-    plain = samples(topics, packing="padded", seq_len=100, tokenizer=bpe[0])
+    made = samples(topics, packing="padded", task="masked", seq_len=200, tokenizer=bpe[0])
+    plain = samples(topics, packing="padded", seq_len=200, tokenizer=bpe[0])
     batch, tokens = made(0, len(made)), plain(0, len(made))["input_ids"]
     chosen, real = batch["labels"] != -100, batch["attention_mask"].bool()
     assert chosen.sum(dim=1).tolist() == [max(1, round(0.15 * each)) for each in real.sum(dim=1).tolist()]
-    assert not (chosen & ~real).any()
+    assert (~real).any() and not (chosen & ~real).any()
     assert torch.equal(batch["labels"][chosen], tokens[chosen])
     assert torch.equal(batch["input_ids"][~chosen], tokens[~chosen])
     hidden = (batch["input_ids"][chosen] == bpe[1].mask_token_id).float().mean()
@@ -170,6 +170,15 @@ def test_they_pickle_in_few_bytes_and_are_the_same_there(samples, topics):
     made = samples(topics, packing="padded", task="masked")
     data = pickle.dumps(made)
     assert len(data) < 4096
+    assert equal(pickle.loads(data)(3, 7), made(3, 7))
+
+
+def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples, tmp_path, bpe):
+    end = bpe[1].eos_token_id
+    np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(tmp_path / "a.bin")  # the last has nothing but its end
+    made = samples(tmp_path / "a.bin", packing="padded", tokenizer=bpe[0])
+    assert len(made) == 3000 and made.describe()["unused_samples"] == 1
+    assert len(data := pickle.dumps(made)) < 4096
     assert equal(pickle.loads(data)(3, 7), made(3, 7))
 
 
