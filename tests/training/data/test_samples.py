@@ -175,7 +175,9 @@ def test_they_pickle_in_few_bytes_and_are_the_same_there(samples, topics):
 
 def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples, tmp_path, bpe):
     end = bpe[1].eos_token_id
-    np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(tmp_path / "a.bin")  # the last has nothing but its end
+    np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
+        tmp_path / "a.bin"
+    )  # the last has nothing but its end
     made = samples(tmp_path / "a.bin", packing="padded", tokenizer=bpe[0])
     assert len(made) == 3000 and made.describe()["unused_samples"] == 1
     assert len(data := pickle.dumps(made)) < 4096
