@@ -52,14 +52,15 @@ def permuted(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     bits = (n - 1).bit_length()
     low = np.uint64(bits // 2)
     masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
+    round_keys = [mix(key, number) for number in range(ROUNDS)]
     out = x.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
-        at, keys = out[walking], key[walking]
+        at = out[walking]
         left, right = at >> low, at & masks[1]
         for number in range(0, ROUNDS, 2):
-            left = left ^ (mix(keys, number, right) & masks[0])
-            right = right ^ (mix(keys, number + 1, left) & masks[1])
+            left = left ^ (_finalise(right + round_keys[number][walking]) & masks[0])
+            right = right ^ (_finalise(left + round_keys[number + 1][walking]) & masks[1])
         out[walking] = (left << low) | right
         walking = walking[out[walking] >= np.uint64(n)]
     return out.astype(np.int64)

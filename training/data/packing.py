@@ -119,12 +119,28 @@ class Usable:
     """How many."""
     shortened: int
     """Documents that are longer than a sample, whose ends are left out."""
+    folder: Path | None = None
+    """Where that is kept; None where it was not looked for."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Usable._all, (self.samples,)) if self.folder is None else (Usable.read, (self.folder,))
+
+    @staticmethod
+    def _all(samples: int) -> "Usable":
+        return Usable(rows=None, samples=samples, shortened=0)
+
+    @staticmethod
+    def read(folder: Path) -> "Usable":
+        """What a folder of the cache says, mapped into memory."""
+        about = read_about(folder)
+        rows = np.asarray(np.memmap(folder / ROWS, dtype=np.int64, mode="r")) if ROWS in about["files"] else None
+        return Usable(rows=rows, samples=about["found"], shortened=about["shortened"], folder=folder)
 
 
 def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
     """The rows with something to train on; where that takes a look at all of them, it is kept in the cache."""
     if layout.packing != "padded" and not layout.store.about.masked:
-        return Usable(rows=None, samples=layout.num_rows, shortened=0)
+        return Usable._all(layout.num_rows)
     wanted = {
         "rows of": layout.store.folder.name,
         "packing": layout.packing,
@@ -142,10 +158,7 @@ def usable_rows(layout: Layout, task: Task, cache: Path) -> Usable:
             (folder / ROWS).unlink()
         return {"found": found, "shortened": shortened}
 
-    folder = made_once(cache, wanted, make)
-    about = read_about(folder)
-    rows = np.asarray(np.memmap(folder / ROWS, dtype=np.int64, mode="r")) if ROWS in about["files"] else None
-    return Usable(rows=rows, samples=about["found"], shortened=about["shortened"])
+    return Usable.read(made_once(cache, wanted, make))
 
 
 def _looked_through(layout: Layout, task: Task) -> Iterator[tuple[np.ndarray, int]]:

@@ -159,12 +159,22 @@ class Samples:
             mask_id=self.layout.store.about.mask_id, draw=draw, real=real,
         )  # fmt: skip
         if self.task == "causal" and cut.trained is not None:
-            batch["labels"] = batch["labels"].masked_fill(~torch.from_numpy(cut.trained), IGNORED)
+            batch["labels"] = torch.from_numpy(np.where(cut.trained, cut.tokens, IGNORED))
         if cut.positions is not None:
             batch["position_ids"] = torch.from_numpy(cut.positions)
         if real is not None and self.task != "causal":  # a causal model's tokens see none of the padding behind them
             batch["attention_mask"] = real.long()
         return batch
+
+
+def num_predicted(task: Task, batch: "Mapping[str, torch.Tensor]") -> int:
+    """Tokens of a batch that are predicted: what its mean loss is the mean of.
+
+    Where samples are not `even`, the mean over a batch is that over its micro-batches weighted by this.
+    """
+    labels = batch["labels"]
+    # Those of causal models are shifted by one: the first token of a sample is predicted from nothing.
+    return int(((labels[:, 1:] if task == "causal" else labels) != IGNORED).sum())
 
 
 def _range(start: int, count: int) -> np.ndarray:

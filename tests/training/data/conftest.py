@@ -1,21 +1,10 @@
 """Data in files of all kinds, and tokenizers that are made on the spot."""
 
 import json
-from pydoc_data.topics import topics
 
 import pytest
 from redline.training.data import DataPlan, prepare
-
-TOPICS = [topics[name] for name in sorted(topics)]
-"""English texts that Python ships: its own documentation."""
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-)
+from texts import TOPICS
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +63,6 @@ def samples(tmp_path):
 
     def make(*paths, seq_len=16, task="causal", vocab_size=600, pad_id=None, cache="cache", **plan):
         asked = DataPlan(paths=tuple(map(str, paths)), **plan)
-        return prepare(
-            asked, seq_len=seq_len, task=task, vocab_size=vocab_size, cache=tmp_path / cache, pad_id=pad_id
-        )
+        return prepare(asked, seq_len=seq_len, task=task, vocab_size=vocab_size, cache=tmp_path / cache, pad_id=pad_id)
 
     return make

@@ -1,0 +1,129 @@
+"""Data that cannot be trained on is refused in words, and nothing of it is kept."""
+
+import numpy as np
+import pytest
+from redline.errors import StudyError, WorkloadError
+from redline.training.data import DataPlan
+
+
+def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
+    with pytest.raises(error, match=said):
+        samples(*paths, **more)
+    cache = tmp_path / "cache"
+    assert not cache.exists() or not [each for each in cache.iterdir() if each.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"", r"the data in .*a\.txt is empty"),
+        ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
+        ("a.jsonl", b'{"text": ""}\n', r"the data in .*a\.jsonl is empty"),
+        ("a.bin", b"", r"a\.bin is empty"),
+        ("a.txt", b"x" * 99 + b"\xc3(", r"a\.txt is not UTF-8 text: byte 0xc3 at position 99"),
+        ("a.txt", "é".encode() * 50 + b"\xe2\x82", r"a\.txt is not UTF-8 text: byte 0xe2 at position 100"),
+        ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"a\.jsonl, line 2 is not UTF-8 text: byte 0xe9 at position 10"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*each line must be a record"),
+        ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is no JSON"),
+        ("a.json", b'[{"text": "a"}]', r"line 1 must be a JSON object with the field 'text', but is list"),
+        ("a.jsonl", b'{"txt": "a", "id": 1}', r"line 1: unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*field="),
+        ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
+        ("a.parquet", b"nothing", r"a\.parquet cannot be read as Parquet"),
+        ("a.csv", b"a,b", r"a\.csv: unknown ending of a data file '\.csv'.* Known: \.bin, .*\.jsonl"),
+        ("a.bin", b"abc", r"a\.bin has 3 bytes, and tokens of a vocabulary of 600 have 2 each"),
+    ],
+)  # fmt: skip
+def test_what_is_no_data_is_refused(samples, write, tmp_path, name, content, said):
+    refused(samples, tmp_path, said, write(name, content))
+
+
+@pytest.mark.parametrize(
+    ("task", "packing", "said"),
+    [
+        ("causal", "packed", r"is too short: a sample has 64 tokens, but the data has 41"),
+        ("causal", "documents", r"is too short: a sample has 64 tokens, but the data has 41"),
+        ("seq2seq", "packed", r"is too short: a sample has 128 tokens, but the data has 41"),
+    ],
+)
+def test_data_shorter_than_a_sample_is_refused(samples, write, task, packing, said):
+    with pytest.raises(WorkloadError, match=said):
+        samples(write("a.txt", "x" * 40), seq_len=64, task=task, packing=packing)
+
+
+def test_one_sample_is_enough_but_not_to_hold_one_out(samples, write):
+    path = write("a.txt", "x" * 15)
+    made = samples(path)
+    assert len(made) == 1 and made.ids(0, 3).tolist() == [0, 0, 0]
+    with pytest.raises(WorkloadError, match=r"has one sample of 16 tokens, of which none can be held out"):
+        samples(path, held_out=0.1)
+
+
+def test_tokens_of_another_vocabulary_are_refused(samples, write, tmp_path, bpe):
+    text = write("a.txt", "the redline is the highest engine speed short of damage " * 9)
+    refused(samples, tmp_path, r"a\.txt: text by bytes needs a vocabulary of at least 259 tokens, but the model has 258",
+            text, vocab_size=258)  # fmt: skip
+    refused(samples, tmp_path, r"a\.txt: the tokenizer in .* yields token \d+, but the model's vocabulary has 100; they do not",
+            text, vocab_size=100, tokenizer=bpe[0])  # fmt: skip
+    np.array([5, 599, 600, 3] * 9, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    refused(samples, tmp_path, r"a\.bin holds token 600, but the model's vocabulary has 600", tmp_path / "a.bin")
+
+
+def test_tokens_that_are_there_already_are_held_against_another_model_s_vocabulary(samples, write, bpe):
+    text = write("a.txt", "the redline is the highest engine speed short of damage " * 9)
+    samples(text, tokenizer=bpe[0])
+    with pytest.raises(WorkloadError, match=r"yields token \d+, but the model's vocabulary has 100"):
+        samples(text, tokenizer=bpe[0], vocab_size=100)
+
+
+def test_tokens_of_another_width_are_refused(samples, tmp_path):
+    np.arange(1, 500, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    refused(samples, tmp_path, r"a\.bin: every other token is 0, as if tokens had 4 bytes", tmp_path / "a.bin")
+
+
+def test_documents_that_cannot_be_told_are_not_guessed(samples, tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(WorkloadError, match=r"without saying where documents begin, which packing=documents needs"):
+        samples(tmp_path / "a.bin", packing="documents")
+
+
+def test_what_is_not_there_is_refused(samples, tmp_path, write):
+    refused(samples, tmp_path, r"the data file or folder .*nothing\.txt does not exist", tmp_path / "nothing.txt")
+    (tmp_path / "empty").mkdir()
+    refused(samples, tmp_path, r"the folder .*empty holds no data: no file ends in \.txt", tmp_path / "empty")
+    write("both/a.txt", "a"), write("both/b.jsonl", "b")
+    refused(samples, tmp_path, r"holds data of several kinds \(jsonl, text\); name the files", tmp_path / "both")
+    write("splits/dataset_dict.json", "{}"), write("splits/test/state.json", "{}")
+    refused(samples, tmp_path, r"has no split 'train'; give the folder of one of test", tmp_path / "splits")
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    refused(
+        samples, tmp_path, r"a\.bin holds tokens and .*b\.jsonl text", tmp_path / "a.bin", tmp_path / "both/b.jsonl"
+    )
+    write("alone.idx", b"MMIDIDX")
+    refused(samples, tmp_path, r"need a \.bin and an \.idx, but .*alone\.bin does not exist", tmp_path / "alone.idx")
+    text = write("a.txt", "text")
+    refused(samples, tmp_path, r"holds no tokenizer; give the folder that its tokenizer\.json is in", text,
+            tokenizer=str(tmp_path / "both"))  # fmt: skip
+
+
+def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(StudyError, match=r"cache' is a file"):
+        samples(write("a.txt", "x" * 40))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"paths": ()}, r"data needs at least one file or folder, but got \(\)"),
+        ({"paths": "a.txt"}, r"but got 'a\.txt'"),
+        ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
+        ({"train_on": "user"}, r"unknown train_on 'user'.* Known: all, assistant"),
+        ({"held_out": 0.6}, r"held_out must be a share of the samples from 0 to 0\.5, but is 0\.6"),
+        ({"held_out": float("nan")}, r"but is nan"),
+        ({"field": ""}, r"must be the name of a column, but is empty"),
+    ],
+)
+def test_a_plan_is_checked(wrong, said):
+    with pytest.raises(WorkloadError, match=said):
+        DataPlan(**{"paths": ("a.txt",), **wrong})

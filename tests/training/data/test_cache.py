@@ -1,0 +1,176 @@
+"""Tokens are made once, whole or not at all, by whoever comes first."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+
+import pytest
+from redline.errors import StudyError, WorkloadError
+from redline.training.data import DataPlan, cache as caches, prepare, preparing, store
+from texts import TOPICS
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def corpus(write):
+    return write("a.jsonl", [{"text": each} for each in TOPICS])
+
+
+def made(path, folder, **more):
+    plan = DataPlan(paths=(path,), **more)
+    return prepare(plan, seq_len=32, task="causal", vocab_size=600, cache=folder)
+
+
+def seen(folder):
+    return sorted(each.name for each in folder.iterdir() if not each.name.endswith(".lock"))
+
+
+def test_it_is_made_once_for_all_packings_and_seeds(corpus, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(preparing, "write_texts", lambda *a, **k: calls.append(1) or store.write_texts(*a, **k))
+    for packing, seed in [("packed", 0), ("documents", 1), ("packed", 2)]:
+        made(corpus, tmp_path / "cache", packing=packing, seed=seed)
+    assert calls == [1] and len(seen(tmp_path / "cache")) == 1
+
+
+def _rank(path, folder, tokenizer, begin, out):
+    real = preparing.write_texts
+
+    def counted(*args, **more):
+        out.put("made")
+        time.sleep(0.3)
+        return real(*args, **more)
+
+    preparing.write_texts = counted
+    begin.wait()
+    out.put(made(path, folder, tokenizer=tokenizer)(7, 5)["input_ids"].sum().item())
+
+
+def test_of_many_ranks_one_makes_it_and_the_others_wait(corpus, tmp_path, bpe):
+    begin, out = FORK.Event(), FORK.Queue()
+    ranks = [FORK.Process(target=_rank, args=(corpus, tmp_path / "cache", bpe[0], begin, out)) for _ in range(6)]
+    for each in ranks:
+        each.start()
+    begin.set()
+    said = [out.get(timeout=120) for _ in range(7)]
+    for each in ranks:
+        each.join()
+    assert said.count("made") == 1
+    assert len({each for each in said if each != "made"}) == 1
+    assert len(seen(tmp_path / "cache")) == 1
+
+
+def test_where_nothing_can_be_locked_they_all_make_it_and_one_counts(corpus, tmp_path, monkeypatch):
+    def none(fd, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(caches.fcntl, "flock", none)
+    begin, out = FORK.Event(), FORK.Queue()
+    ranks = [FORK.Process(target=_rank, args=(corpus, tmp_path / "cache", None, begin, out)) for _ in range(3)]
+    for each in ranks:
+        each.start()
+    begin.set()
+    said = [out.get(timeout=120) for _ in range(6)]
+    for each in ranks:
+        each.join()
+    assert said.count("made") == 3 and len({each for each in said if each != "made"}) == 1
+    assert len(seen(tmp_path / "cache")) == 1
+
+
+def _slow(path, folder, begun):
+    real = preparing.encoded
+
+    def encoded(*args):
+        for number, piece in enumerate(real(*args)):
+            if number == 20:
+                begun.set()
+                time.sleep(60)
+            yield piece
+
+    preparing.encoded = encoded
+    made(path, folder)
+
+
+def test_one_that_is_killed_leaves_nothing_in_the_way(corpus, tmp_path):
+    begun = FORK.Event()
+    first = FORK.Process(target=_slow, args=(corpus, tmp_path / "cache", begun))
+    first.start()
+    assert begun.wait(60)
+    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [True]  # nothing that counts
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    before = time.monotonic()
+    assert made(corpus, tmp_path / "cache").describe()["documents"] == len(TOPICS)
+    assert time.monotonic() - before < 20
+    assert [each.startswith(".") for each in seen(tmp_path / "cache")] == [False]  # what it left is gone
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "boundaries.bin", "about.json"])
+@pytest.mark.parametrize("how", ["shorter", "gone"])
+def test_what_is_damaged_is_made_anew(corpus, tmp_path, name, how):
+    wanted = made(corpus, tmp_path / "cache")(3, 4)["input_ids"]
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    if how == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+    assert made(corpus, tmp_path / "cache")(3, 4)["input_ids"].equal(wanted)
+    assert file.stat().st_size
+
+
+def test_other_contents_are_other_tokens_and_the_same_elsewhere_the_same(corpus, tmp_path, write):
+    first = made(corpus, tmp_path / "cache").describe()
+    copy = write("elsewhere.jsonl", open(corpus, "rb").read())
+    assert made(copy, tmp_path / "cache").describe()["digest"] == first["digest"]
+    records = [json.loads(line) for line in open(corpus)]
+    records[3]["text"] = records[3]["text"].replace("e", "a", 1)
+    write("a.jsonl", records)  # as long as before
+    assert made(corpus, tmp_path / "cache").describe()["digest"] != first["digest"]
+
+
+def test_another_tokenizer_is_other_tokens(corpus, tmp_path, tokenizer_folder):
+    folder = tokenizer_folder()
+    first = made(corpus, tmp_path / "cache", tokenizer=folder).describe()
+    config = json.loads(open(f"{folder}/tokenizer_config.json").read())
+    config["eos_token"] = "<|im_end|>"
+    open(f"{folder}/tokenizer_config.json", "w").write(json.dumps(config))
+    assert made(corpus, tmp_path / "cache", tokenizer=folder).describe()["digest"] != first["digest"]
+
+
+def test_data_that_changes_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+    real = preparing.write_texts
+
+    def touched(*args, **more):
+        with open(corpus, "a") as file:
+            file.write("\n")
+        return real(*args, **more)
+
+    monkeypatch.setattr(preparing, "write_texts", touched)
+    with pytest.raises(WorkloadError, match=r"the data in .*a\.jsonl changed while it was read; start again"):
+        made(corpus, tmp_path / "cache")
+    assert seen(tmp_path / "cache") == []
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(corpus, tmp_path):
+    """Files cannot grow beyond 64 KiB: as with a full disk, a write fails in the middle."""
+
+    def limited(out):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+        try:
+            made(corpus, tmp_path / "cache")
+        except StudyError as error:
+            out.send(str(error))
+
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=limited, args=(theirs,))
+    process.start()
+    process.join(60)
+    assert ours.poll(), process.exitcode
+    assert "cannot write to" in (said := ours.recv()) and "File too large" in said
+    assert seen(tmp_path / "cache") == []
+    assert len(made(corpus, tmp_path / "cache")) > 100

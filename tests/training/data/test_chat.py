@@ -1,0 +1,141 @@
+"""Conversations: written by the tokenizer's template, trained on what the assistant says."""
+
+import pytest
+from redline.errors import WorkloadError
+from texts import CHATML, MARKED
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "A test."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "To fail."},
+]
+SHORT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+@pytest.fixture
+def conversation(samples, write, tokenizer_folder):
+    """`read(template, *talks, **plan)`: samples of conversations, and the tokenizer."""
+    from transformers import AutoTokenizer
+
+    def read(template, *talks, seq_len=120, **plan):
+        folder = tokenizer_folder(template)
+        path = write("talks.jsonl", [{"messages": each} for each in talks])
+        plan = {"field": "messages", "shuffle": False, **plan}
+        return samples(path, seq_len=seq_len, tokenizer=folder, **plan), AutoTokenizer.from_pretrained(folder)
+
+    return read
+
+
+def said(row, tokenizer):
+    """The stretches of text that labels ask for."""
+    stretches, inside = [], False
+    for token, label in zip(row["input_ids"][0].tolist(), row["labels"][0].tolist()):
+        assert label in (-100, token)
+        if label != -100:
+            stretches = stretches if inside else [*stretches, []]
+            stretches[-1].append(token)
+        inside = label != -100
+    return [tokenizer.decode(each) for each in stretches]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(MARKED, "<|im_end|>"), (CHATML, "<|im_end|>\n")], ids=["marked", "plain"]
+)
+def test_only_what_the_assistant_says_is_trained_on(conversation, template, end):
+    made, tokenizer = conversation(template, TALK, SHORT)
+    assert made.plan.packing == "padded" and made.plan.train_on == "assistant"
+    row = made(0, 1)
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(row["input_ids"][0, :length]) == text
+    assert row["input_ids"][0, length:].unique().tolist() == [tokenizer.pad_token_id]
+    assert said(row, tokenizer) == ["A test." + end, "To fail." + end]
+    assert said(made(1, 1), tokenizer) == ["Ho" + end]
+
+
+def test_everything_can_be_trained_on(conversation):
+    made, tokenizer = conversation(CHATML, TALK, train_on="all")
+    assert said(made(0, 1), tokenizer) == [tokenizer.apply_chat_template(TALK, tokenize=False)]
+
+
+def test_conversations_can_be_packed(conversation):
+    made, tokenizer = conversation(CHATML, SHORT, SHORT, SHORT, packing="documents", seq_len=48)
+    whole = made(0, 1)
+    one = len(tokenizer.apply_chat_template(SHORT, tokenize=True)["input_ids"])
+    assert whole["position_ids"][0].tolist() == (list(range(one)) * 3)[:48]
+    assert made.describe()["documents"] == 3
+
+
+def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write, tokenizer_folder, tmp_path):
+    import pyarrow as arrow
+    import pyarrow.parquet
+
+    arrow.parquet.write_table(arrow.Table.from_pylist([{"talk": SHORT}, {"talk": TALK}]), tmp_path / "a.parquet")
+    lines = write("a.jsonl", [{"talk": SHORT}, {"talk": TALK}])
+    folder = tokenizer_folder(CHATML)
+    one, two = (samples(each, field="talk", tokenizer=folder, seq_len=100) for each in (tmp_path / "a.parquet", lines))
+    assert one(0, 2)["labels"].equal(two(0, 2)["labels"])
+    assert one.describe()["documents"] == 2
+
+
+def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
+    question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
+    made, tokenizer = conversation(CHATML, [question, SHORT[1]], SHORT, seq_len=40)
+    assert len(made) == 1 and made.describe()["unused_samples"] == 1
+    assert said(made(0, 1), tokenizer) == ["Ho<|im_end|>\n"]
+    with pytest.raises(WorkloadError, match=r"nothing to train on: in none of 1 samples of 40 tokens .* train_on=all"):
+        conversation(CHATML, [question, SHORT[1]], seq_len=40)
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused_unless_all_is_trained_on(conversation):
+    forgetful = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else 'x' }}\n{% endfor %}"
+    with pytest.raises(
+        WorkloadError, match=r"talks.jsonl, line 1: the chat template of .* writes message 2 in another way"
+    ):
+        conversation(forgetful, TALK)
+    made, _ = conversation(forgetful, TALK, train_on="all")
+    assert len(made) == 1
+
+
+def test_a_conversation_that_the_template_refuses_is_named(conversation):
+    strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"  # fmt: skip  # noqa: E501
+    for template in (strict, strict.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")):
+        with pytest.raises(WorkloadError, match=r"talks.jsonl, line 2: the chat template of .* refuses it: no tools"):
+            conversation(template, SHORT, [*SHORT, {"role": "tool", "content": "x"}])
+
+
+def test_without_a_template_a_conversation_is_refused(conversation, samples, write):
+    with pytest.raises(WorkloadError, match=r"line 1 is a conversation, but the tokenizer in .* has no chat template"):
+        conversation(None, SHORT)
+    with pytest.raises(
+        WorkloadError, match=r"is a conversation, but text by bytes has no chat template; give a tokenizer"
+    ):
+        samples(write("a.jsonl", [{"messages": SHORT}]), field="messages")
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong"),
+    [
+        (
+            {"messages": ["Hi"]},
+            r"line 2: each message of a conversation must have a role and a content, but one is 'Hi'",
+        ),
+        ({"messages": [{"from": "human", "value": "Hi"}]}, r"but one has the keys from, value"),
+        ({"messages": 7}, r"line 2: 'messages' must hold a text or a conversation .*, but holds int"),
+        ({"messages": None}, r"but holds NoneType"),
+        ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),
+    ],
+)
+def test_what_is_no_conversation_is_named(samples, write, tokenizer_folder, record, wrong):
+    path = write("a.jsonl", [{"messages": SHORT}, record])
+    with pytest.raises(WorkloadError, match=wrong):
+        samples(path, field="messages", tokenizer=tokenizer_folder(CHATML))
+
+
+def test_who_speaks_in_a_text_is_not_asked(samples, write):
+    with pytest.raises(
+        WorkloadError, match=r"holds text, in which nobody speaks; train_on=assistant needs conversations"
+    ):
+        samples(write("a.txt", "text" * 10), train_on="assistant")

@@ -1,0 +1,218 @@
+"""Batches follow from seed and position, whoever asks for them and however."""
+
+import pickle
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redline
+import torch
+from redline.models.data import BYTE_OFFSET
+from redline.training.data import Samples
+from texts import TOPICS
+
+WAYS = [
+    ("causal", "packed"),
+    ("causal", "documents"),
+    ("causal", "padded"),
+    ("masked", "packed"),
+    ("masked", "padded"),
+    ("seq2seq", "packed"),
+]
+
+
+@pytest.fixture
+def topics(write):
+    return write("topics.jsonl", [{"text": each[:400]} for each in TOPICS[:30]])
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def sliced(batch, start, stop):
+    return {key: value[start:stop] for key, value in batch.items()}
+
+
+@pytest.mark.parametrize(("task", "packing"), WAYS)
+def test_a_batch_does_not_depend_on_how_positions_are_grouped(samples, topics, task, packing):
+    made = samples(topics, task=task, packing=packing, seq_len=24)
+    whole = made(5, 60)  # over epochs where there are few samples
+    assert whole["input_ids"].shape == whole["labels"].shape == (60, 24)
+    for key, value in whole.items():
+        assert value.dtype == torch.int64, key
+    draw = random.Random(0)
+    at = 0
+    while at < 60:
+        count = min(draw.randint(1, 9), 60 - at)
+        assert equal(made(5 + at, count), sliced(whole, at, at + count))
+        at += count
+
+
+def test_the_samples_of_200_steps_are_those_of_one_strategy_under_five(samples, topics):
+    """A global batch of 12 cut for (dp, micro-batch, gradient accumulation), with a fresh process' object at each change."""
+    steady = samples(topics, packing="packed", seq_len=24)
+    wanted = [steady.ids(12 * step, 12).tolist() for step in range(200)]
+    strategies = [(1, 12, 1), (2, 3, 2), (3, 2, 2), (4, 1, 3), (6, 2, 1)]
+    found = []
+    for number, (dp, micro, accumulated) in enumerate(strategies):
+        fresh = samples(topics, packing="packed", seq_len=24)
+        for step in range(40 * number, 40 * (number + 1)):
+            ids, rows = [], []
+            for replica in range(dp):
+                for part in range(accumulated):
+                    start = 12 * step + (replica * accumulated + part) * micro
+                    ids += fresh.ids(start, micro).tolist()
+                    rows.append(fresh(start, micro))
+            found.append(ids)
+            if step % 20 == 0:
+                assert equal(steady(12 * step, 12), {key: torch.cat([each[key] for each in rows]) for key in rows[0]})
+    assert found == wanted
+    assert len(steady) < 200 * 12  # several epochs
+
+
+def test_an_epoch_trains_on_every_sample_once_and_never_on_what_is_held_out(samples, topics):
+    made = samples(topics, packing="packed", held_out=0.1, seq_len=64)  # long enough that no two are equal
+    first = made.ids(0, len(made)).tolist()
+    assert len(set(first)) == len(first) == len(made)
+    second = made.ids(len(made), len(made)).tolist()
+    assert sorted(first) == sorted(second) and first != second
+    rows = {tuple(row) for row in made(0, len(made))["input_ids"].tolist()}
+    held = made.evaluation(0, made.num_evaluation)["input_ids"].tolist()
+    assert not rows & set(map(tuple, held))
+    assert made.num_evaluation == pytest.approx(0.1 * (len(made) + made.num_evaluation), abs=1)
+    with pytest.raises(IndexError, match=rf"samples 0 to {made.num_evaluation} were asked for, but"):
+        made.evaluation(0, made.num_evaluation + 1)
+
+
+def test_without_shuffling_samples_come_as_in_the_data(samples, topics):
+    made = samples(topics, packing="packed", shuffle=False)
+    assert made.ids(len(made) - 2, 4).tolist() == [len(made) - 2, len(made) - 1, 0, 1]
+
+
+def test_another_seed_is_another_order_of_the_same_samples_and_evaluation_is_the_same(samples, topics):
+    for task in ("causal", "masked"):
+        one, two = (samples(topics, packing="packed", task=task, held_out=0.2, seed=seed) for seed in (0, 1))
+        assert one.ids(0, 20).tolist() != two.ids(0, 20).tolist()
+        assert sorted(one.ids(0, len(one)).tolist()) == sorted(two.ids(0, len(two)).tolist())
+        assert equal(one.evaluation(0, 5), two.evaluation(0, 5))
+        assert one.describe()["digest"] != two.describe()["digest"]
+        assert one.describe()["tokens_digest"] == two.describe()["tokens_digest"]
+
+
+def test_packed_samples_in_a_row_are_the_documents_with_an_end_between(samples, write):
+    texts = ["the first document", "and é second", "third"]
+    made = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=5, shuffle=False)
+    stream = [token for each in texts for token in [*(byte + BYTE_OFFSET for byte in each.encode()), 1]]
+    batch = made(0, len(made))
+    assert batch["input_ids"].flatten().tolist() == stream[: 5 * (len(stream) // 5)]
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert made.even
+
+
+def test_documents_apart_have_positions_that_restart_and_no_label_across(samples, write):
+    texts = ["abcdefg", "h", "ijklmnopqrstu"]  # 8, 2 and 14 tokens with their ends
+    made = samples(write("a.jsonl", [{"text": each} for each in texts]), seq_len=6, shuffle=False, packing="documents")
+    batch = made(0, 4)
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 0, 1, 0, 1],  # the rest of a document begins at 0 too
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 3, 4, 5],
+    ]
+    ignored = (batch["labels"] == -100).nonzero().tolist()
+    assert ignored == [[0, 0], [1, 2], [1, 4]]
+    kept = batch["labels"] != -100
+    assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])
+    assert not made.even
+
+
+def test_padded_samples_are_documents_and_padding_is_not_predicted(samples, write):
+    path = write("a.jsonl", [{"text": "abc"}, {"text": "0123456789"}, {"text": ""}, {"text": "z"}])
+    made = samples(path, seq_len=6, shuffle=False, packing="padded", pad_id=2)
+    batch = made(0, 3)
+    text = [[100, 101, 102, 1, 2, 2], [51, 52, 53, 54, 55, 56], [125, 1, 2, 2, 2, 2]]
+    assert batch["input_ids"].tolist() == text
+    assert batch["labels"].tolist() == [[each if each != 2 else -100 for each in row] for row in text]
+    assert set(batch) == {"input_ids", "labels"}
+    assert len(made) == 3 and made.describe()["shortened_documents"] == 1
+    masked = samples(path, seq_len=6, shuffle=False, packing="padded", pad_id=2, task="masked")(0, 3)
+    assert masked["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6, [1, 1, 0, 0, 0, 0]]
+
+
+def test_masks_hide_15_percent_of_each_sample_s_own_tokens_anew_each_epoch(samples, topics, bpe):
+    made = samples(topics, packing="padded", task="masked", seq_len=200, tokenizer=bpe[0])
+    plain = samples(topics, packing="padded", seq_len=200, tokenizer=bpe[0])
+    batch, tokens = made(0, len(made)), plain(0, len(made))["input_ids"]
+    chosen, real = batch["labels"] != -100, batch["attention_mask"].bool()
+    assert chosen.sum(dim=1).tolist() == [max(1, round(0.15 * each)) for each in real.sum(dim=1).tolist()]
+    assert (~real).any() and not (chosen & ~real).any()
+    assert torch.equal(batch["labels"][chosen], tokens[chosen])
+    assert torch.equal(batch["input_ids"][~chosen], tokens[~chosen])
+    hidden = (batch["input_ids"][chosen] == bpe[1].mask_token_id).float().mean()
+    assert 0.7 < hidden < 0.9
+    where = made.ids(0, len(made)).tolist().index(int(made.ids(len(made), 1)[0]))
+    assert not torch.equal(made(len(made), 1)["labels"], batch["labels"][where : where + 1])
+
+
+def test_sequence_to_sequence_predicts_what_follows(samples, topics):
+    made = samples(topics, task="seq2seq", seq_len=10, shuffle=False)
+    row = samples(topics, seq_len=20, shuffle=False)(3, 1)["input_ids"]
+    batch = made(3, 1)
+    assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), row)
+
+
+def test_they_pickle_in_few_bytes_and_are_the_same_there(samples, topics):
+    made = samples(topics, packing="padded", task="masked")
+    data = pickle.dumps(made)
+    assert len(data) < 4096
+    assert equal(pickle.loads(data)(3, 7), made(3, 7))
+
+
+def test_they_pickle_in_few_bytes_where_some_documents_are_left_out_too(samples, tmp_path, bpe):
+    end = bpe[1].eos_token_id
+    np.array([*[10, 11, end] * 3000, end], dtype=np.uint16).tofile(
+        tmp_path / "a.bin"
+    )  # the last has nothing but its end
+    made = samples(tmp_path / "a.bin", packing="padded", tokenizer=bpe[0])
+    assert len(made) == 3000 and made.describe()["unused_samples"] == 1
+    assert len(data := pickle.dumps(made)) < 4096
+    assert equal(pickle.loads(data)(3, 7), made(3, 7))
+
+
+def test_another_process_has_the_same_batches(samples, topics, tmp_path):
+    made = samples(topics, task="masked", packing="packed")
+    code = (
+        "import pickle, sys, hashlib; made = pickle.load(open(sys.argv[1], 'rb')); batch = made(11, 13)\n"
+        "print(hashlib.sha256(b''.join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest())"
+    )
+    (tmp_path / "made").write_bytes(pickle.dumps(made))
+    environment = {"PYTHONPATH": str(Path(redline.__file__).parents[1]), "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", code, str(tmp_path / "made")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    import hashlib
+
+    batch = made(11, 13)
+    assert said.strip() == hashlib.sha256(b"".join(batch[key].numpy().tobytes() for key in sorted(batch))).hexdigest()
+
+
+def test_making_a_batch_leaves_global_random_states_alone(samples, topics):
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    samples(topics, task="masked", packing="packed")(0, 4)
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+def test_64_samples_of_1024_tokens_take_some_milliseconds(samples, write):
+    made = samples(write("long.txt", "\n".join(TOPICS) * 10), seq_len=1024, packing="documents")
+    assert isinstance(made, Samples)
+    times = []
+    for number in range(20):
+        begin = time.perf_counter()
+        made(64 * number, 64)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.01, times  # a loop over tokens takes 50 ms and more
