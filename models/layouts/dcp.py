@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,10 @@ def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | N
 
     writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=False)
     planner = _pieces()(tensors, objects or {})
-    checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        # It says that there is one process, which is what was meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def _pieces() -> Any:
