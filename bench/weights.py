@@ -1,21 +1,25 @@
 """What reading and writing checkpoints takes: peak memory and time of a rank's share.
 
-    python bench/weights.py [--layers 16] [--hidden 2048] [--shard-mib 256] [--json]
+    python bench/weights.py [--layers 16] [--hidden 1024] [--shard-mib 256] [--json]
 
-A Llama with random weights lies in a sharded folder. In a fresh process each, a share of it is read into memory that
+A Llama with random weights lies in a sharded folder. In a fresh fork each, a share of it is read into memory that
 is kept, or all of it is written anew; the process's resident memory is watched every millisecond, pages of mapped files
 included. A row states how much the share itself takes and by how much memory grew at most.
 """
 
 import argparse
 import json
+import multiprocessing
 import platform
-import subprocess
-import sys
+import shutil
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from redline.models.architecture import Architecture
 
 MIB = 1 << 20
 ROWS = (
@@ -29,7 +33,7 @@ ROWS = (
 )
 
 
-def architecture(layers: int, hidden: int):
+def architecture(layers: int, hidden: int) -> "Architecture":
     from redline.models.architecture import Architecture
 
     arguments = {
@@ -39,7 +43,7 @@ def architecture(layers: int, hidden: int):
     return Architecture(model_type="llama", arguments=arguments, task="causal")
 
 
-def make(folder: Path, made, shard_mib: int) -> int:
+def make(folder: Path, layers: int, hidden: int, shard_mib: int) -> int:
     """Writes the folder, drawing each tensor when it is written; its bytes."""
     import torch
     from redline.models.architecture import without_memory
@@ -50,6 +54,7 @@ def make(folder: Path, made, shard_mib: int) -> int:
     def drawn(shape: torch.Size) -> Stored:
         return Stored(lambda box: torch.randn(box_shape(box)), shape, torch.float32)
 
+    made = architecture(layers, hidden)
     weights = LazyWeights({name: drawn(each.shape) for name, each in without_memory(made).state_dict().items()})
     write_hugging_face(weights, made, folder, max_shard_bytes=shard_mib * MIB)
     return sum(each.nbytes for each in weights.tensors.values())
@@ -130,30 +135,22 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.row:
-        print(json.dumps(measure(options.folder, options.layers, options.hidden, options.shard_mib, options.row)))
-        return
+    # Imported once: each row is a fresh fork of this process, which itself computes nothing.
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
     rows = []
-    with tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch:
+    sizes = (options.layers, options.hidden, options.shard_mib)
+    with (
+        tempfile.TemporaryDirectory(prefix="redline-bench-") as scratch,
+        multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh,
+    ):
         folder = Path(scratch) / "model"
-        whole = make(folder, architecture(options.layers, options.hidden), options.shard_mib)
+        whole = fresh.apply(make, (folder, *sizes))
         files = len(list(folder.glob("*.safetensors")))
-        given = [f"--{name}={value}" for name, value in vars(options).items() if name in ("layers", "hidden")]
         for what in ROWS:
-            for each in Path(scratch).glob("out/*"):
-                each.unlink()
-            command = [sys.executable, __file__, *given, f"--shard-mib={options.shard_mib}", f"--folder={folder}"]
-            done = subprocess.run([*command, f"--row={what}"], capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            rows.append({**json.loads(done.stdout.strip().splitlines()[-1]), "whole_mib": whole / MIB})
-            if (Path(scratch) / "out").is_dir():
-                for each in (Path(scratch) / "out").iterdir():
-                    each.unlink()
-                (Path(scratch) / "out").rmdir()
+            rows.append({**fresh.apply(measure, (folder, *sizes, what)), "whole_mib": whole / MIB})
+            shutil.rmtree(folder.parent / "out", ignore_errors=True)
     if options.json:
         print(json.dumps(rows))
         return

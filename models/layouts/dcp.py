@@ -151,7 +151,7 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
             ) from error
         return out
 
-    return Stored(read, about.size, about.properties.dtype)
+    return Stored(read, about.size, about.properties.dtype, fresh=True)
 
 
 def _placing() -> Any:
@@ -185,7 +185,8 @@ def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | N
     """
     from torch.distributed import checkpoint
 
-    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=False)
+    # A file for each piece: of those that share a file, torch keeps all in memory until the file is closed.
+    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, overwrite=False)
     planner = _pieces()(tensors, objects or {})
     with warnings.catch_warnings():
         # It says that there is one process, which is what was meant.

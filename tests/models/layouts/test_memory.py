@@ -8,13 +8,13 @@ import pytest
 from house import ROOT
 
 MIB = 1 << 20
-SLACK_MIB = 48
+SLACK_MIB = 32
 """What allocators, a mapped block and the file system's buffers may take besides."""
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """What bench/weights.py prints of a model of about 260 MiB in shards of 64 MiB."""
+    """What bench/weights.py prints of a model of 320 MiB in shards of 64 MiB."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "weights.py"), "--layers", "4", "--hidden", "1024", "--shard-mib", "64", "--json"],
         capture_output=True, text=True, timeout=300,
@@ -32,7 +32,7 @@ def test_reading_a_share_takes_its_memory_and_not_the_whole_s(measured, what):
 
 def test_writing_takes_the_memory_of_a_shard(measured):
     for what in ("written as shards", "written as a DCP folder"):
-        assert measured[what]["whole_mib"] > 200
+        assert measured[what]["whole_mib"] == pytest.approx(320, abs=1)
         assert measured[what]["peak_mib"] < 2 * 64 + SLACK_MIB
 
 
