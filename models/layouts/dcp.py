@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def _stored(folder: Path, metadata: "Metadata", name: str) -> LazyTensor:
             ) from error
         return out
 
-    return Stored(read, about.size, about.properties.dtype)
+    return Stored(read, about.size, about.properties.dtype, fresh=True)
 
 
 def _placing() -> Any:
@@ -184,9 +185,13 @@ def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | N
     """
     from torch.distributed import checkpoint
 
-    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=False)
+    # A file for each piece: of those that share a file, torch keeps all in memory until the file is closed.
+    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, overwrite=False)
     planner = _pieces()(tensors, objects or {})
-    checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    with warnings.catch_warnings():
+        # It says that there is one process, which is what was meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def _pieces() -> Any:

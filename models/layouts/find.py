@@ -1,17 +1,18 @@
 """Which layout a checkpoint has, and what writes each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...errors import WorkloadError
 from ...reading import path_of
-from ..architecture import Architecture
-from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, write_peft
-from .dcp import METADATA
-from .hugging_face import hugging_face
+from ..architecture import Architecture, without_memory
+from .adapters import CONFIG as ADAPTER_CONFIG, adapter_settings, is_adapter, with_adapters, write_peft
+from .dcp import METADATA, dcp_tensors
+from .fit import fit
+from .hugging_face import hugging_face, plain
 from .megatron import CONFIG as MEGATRON_CONFIG, TRACKER, iteration_folder, megatron, write_megatron
 from .save import write_hugging_face
-from .torchtitan import step_folder, torchtitan, write_torchtitan
+from .torchtitan import is_torchtitan, step_folder, torchtitan, write_torchtitan
 from .weights import Weights
 
 LAYOUTS: Mapping[str, Callable[..., None]] = {
@@ -22,13 +23,17 @@ LAYOUTS: Mapping[str, Callable[..., None]] = {
 }
 """What writes each layout: called with weights, architecture and folder."""
 
+PREFIXES = ("", "model/", "model.", "app.model.")
+"""What trainers put before the names of a model's tensors in a folder of torch.distributed.checkpoint."""
+
 
 def find_weights(path: Path | str, architecture: Architecture, adapters: Path | str | None = None) -> Weights:
     """The weights of a model in another tool's checkpoint, whichever it is.
 
     Args:
         path: transformers' folder or a .safetensors file; peft's folder, whose base lies where it says, on this machine;
-            Megatron-LM's folder, of an iteration or of all; torchtitan's, of a step or of all.
+            Megatron-LM's folder, of an iteration or of all; torchtitan's, of a step or of all; a folder of
+            torch.distributed.checkpoint with the model's own names.
         architecture: the model.
         adapters: peft's folder beside weights of a plain model.
 
@@ -48,9 +53,45 @@ def find_weights(path: Path | str, architecture: Architecture, adapters: Path | 
         return find_weights(base, architecture, folder)
     if (folder / TRACKER).is_file() or _is_megatron(iteration_folder(folder)):
         return megatron(folder, architecture, adapters=adapters)
-    if (step_folder(folder) / METADATA).is_file():
-        return torchtitan(folder, architecture, adapters=adapters)
+    step = step_folder(folder)
+    if (step / METADATA).is_file():
+        stored = dcp_tensors(step)
+        if is_torchtitan(stored):
+            return torchtitan(step, architecture, adapters=adapters)
+        return distributed(step, architecture, prefix=_prefix(stored, architecture), adapters=adapters)
     return hugging_face(folder, architecture, adapters=adapters)
+
+
+def distributed(
+    path: Path | str, architecture: Architecture, *, prefix: str = "", adapters: Path | str | None = None
+) -> Weights:
+    """The weights of a model in a folder of torch.distributed.checkpoint, by the model's own names.
+
+    Args:
+        path: the folder.
+        architecture: the model. One with adapters finds them in the folder, or its original layers alone.
+        prefix: what stands before each name there.
+        adapters: as for `hugging_face`, where the folder holds a plain model.
+
+    Raises:
+        WorkloadError: it is no such folder, or holds another model.
+    """
+    folder = path_of(path)
+    stored = dcp_tensors(folder)
+    named = {name.removeprefix(prefix): each for name, each in stored.items() if name.startswith(prefix)}
+    if any(is_adapter(name) for name in named):
+        return fit(named, without_memory(architecture), f"'{folder}'")
+    # Without a prefix the optimizer's tensors lie among the others.
+    kept = {name: each for name, each in named.items() if not name.startswith("optim")}
+    weights = fit(kept, without_memory(plain(architecture)), f"'{folder}'")
+    return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
+
+
+def _prefix(stored: Iterable[str], architecture: Architecture) -> str:
+    """What stands before the names of a model in a folder."""
+    stored = set(stored)
+    own = without_memory(plain(architecture)).state_dict()
+    return max(PREFIXES, key=lambda prefix: sum(f"{prefix}{name}" in stored for name in own))
 
 
 def _is_megatron(folder: Path) -> bool:

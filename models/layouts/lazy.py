@@ -37,6 +37,9 @@ def box_shape(box: Box) -> tuple[int, ...]:
 class LazyTensor(ABC):
     """A tensor of which boxes can be read."""
 
+    fresh = True
+    """Whether what `_read` gives is nobody else's memory."""
+
     def __init__(self, shape: Sequence[int], dtype: "torch.dtype") -> None:
         import torch
 
@@ -45,7 +48,7 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def _read(self, box: Box) -> "torch.Tensor":
-        """The tensor of a full box; its memory may be another's."""
+        """The tensor of a full box; its memory may be another's where it is not `fresh`."""
 
     def read(self, box: Box | None = None) -> "torch.Tensor":
         """A box as a contiguous CPU tensor of its own.
@@ -56,7 +59,8 @@ class LazyTensor(ABC):
         import torch
 
         found = self._read(full_box(box, self.shape))
-        return found.clone(memory_format=torch.contiguous_format)
+        whole = found.is_contiguous() and found.untyped_storage().nbytes() == found.nbytes
+        return found if self.fresh and whole else found.clone(memory_format=torch.contiguous_format)
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +96,25 @@ class LazyTensor(ABC):
 
 
 class Stored(LazyTensor):
-    """What a reader has."""
+    """What a reader has.
 
-    def __init__(self, read: Callable[[Box], "torch.Tensor"], shape: Sequence[int], dtype: "torch.dtype") -> None:
+    Args:
+        read: gives the tensor of a full box.
+        shape: of the whole.
+        dtype: of the whole.
+        fresh: whether `read` gives memory that is nobody else's; else it is copied.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Box], "torch.Tensor"],
+        shape: Sequence[int],
+        dtype: "torch.dtype",
+        *,
+        fresh: bool = False,
+    ) -> None:
         super().__init__(shape, dtype)
-        self._reader = read
+        self._reader, self.fresh = read, fresh
 
     def _read(self, box: Box) -> "torch.Tensor":
         return self._reader(box)
@@ -179,6 +197,7 @@ class _Mapped(LazyTensor):
     ) -> None:
         super().__init__(shape, dtype or of.dtype)
         self.of, self.there, self.back = of, there, back
+        self.fresh = of.fresh
 
     def _read(self, box: Box) -> "torch.Tensor":
         return self.back(self.of._read(self.there(box)))

@@ -20,10 +20,10 @@ from ...errors import WorkloadError
 from ...reading import Refused, parse_json, path_of, read_named
 from ..architecture import Architecture
 from .adapters import with_adapters
-from .dcp import METADATA, dcp_tensors, write_dcp
+from .dcp import dcp_tensors, write_dcp
 from .folder import whole_folder
 from .lazy import LazyTensor, LazyTensors, cat, pad_rows, rows, select, split, stack, transpose
-from .other_names import Layout, newest
+from .other_names import Layout
 from .weights import Weights
 
 CONFIG = "metadata.json"
@@ -178,8 +178,22 @@ def megatron(path: Path | str, architecture: Architecture, *, adapters: Path | s
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder of the latest iteration below `path`, or `path` itself."""
-    return newest(path, sorted([*path.glob("release"), *path.glob("iter_*")], key=lambda each: each.name), METADATA)
+    """The folder of the iteration that Megatron-LM would go on from below `path`, or `path` itself.
+
+    Raises:
+        WorkloadError: the file that names the iteration says something else.
+    """
+    if not (path / TRACKER).is_file():
+        return path
+    try:
+        said = read_named(path / TRACKER, at_most=100).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"cannot read '{path / TRACKER}': {error}") from error
+    if said != "release" and not said.isdecimal():
+        raise WorkloadError(
+            f"'{path / TRACKER}' should hold the number of an iteration, or release, but holds '{said}'"
+        )
+    return path / (said if said == "release" else f"iter_{int(said):07d}")
 
 
 def stacked(stored: LazyTensors, layers: int, folder: Path) -> dict[str, LazyTensor]:

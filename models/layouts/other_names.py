@@ -1,7 +1,6 @@
 """What the layouts of Megatron-LM and torchtitan have in common: a model's tensors by other names and in other shapes."""
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 from ...errors import WorkloadError, unknown
@@ -93,10 +92,3 @@ class Layout(ABC):
         if name in self.vocabulary:
             return stored.shape[1:] == expected.shape[1:] and stored.shape[0] >= expected.shape[0]
         return stored.shape == expected.shape
-
-
-def newest(path: Path, folders: list[Path], marker: str) -> Path:
-    """The folder itself where it has the marker, or the last of some below it that has."""
-    if (path / marker).is_file():
-        return path
-    return next((each for each in reversed(folders) if (each / marker).is_file()), path)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 8 << 20
 """Bytes that are mapped at once while a box is copied."""
 _LARGEST_INDEX = 64 << 20
 _DTYPES = {
@@ -130,6 +130,8 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
             with opened(path) as file:
                 return file.get_tensor(name).clone()
         out = torch.empty([each.stop - each.start for each in box], dtype=dtype)
+        if not out.numel():
+            return out
         row = dtype.itemsize * max(1, torch.Size(shape[1:]).numel())
         step = max(1, BLOCK_BYTES // row)
         # The file is mapped: what was read of it counts as this process's memory until it is closed.
@@ -139,7 +141,7 @@ def _stored(path: Path, name: str, shape: list[int], dtype: "torch.dtype") -> La
                 out[first - box[0].start : last - box[0].start] = file.get_slice(name)[(slice(first, last), *box[1:])]
         return out
 
-    return Stored(read, shape, dtype)
+    return Stored(read, shape, dtype, fresh=True)
 
 
 def index_document(files: dict[str, str], total_bytes: int) -> bytes:

@@ -6,6 +6,7 @@ queries and keys are in another order, row 2i + j of a head there being row j d/
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ...errors import WorkloadError
@@ -15,7 +16,7 @@ from .adapters import with_adapters
 from .dcp import METADATA, dcp_tensors, write_dcp
 from .folder import whole_folder
 from .lazy import LazyTensor, LazyTensors, rows
-from .other_names import Layout, newest
+from .other_names import Layout
 from .weights import Weights
 
 _ONCE = {
@@ -107,10 +108,17 @@ def torchtitan(path: Path | str, architecture: Architecture, *, adapters: Path |
     return with_adapters(weights, architecture, None if adapters is None else path_of(adapters))
 
 
+def is_torchtitan(names: Iterable[str]) -> bool:
+    """Whether a folder's tensors are torchtitan's."""
+    return _ONCE["model.embed_tokens.weight"] in names
+
+
 def step_folder(path: Path) -> Path:
     """The folder of the last step below `path`, or `path` itself."""
-    steps = [each for each in path.glob("step-*") if each.name[5:].isdigit()]
-    return newest(path, sorted(steps, key=lambda each: int(each.name[5:])), METADATA)
+    if (path / METADATA).is_file():
+        return path
+    steps = [each for each in path.glob("step-*") if each.name[5:].isdecimal() and (each / METADATA).is_file()]
+    return max(steps, key=lambda each: int(each.name[5:]), default=path)
 
 
 def write_torchtitan(weights: Weights, architecture: Architecture, out: Path | str) -> None:

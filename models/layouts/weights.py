@@ -52,6 +52,6 @@ def lazy_tensors(weights: Weights) -> dict[str, LazyTensor]:
 
     def stored(name: str) -> LazyTensor:
         shape, dtype = weights.shapes[name]
-        return Stored(lambda box: weights.read(name, box), shape, dtype)
+        return Stored(lambda box: weights.read(name, box), shape, dtype, fresh=True)
 
     return {name: stored(name) for name in weights.shapes}

@@ -1,0 +1,128 @@
+"""Folders of torch.distributed.checkpoint: read in part, written in pieces, refused where they are damaged."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from checkpoints import architecture, differing, filled, lazy, weights_of
+from redline.errors import WorkloadError
+from redline.models.layouts import dcp
+from redline.models.layouts.dcp import DcpWeights, dcp_tensors, write_dcp
+from redline.models.layouts.find import find_weights
+from torch.distributed import checkpoint
+
+BIG = torch.arange(40 * 6 * 4, dtype=torch.float32).reshape(40, 6, 4)
+SMALL = torch.tensor(3.5)
+
+
+def test_pieces_make_up_a_tensor_once_and_stay_within_the_limit(monkeypatch):
+    for limit, most in ((1 << 20, BIG.numel()), (256, 64), (40, 10), (8, 4)):
+        monkeypatch.setattr(dcp, "PIECE_BYTES", limit)
+        count = torch.zeros_like(BIG)
+        for box in dcp.pieces(lazy(BIG)):
+            assert BIG[box].numel() <= max(most, 4)
+            count[box] += 1
+        assert bool((count == 1).all())
+    assert list(dcp.pieces(lazy(SMALL))) == [()]
+
+
+def test_torch_loads_what_is_written_and_we_what_torch_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp, "PIECE_BYTES", 500)
+    (tmp_path / "ours").mkdir()
+    half = torch.randn(7).bfloat16()
+    write_dcp({"big": lazy(BIG), "small": lazy(SMALL), "half": lazy(half)}, tmp_path / "ours", {"note": [{"a": 1}]})
+    into = {"big": torch.empty_like(BIG), "small": torch.empty(()), "half": torch.empty_like(half), "note": None}
+    checkpoint.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert torch.equal(into["big"], BIG) and torch.equal(into["small"], SMALL) and torch.equal(into["half"], half)
+    assert into["note"] == [{"a": 1}]
+    checkpoint.save({"big": BIG, "small": SMALL, "note": "x"}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    found = dcp_tensors(tmp_path / "theirs")
+    assert set(found) == {"big", "small"}
+    assert torch.equal(found["big"].read(), BIG) and torch.equal(found["small"].read(), SMALL)
+
+
+def test_a_box_across_pieces_is_read_of_those_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp, "PIECE_BYTES", 500)
+    write_dcp({"big": lazy(BIG)}, tmp_path)
+    found = dcp_tensors(tmp_path)["big"]
+    read = []
+    load = torch.load
+
+    def counted(*args, **options):
+        read.append(load(*args, **options))
+        return read[-1]
+
+    monkeypatch.setattr(torch, "load", counted)
+    box = (slice(4, 7), slice(1, 5), slice(2, 4))
+    assert torch.equal(found.read(box), BIG[box])
+    assert [each.shape[0] for each in read] == [5, 5]
+    assert found.read((slice(3, 3),)).shape == (0, 6, 4)
+
+
+def test_other_names_are_mapped_and_missing_ones_told(tmp_path):
+    checkpoint.save({"model/big": BIG, "optim/big": BIG}, checkpoint_id=tmp_path, no_dist=True)
+    weights = DcpWeights(tmp_path, {"big": "model/big"})
+    assert weights.shapes == {"big": (BIG.shape, torch.float32)}
+    assert torch.equal(weights.read("big", (slice(1, 3),)), BIG[1:3])
+    with pytest.raises(
+        WorkloadError, match=r"lacks 1 of the 2 tensors that it should hold: model/x; it holds model/big"
+    ):
+        DcpWeights(tmp_path, {"big": "model/big", "x": "model/x"})
+
+
+@pytest.mark.parametrize("prefix", ["", "model/", "model."])
+def test_a_folder_with_the_model_s_own_names_is_found_whatever_stands_before_them(prefix, tmp_path):
+    made = architecture("gpt2")
+    model = filled(made)
+    state = {f"{prefix}{name}": each for name, each in model.state_dict().items()}
+    checkpoint.save({**state, "optim/x": BIG}, checkpoint_id=tmp_path, no_dist=True)
+    assert differing(find_weights(tmp_path, made), model) == []
+
+
+def test_a_folder_with_adapters_of_ours_holds_them_too(tmp_path):
+    made = architecture("llama", lora="r=4")
+    model = filled(made)
+    checkpoint.save(
+        {f"model/{n}": each for n, each in model.state_dict().items()}, checkpoint_id=tmp_path, no_dist=True
+    )
+    assert differing(find_weights(tmp_path, made), model) == []
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_metadata_that_would_run_code_is_refused_and_does_not(tmp_path):
+    evil = Evil()
+    evil.path = tmp_path / "was run"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(evil))
+    with pytest.raises(WorkloadError, match=r"it names posix\.mkdir, which no metadata of tensors needs"):
+        dcp_tensors(tmp_path)
+    assert not evil.path.exists()
+
+
+def test_a_damaged_folder_says_what_is_wrong(tmp_path):
+    with pytest.raises(WorkloadError, match=r"is no distributed checkpoint: it has no \.metadata"):
+        dcp_tensors(tmp_path)
+    write_dcp({"big": lazy(BIG)}, tmp_path)
+    data = next(tmp_path.glob("*.distcp"))
+    found = dcp_tensors(tmp_path)["big"]
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(WorkloadError, match=r"big cannot be read: .*; copy the checkpoint again"):
+        found.read()
+    data.unlink()
+    with pytest.raises(WorkloadError, match=r"big cannot be read: .*No such file"):
+        found.read()
+    (tmp_path / ".metadata").write_bytes((tmp_path / ".metadata").read_bytes()[:50])
+    with pytest.raises(WorkloadError, match=r"\.metadata' cannot be read: .*; copy the checkpoint again"):
+        dcp_tensors(tmp_path)
+
+
+def test_weights_given_as_an_object_of_any_kind_are_written(tmp_path):
+    made = architecture("llama")
+    model = filled(made)
+    whole = weights_of(model)
+    write_dcp({name: lazy(whole.read(name)) for name in whole.shapes}, tmp_path)
+    assert differing(find_weights(tmp_path, made), model) == []

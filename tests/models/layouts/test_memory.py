@@ -1,0 +1,41 @@
+"""Reading a share takes the memory of the share, and writing that of a shard: measured in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from house import ROOT
+
+MIB = 1 << 20
+SLACK_MIB = 32
+"""What allocators, a mapped block and the file system's buffers may take besides."""
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """What bench/weights.py prints of a model of 320 MiB in shards of 64 MiB."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "weights.py"), "--layers", "4", "--hidden", "1024", "--shard-mib", "64", "--json"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {each["what"]: each for each in json.loads(done.stdout)}
+
+
+@pytest.mark.parametrize("what", ["half of each matrix by rows", "half of each matrix by columns", "one layer"])
+def test_reading_a_share_takes_its_memory_and_not_the_whole_s(measured, what):
+    row = measured[what]
+    assert row["share_mib"] < row["whole_mib"] * 0.6
+    assert row["peak_mib"] < row["share_mib"] + SLACK_MIB
+
+
+def test_writing_takes_the_memory_of_a_shard(measured):
+    for what in ("written as shards", "written as a DCP folder"):
+        assert measured[what]["whole_mib"] == pytest.approx(320, abs=1)
+        assert measured[what]["peak_mib"] < 2 * 64 + SLACK_MIB
+
+
+def test_the_whole_would_not_have_passed(measured):
+    row = measured["all of it"]
+    assert row["peak_mib"] > measured["half of each matrix by rows"]["share_mib"] + SLACK_MIB
