@@ -2,7 +2,7 @@
 
 import sys
 
-from redline.tuner.cli import main
+from .tuner.cli import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

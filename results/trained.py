@@ -1,11 +1,11 @@
 """A training's folder: what was asked of it, the configurations it had, and its log.
 
-    train.yaml      what is trained, how, on what, and since which step in which configuration
-    log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
-    checkpoints/    the last few
-    data/           the corpus as tokens
-    logs/           what ranks printed, a file for every start
-    stop            while it is there the training ends at its next step, with a checkpoint
+train.yaml      what is trained, how, on what, and since which step in which configuration
+log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
+checkpoints/    the last few
+data/           the corpus as tokens
+logs/           what ranks printed, a file for every start
+stop            while it is there the training ends at its next step, with a checkpoint
 """
 
 import json

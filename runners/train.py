@@ -1,5 +1,6 @@
 """What one rank of a training does: build the model in its configuration, go on from the latest checkpoint, train."""
 
+import inspect
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from ..training.checkpoint.folder import CheckpointFolder
 from ..training.checkpoint.restoring import latest, restore
 from ..training.checkpoint.saver import Saver
 from ..training.checkpoint.state import State
-from ..training.data import DataPlan, TrainingData, training_data
+from ..training.data import DataPlan, Samples, TrainingData, check_packing, training_data
 from ..training.hyperparameters import Hyperparameters
 from ..training.loop import Ended, Loop, LoopPlan, averages
 from .dry_run import join
@@ -93,6 +94,7 @@ class TrainRank:
                 world_size=context.world_size,
                 own_data=False,
             )
+            _check_packing(training, samples)
             average = averages(training) if self.hyperparameters.average is not None else None
             state = State(training, average)
             context.phase("checkpoint")
@@ -213,6 +215,19 @@ class Trainings(Work):
             tflops_per_device=slowest.tflops_per_device,
             samples_per_step=slowest.samples_per_step,
         )
+
+
+def _check_packing(training: Training, samples: TrainingData) -> None:
+    """Refuses documents in one sample for a model that mixes them. Of a stage of a pipeline only what its forward takes is
+    looked at.
+
+    Raises:
+        WorkloadError: it does.
+    """
+    if not isinstance(samples, Samples):
+        return
+    names = tuple(inspect.signature(type(training.model).forward).parameters)
+    check_packing(training.model if training.world.pp == 1 else names, samples.plan, samples.task)
 
 
 def _nowhere(line: Mapping[str, Any]) -> None:

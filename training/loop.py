@@ -10,13 +10,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import Diverged, UsageError
-from ..models.batches import each_tensor, to_device
+from ..models.batches import batch_slice, each_tensor, entries, to_device
+from ..models.data import Task
 from ..models.request import Asked
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
-from .data.samples import IGNORED, TrainingData
+from .data.samples import TrainingData, num_predicted
 from .hyperparameters import Hyperparameters
 from .training import Training
 
@@ -199,16 +200,10 @@ class Loop:
         import torch
 
         training = self.training
-        labels = torch.cat([each["labels"] for each in batches if isinstance(each, Mapping)])
-        labels = labels[:, 1:] if self.samples_shift else labels
-        counts = (labels != IGNORED).sum(dim=1).reshape(training.grad_accum, -1).sum(dim=1).double()
+        task: Task = getattr(training.workload.batch, "task", "causal")
+        counts = torch.stack([num_predicted(task, each) for each in _cut(batches, training.grad_accum)]).double()
         total = training.over_replicas(counts.sum())
         return (counts * (training.grad_accum * training.world.dp) / total).float()
-
-    @property
-    def samples_shift(self) -> bool:
-        """Whether the first label of a sample is nobody's to predict."""
-        return getattr(self.training.workload.batch, "task", "causal") == "causal"
 
     def _clip(self) -> None:
         """Clips gradients by their norm, and lets the ranks agree on what comes next."""
@@ -288,7 +283,9 @@ class Loop:
     def _check_finite(self, losses: list[float]) -> None:
         for number, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
-                kept = f"the checkpoint of step {self._saved_step} was saved before" if self.saver else "nothing was saved"
+                kept = (
+                    f"the checkpoint of step {self._saved_step} was saved before" if self.saver else "nothing was saved"
+                )
                 raise Diverged(f"the loss of step {number} is {loss}: {kept}; a lower --lr or more --warmup may help")
 
     def _evaluate(self) -> None:
@@ -366,3 +363,12 @@ class Loop:
 def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
     """Moving averages of what is trained, which begin at the weights: a copy for each parameter on this rank."""
     return {each: each.detach().clone() for each in training.model.parameters() if each.requires_grad}
+
+
+def _cut(batches: list[Batch], count: int) -> list[Batch]:
+    """Micro-batches, also of a pipeline, whose batch is one."""
+    if len(batches) == count:
+        return batches
+    (batch,) = batches
+    size = next(iter(entries(batch).values())).shape[0] // count
+    return [batch_slice(batch, number * size, (number + 1) * size) for number in range(count)]

@@ -46,7 +46,9 @@ class Checkpoint:
         try:
             document = json.loads((self.path / MANIFEST).read_bytes())
         except (OSError, ValueError) as error:
-            raise StudyError(f"'{self.path}' is no whole checkpoint: its {MANIFEST} cannot be read ({error})") from error
+            raise StudyError(
+                f"'{self.path}' is no whole checkpoint: its {MANIFEST} cannot be read ({error})"
+            ) from error
         if not isinstance(document, dict) or document.get("format") != FORMAT or not _files_of(document):
             raise StudyError(
                 f"'{self.path}' is no checkpoint of this version of redline, which reads format {FORMAT}: "

@@ -54,9 +54,7 @@ def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> 
     from torch.distributed import checkpoint
 
     writer = checkpoint.FileSystemWriter(folder)
-    checkpoint.save(
-        {}, storage_writer=writer, planner=_save_planner(parts), process_group=group, no_dist=group is None
-    )
+    checkpoint.save({}, storage_writer=writer, planner=_save_planner(parts), process_group=group, no_dist=group is None)
 
 
 def _save_planner(parts: Sequence[Part]) -> Any:

@@ -7,7 +7,7 @@ from ...models.data import TokenBatches
 from ...models.workload import Workload
 from .from_workload import FromWorkload
 from .plan import DataPlan
-from .prepare import prepare
+from .preparing import prepare
 from .samples import TrainingData
 
 

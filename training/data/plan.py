@@ -22,20 +22,28 @@ class DataPlan:
 
     paths: Annotated[
         tuple[str, ...],
-        Asked("Text, JSON lines, Parquet, datasets folders or token files; repeatable.", flag="data", metavar="PATH", many=True),
+        Asked(
+            "Text, JSON lines, Parquet, datasets folders or token files; repeatable.",
+            flag="data",
+            metavar="PATH",
+            many=True,
+        ),
     ] = ()
     """Files or folders: text (`.txt`, `.md`), JSON lines (`.jsonl`, `.ndjson`, `.json`), Parquet, a folder of such or of
     Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron by either or their prefix."""
-    tokenizer: Annotated[
-        str | None, Asked("Folder of a Hugging Face tokenizer.  [default: bytes]", metavar="DIR")
-    ] = None
+    tokenizer: Annotated[str | None, Asked("Folder of a Hugging Face tokenizer.  [default: bytes]", metavar="DIR")] = (
+        None
+    )
     """Folder of a Hugging Face tokenizer; None takes text by bytes. Of a `.bin` it says which token ends a document."""
     field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
     """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content` there is a
     conversation, written as text by the tokenizer's chat template."""
     packing: Annotated[
         Packing | None,
-        Asked("packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]", metavar="HOW"),
+        Asked(
+            "packed, documents (which do not see each other) or padded.  [default: packed, padded for conversations]",
+            metavar="HOW",
+        ),
     ] = None
     """`packed`: samples are cut from all documents in a row. `documents`: the same, but no token sees or is predicted
     from another document. `padded`: a document a sample, cut and padded. None: `padded` for conversations, else `packed`."""

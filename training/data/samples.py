@@ -167,14 +167,15 @@ class Samples:
         return batch
 
 
-def num_predicted(task: Task, batch: "Mapping[str, torch.Tensor]") -> int:
-    """Tokens of a batch that are predicted: what its mean loss is the mean of.
+def num_predicted(task: Task, batch: Batch) -> "torch.Tensor":
+    """Tokens of a batch that are predicted, a scalar where the batch is: what its mean loss is the mean of.
 
     Where samples are not `even`, the mean over a batch is that over its micro-batches weighted by this.
     """
+    assert isinstance(batch, Mapping), "samples of tokens are mappings"
     labels = batch["labels"]
     # Those of causal models are shifted by one: the first token of a sample is predicted from nothing.
-    return int(((labels[:, 1:] if task == "causal" else labels) != IGNORED).sum())
+    return ((labels[:, 1:] if task == "causal" else labels) != IGNORED).sum()
 
 
 def _range(start: int, count: int) -> np.ndarray:

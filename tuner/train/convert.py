@@ -76,8 +76,7 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Che
     if not holds_training(path):
         raise StudyError(f"'{folder}' holds no training; give the --out of `redline train`")
     document = read_document(path)
-    asked = {key: tuple(each) if isinstance(each, list) else each for key, each in document["asked"].items()}
-    trained = TrainRequest(source=folder, **asked)
+    trained = TrainRequest.again(folder, document["asked"])
     workload = Source.from_dict(document["source"]).workload(trained)
     if not isinstance(workload.model, Architecture):
         raise UsageError(

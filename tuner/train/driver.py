@@ -12,7 +12,6 @@ from ...device import Device, detect, usable_cores
 from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
 from ...estimator.hardware import recognise
 from ...lock import FolderLock
-from ...models import Workload
 from ...results import Measurement, Status
 from ...results.trained import (
     CHECKPOINTS,
@@ -28,14 +27,14 @@ from ...results.trained import (
 from ...runners import TrialTerms
 from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank
-from ...training.checkpoint.folder import CheckpointFolder
 from ...space import Config
+from ...training.checkpoint.folder import CheckpointFolder
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ...writing import make_folder
 from ..running import runner_on
-from .request import MAY_CHANGE, TrainRequest
+from .request import MAY_CHANGE, OF_A_START, TrainRequest
 from .strategy import Source, Strategy, after_oom, anew, first, read_source
 
 LOSSES = 3
@@ -349,18 +348,16 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
     Raises:
         UsageError: it contradicts that; names what.
     """
+    was = TrainRequest.again(request.source, asked).given()
     given = request.given()
-    was = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
     for name, value in given.items():
-        value = tuple(value) if isinstance(value, list) else value
         if name not in MAY_CHANGE and value != was.get(name):
-            before = was.get(name, "the default")
             raise UsageError(
-                f"the training in '{request.out or request.source}' has {name}={before}, and cannot go on with {value!r}; "
-                "start another one for that"
+                f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot go "
+                f"on with {value!r}; start another one for that"
             )
-    starts = {each: getattr(request, each) for each in ("source", "out", "resume", "tune_trials", "runner", "ray_address")}
-    return TrainRequest(**{**was, **given, **starts})
+    starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
+    return TrainRequest.again(request.source, asked, **{**given, **starts})
 
 
 def fresh_folder(name: str) -> Path:

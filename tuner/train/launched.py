@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RedlineError, RunnerError
@@ -22,7 +21,7 @@ from .driver import Driver, TrainListener
 from .request import TrainRequest
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 OUT_OF_MEMORY = "out-of-memory.json"
@@ -81,7 +80,11 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
                 ended = following(context)
             except (RuntimeError, MemoryError) as error:
                 if failure.is_oom(error):
-                    note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
+                    note = {
+                        "rank": place.rank,
+                        "configuration": dict(program.config),
+                        "reason": failure.one_line(error),
+                    }
                     (program.folder / OUT_OF_MEMORY).write_text(json.dumps(note))
                 raise
             return ended.stopped

@@ -53,19 +53,22 @@ class LaunchRequest:
     tune_trials: Annotated[
         int, Asked("Dry runs for planning anew; 0 takes the estimate's word for it.", type=int, metavar="K")
     ] = 0
-    runner: Annotated[str, Asked("Who places the ranks: local, ray, or slurm in an allocation.", metavar="NAME")] = "local"
+    runner: Annotated[str, Asked("Who places the ranks: local, ray, or slurm in an allocation.", metavar="NAME")] = (
+        "local"
+    )
     ray_address: Annotated[
         str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
     weights: Annotated[
-        str | Path | None, Asked("A checkpoint to begin with, such as a Hugging Face folder.", flag="from", metavar="DIR")
+        str | Path | None,
+        Asked("A checkpoint to begin with, such as a Hugging Face folder.", flag="from", metavar="DIR"),
     ] = None
-    lora: Annotated[
-        str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]")
-    ] = None
-    seq_len: Annotated[
-        int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="S")
-    ] = None
+    lora: Annotated[str | None, Asked("Train adapters only: r, alpha, target=a+b, dropout.", metavar="r=16[,...]")] = (
+        None
+    )
+    seq_len: Annotated[int | None, Asked("Sequence length, tokens.  [default: the run's]", type=int, metavar="S")] = (
+        None
+    )
     global_batch: Annotated[
         int | None, Asked("Samples per optimizer step.  [default: the run's]", type=int, metavar="B")
     ] = None
@@ -101,6 +104,18 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         if self.ray_address is not None and self.runner != "ray":
             raise UsageError(f"ray_address={self.ray_address} has no effect on the runner '{self.runner}'")
 
+    @staticmethod
+    def again(source: str | Path, asked: Mapping[str, Any], **starts: Any) -> "TrainRequest":
+        """A request for what train.yaml says was asked.
+
+        Args:
+            source: where that lies.
+            asked: of it.
+            starts: what is asked for this time.
+        """
+        known: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in asked.items()}
+        return TrainRequest(**{**known, "source": source, **starts})
+
     def section(self, kind: type) -> Any:
         """One of its sections by itself: `Hyperparameters`, `LoopPlan` or `DataPlan`."""
         return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
@@ -110,14 +125,14 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         out = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in _OF_A_START and value is not None and value != each.default:
+            if each.name not in OF_A_START and value is not None and value != each.default:
                 out[each.name] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         return out
 
 
-_OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
+OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
 """What belongs to a start rather than to the training."""
-MAY_CHANGE = (*_OF_A_START, "devices", "memory_limit", "fix", "steps", *(each.name for each in fields(LoopPlan)))
+MAY_CHANGE = (*OF_A_START, "devices", "memory_limit", "fix", "steps", *(each.name for each in fields(LoopPlan)))
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Of a request, as they are read."""

@@ -134,9 +134,7 @@ def _of_file(path: Path) -> Source:
         raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
     if not isinstance(best, Mapping) or not isinstance(best.get("configuration"), Mapping):
         raise StudyError(f"'{path}' is no best.yaml of redline: it has no best with a configuration")
-    return _source(
-        document.get("trains") or {}, Config(best["configuration"]), best.get("throughput"), str(path)
-    )
+    return _source(document.get("trains") or {}, Config(best["configuration"]), best.get("throughput"), str(path))
 
 
 def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str) -> Source:
@@ -190,9 +188,7 @@ def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Confi
     return Strategy(config=planned.config, devices=devices, why=planned.why, step=step)
 
 
-def after_oom(
-    request: TrainRequest, workload: Workload, ran: Strategy, failed: list[Config], step: int
-) -> Strategy:
+def after_oom(request: TrainRequest, workload: Workload, ran: Strategy, failed: list[Config], step: int) -> Strategy:
     """The next-safer configuration behind one that ran out of memory.
 
     Raises:

@@ -4,6 +4,5 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def _imported():
     # Once, before ranks are forked.
-    import torch.distributed.checkpoint
     import transformers.models.bert.modeling_bert
     import transformers.models.t5.modeling_t5  # noqa: F401

@@ -54,7 +54,13 @@ def test_it_goes_on_as_if_nothing_had_happened(two, kept, tmp_path, family, firs
     expected = whole(kept, pools, family)
     begin = saved(kept, pools, family, first)
     found = run(
-        pools, family, second, resharding.BEFORE + resharding.AFTER, begin=begin, copy=tmp_path / "copy", save=tmp_path / "end"
+        pools,
+        family,
+        second,
+        resharding.BEFORE + resharding.AFTER,
+        begin=begin,
+        copy=tmp_path / "copy",
+        save=tmp_path / "end",
     )
     assert resharding.unequal(begin, tmp_path / "copy") == []
     assert len(found.losses) == resharding.AFTER
