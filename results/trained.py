@@ -3,6 +3,7 @@
 train.yaml      what is trained, how, on what, and since which step in which configuration
 log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
 checkpoints/    the last few
+frozen/         weights that are not trained, where only adapters are
 data/           the corpus as tokens
 logs/           what ranks printed, a file for every start
 stop            while it is there the training ends at its next step, with a checkpoint
@@ -18,7 +19,8 @@ import yaml
 from ..errors import StudyError
 from ..writing import cannot_write, write_yaml
 
-DOCUMENT, LOG, CHECKPOINTS, DATA, LOGS, STOP = "train.yaml", "log.jsonl", "checkpoints", "data", "logs", "stop"
+DOCUMENT, LOG, CHECKPOINTS, FROZEN = "train.yaml", "log.jsonl", "checkpoints", "frozen"
+DATA, LOGS, STOP = "data", "logs", "stop"
 FORMAT = 1
 
 

@@ -18,6 +18,8 @@ class Outline:
     """The name of every parameter by each of its names: pipeline stages hold tied ones under several."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every parameter and of every buffer that belongs to its state, by that name."""
+    frozen: frozenset[str]
+    """Names of the parameters that are not trained."""
     depth: int
     """Modules that hold a weight of at least two dimensions themselves."""
 
@@ -31,7 +33,8 @@ class Outline:
         state = module.state_dict(keep_vars=True)
         shapes = {names.get(name, name): tuple(each.shape) for name, each in state.items() if hasattr(each, "shape")}
         deep = [each for each in module.modules() if any(p.dim() > 1 for p in each.parameters(recurse=False))]
-        return Outline(blocks=tuple(blocks), names=names, shapes=shapes, depth=max(1, len(deep)))
+        frozen = frozenset(name for param, name in first.items() if not param.requires_grad)
+        return Outline(blocks=tuple(blocks), names=names, shapes=shapes, frozen=frozen, depth=max(1, len(deep)))
 
     def group(self, name: str) -> int:
         """The number of the block that a parameter lies in; as many as there are blocks for one in none."""

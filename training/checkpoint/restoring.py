@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import StudyError
 from ...models.layouts.dcp import dcp_tensors
+from ...models.layouts.lazy import LazyTensors
 from .folder import Checkpoint, CheckpointFolder
 from .state import State
 
@@ -49,13 +50,24 @@ def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
     return next(filter(None, _gathered(failure, group)), "")
 
 
-def restore(state: State, found: Checkpoint) -> None:
+def restore(state: State, found: Checkpoint, frozen: Checkpoint | None = None) -> None:
     """Puts a checkpoint's tensors in the place of a training's.
+
+    Args:
+        state: of the training.
+        found: the checkpoint.
+        frozen: where what no step changes is kept; None where all is in the checkpoint.
 
     Raises:
         WorkloadError: it is of another model.
     """
-    state.load(dcp_tensors(found.path))
+    state.load(stored_in(found, frozen))
+
+
+def stored_in(found: Checkpoint, frozen: Checkpoint | None = None) -> LazyTensors:
+    """The tensors of a checkpoint, and those that no step changes."""
+    kept = {} if frozen is None else dcp_tensors(frozen.path)
+    return {**kept, **dcp_tensors(found.path)}
 
 
 def _alike(found: list[Checkpoint], group: "ProcessGroup | None") -> list[Checkpoint]:

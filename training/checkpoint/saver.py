@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .folder import CheckpointFolder, described
-from .state import State
+from .state import Frozen, State
 from .storage import Part, parts_of, write
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
 
-    def save(self, state: State, step: int, facts: Mapping[str, Any]) -> Saved | None:
+    def save(self, state: State | Frozen, step: int, facts: Mapping[str, Any]) -> Saved | None:
         """Copies the state and begins to save it; waits for the save before, and tells how that ended.
 
         Args:

@@ -10,6 +10,7 @@ Random numbers and the order of samples are functions of the seed and the step, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import WorkloadError
@@ -49,13 +50,15 @@ class State:
             self._names[host] = self._names[param]
 
     def tensors(self) -> Located:
-        """Everything, as it is now: this rank's tensors, and which part of the whole they are.
+        """What steps change, as it is now: this rank's tensors, and which part of the whole they are.
 
         Raises:
             WorkloadError: the optimizer keeps something of a parameter that is neither of its shape nor a number, on a rank
                 that has a part of it only.
         """
-        out = {f"{MODEL}/{name}": each for name, each in self._model.items()}
+        out = {
+            f"{MODEL}/{name}": each for name, each in self._model.items() if name not in self._training.outline.frozen
+        }
         for param, name in self._updated():
             region = self._model[name][1]
             for key, value in self._training.optimizer.state.get(param, {}).items():
@@ -66,6 +69,15 @@ class State:
             name = self._names[param]
             out[f"{AVERAGE}/{name}"] = value, self._model[name][1]
         return out
+
+    @property
+    def frozen(self) -> "Frozen | None":
+        """The parameters that no step changes, which are kept once and not in every checkpoint; None on all ranks where there
+        are none."""
+        names = self._training.outline.frozen
+        return (
+            Frozen({f"{MODEL}/{name}": each for name, each in self._model.items() if name in names}) if names else None
+        )
 
     def check(self, stored: LazyTensors) -> None:
         """Refuses a checkpoint of another model.
@@ -188,6 +200,18 @@ class State:
                 if found:
                     document["state"][number] = dict(_as_kept(key, value) for key, value in found.items())
         optimizer.load_state_dict(document)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Parameters that no step changes."""
+
+    parameters: Located
+    """This rank's parts."""
+
+    def tensors(self) -> Located:
+        """They themselves."""
+        return self.parameters
 
 
 def _fill(targets: Located, stored: LazyTensors) -> None:

@@ -7,14 +7,15 @@ from typing import Annotated
 from ...errors import StudyError, UsageError, unknown
 from ...models.architecture import Architecture
 from ...models.layouts.adapters import merged
-from ...models.layouts.dcp import dcp_tensors
 from ...models.layouts.find import LAYOUTS
+from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
 from ...models.request import Asked
 from ...reading import path_of
-from ...results.trained import CHECKPOINTS, holds_training, read_document
+from ...results.trained import CHECKPOINTS, FROZEN, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
+from ...training.checkpoint.restoring import stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
 from .request import TrainRequest
 from .strategy import Source
@@ -85,7 +86,10 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Che
         )
     found = _checkpoint(path, request.step)
     found.check(found.files())
-    weights, architecture = _weights(found, workload.model, request), workload.model
+    frozen = next(iter(CheckpointFolder(path / FROZEN).all()), None)
+    if frozen is not None:
+        frozen.check(frozen.files())
+    weights, architecture = _weights(found, stored_in(found, frozen), request.average), workload.model
     if isinstance(architecture, AdaptedArchitecture):
         if request.merge:
             weights = merged(weights, architecture)
@@ -118,11 +122,10 @@ def _checkpoint(path: Path, step: int | None) -> Checkpoint:
     return found
 
 
-def _weights(found: Checkpoint, architecture: Architecture, request: ConvertRequest) -> Weights:
-    """The model's weights in a checkpoint, tied ones under each of their names."""
-    stored = dcp_tensors(found.path)
+def _weights(found: Checkpoint, stored: LazyTensors, average: bool) -> Weights:
+    """The model's weights among the tensors of a checkpoint."""
     names = {name.removeprefix(f"{MODEL}/"): name for name in stored if name.startswith(f"{MODEL}/")}
-    if request.average:
+    if average:
         averages = {name.removeprefix(f"{AVERAGE}/"): name for name in stored if name.startswith(f"{AVERAGE}/")}
         if not averages:
             raise UsageError(f"'{found.path}' has no moving average of the weights; train with --average")
