@@ -1,0 +1,271 @@
+"""A training that is killed and taken up in other strategies, beside one that never stopped, as its user sees it.
+
+    python bench/train.py                      # ten minutes of training and as many of comparison, on two cores
+    python bench/train.py --steps 60 --out build/train --svg docs/images/train.svg
+
+A small Llama is made into a Hugging Face checkpoint and fine-tuned on English prose that Python ships (the topics of
+`pydoc`), by the commands that its user types: `redline tune` measures each strategy, `redline train` begins under tp=2, is
+killed (SIGKILL), goes on under zero=3, is killed, and ends under pp=2; `redline convert` exports it, transformers loads it
+and writes some text. Prints how far the losses lie from those of the same training without an interruption, the throughput
+of each part against that of its dry run, and what checkpoints cost; `--svg` draws both curves.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REDLINE = [sys.executable, "-m", "redline.tuner.cli"]
+VOCABULARY = 2048
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+COMMON = ("precision=fp32", "fusion=false", "kernels=false", "checkpoint_ratio=0", "micro_batch=8")
+STRATEGIES: Mapping[str, tuple[str, ...]] = {
+    "tp=2": ("tp=2", "pp=1", "sequence_parallel=false"),
+    "zero=3": ("zero=3", "tp=1", "pp=1"),
+    "pp=2": ("pp=2", "tp=1"),
+}
+SAVES = 6
+"""Checkpoints of a part at least, when it is killed at two thirds of it."""
+
+
+def main() -> int:
+    """Runs all of it; 1 where a promise does not hold."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
+    parser.add_argument("--out", type=Path, default=Path("build/train"))
+    parser.add_argument("--svg", type=Path, help="where the curves are drawn")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args()
+    out, steps = options.out, options.steps
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    base = prepare(out)
+    dry = {name: dry_run(out, base, name) for name in STRATEGIES}
+    whole = out / "whole"
+    train(out, base, whole, "tp=2", steps)
+    parts = out / "parts"
+    for number, name in enumerate(STRATEGIES, 1):
+        last = number == len(STRATEGIES)
+        train(out, base, parts, name, steps, resume=number > 1, kill_at=None if last else steps * number // 3)
+    expected, found = curve(whole), curve(parts)
+    pairs = [(expected[step][0], loss) for step, losses in found.items() for loss in losses]
+    worst = max(abs(loss - other) / other for other, loss in pairs)
+    rates = {name: steady(parts, name) / dry[name] for name in STRATEGIES}
+    cost = overhead(parts)
+    exported = out / "hf"
+    run("convert", parts, exported, "--to", "hf")
+    text = generated(exported)
+    figures = {
+        "steps": steps,
+        "loss": [expected[1][0], expected[steps][0]],
+        "largest_departure": worst,
+        "throughput_over_dry_run": rates,
+        "checkpoint_share_of_time": cost,
+        "generated": text,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if options.svg:
+        options.svg.write_text(drawn(expected, found, changes(parts)), encoding="utf-8")
+    return 0
+
+
+def prepare(out: Path) -> Path:
+    """A corpus, a tokenizer for it, and a checkpoint to begin with."""
+    from pydoc_data.topics import topics
+
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    corpus = out / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": each}) + "\n" for each in topics.values()), encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(topics.values(), trainer)
+    base = out / "base"
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", bos_token="<|end|>", pad_token="<|end|>"
+    )
+    fast.save_pretrained(base)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(base)
+    return base
+
+
+def dry_run(out: Path, base: Path, name: str) -> float:
+    """Tokens per second that `redline tune` measures of a strategy."""
+    fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
+    folder = out / f"tune-{name.replace('=', '')}"
+    sizes = ("--seq-len", 128, "--global-batch", 16, "--devices", 2)
+    run("tune", base, "--runner", "local", "--trials", 1, "--measure-time", "10s", *sizes, *fixed, "--out", folder)
+    import yaml
+
+    return float(yaml.safe_load((folder / "best.yaml").read_text())["best"]["throughput"])
+
+
+def train(
+    out: Path, base: Path, folder: Path, name: str, steps: int, *, resume: bool = False, kill_at: int | None = None
+) -> None:
+    """`redline train`, or its first part up to a kill."""
+    fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
+    if resume:
+        words = [folder, "--resume", *fixed]
+    else:
+        data = ("--data", out / "corpus.jsonl", "--tokenizer", base, "--held-out", 0.05, "--eval-every", steps // 6)
+        learns = ("--steps", steps, "--lr", "1e-3", "--warmup", steps // 20, "--log-every", 1)
+        saves = ("--save-every", max(1, steps // (3 * SAVES)), "--save-minutes", 0)
+        words = [base, "--from", base, *data, *learns, *saves, "--out", folder]
+        words += ["--seq-len", 128, "--global-batch", 16, "--devices", 2, *fixed]
+    if kill_at is None:
+        run("train", *words)
+        return
+    process = subprocess.Popen([*REDLINE, "train", *map(str, words)], stdout=subprocess.DEVNULL)
+    while max(curve(folder), default=0) < kill_at:
+        time.sleep(0.2)
+        if process.poll() is not None:
+            raise SystemExit(f"the training ended before it was killed, with status {process.returncode}")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    print(f"killed at step {max(curve(folder))} under {name}", flush=True)
+
+
+def run(*words: object) -> None:
+    """A command of redline's."""
+    print("redline " + " ".join(map(str, words)), flush=True)
+    subprocess.run([*REDLINE, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The training's log."""
+    path = folder / "log.jsonl"
+    if not path.exists():
+        return []
+    whole = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(each) for each in whole if each.endswith("\n")]
+
+
+def curve(folder: Path) -> dict[int, list[float]]:
+    """The losses of each step, of every time that it was done."""
+    out: dict[int, list[float]] = {}
+    for each in lines(folder):
+        if each["kind"] == "step":
+            out.setdefault(each["step"], []).append(each["loss"])
+    return out
+
+
+def steady(folder: Path, name: str) -> float:
+    """Tokens per second in the later two thirds of a part, the median of steps."""
+    part: list[list[float]] = [[]]
+    for each in lines(folder):
+        if each["kind"] == "resumed":
+            part.append([])
+        elif each["kind"] == "step":
+            part[-1].append(each["tokens_per_second"])
+    rates = part[list(STRATEGIES).index(name)]
+    return statistics.median(rates[len(rates) // 3 :])
+
+
+def overhead(folder: Path) -> float:
+    """Share of time that a training with a checkpoint a minute would lose to them: what it stands still, and how much
+    longer steps take while one is written."""
+    stalls = [each["stalled"] for each in lines(folder) if each["kind"] == "checkpoint"]
+    return statistics.median(stalls) / 60
+
+
+def changes(folder: Path) -> list[tuple[int, str]]:
+    """Steps at which a strategy was taken up."""
+    import yaml
+
+    document = yaml.safe_load((folder / "train.yaml").read_text())
+    return [(each["step"], name) for each, name in zip(document["strategies"], STRATEGIES)]
+
+
+def generated(folder: Path) -> str:
+    """What the exported model writes."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer("The statement", return_tensors="pt")
+    torch.manual_seed(0)
+    made = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, temperature=0.8)
+    return str(tokenizer.decode(made[0]))
+
+
+def drawn(expected: dict[int, list[float]], found: dict[int, list[float]], marks: list[tuple[int, str]]) -> str:
+    """Both curves, one on the other."""
+    width, height, left, top, bottom = 720, 320, 50, 20, 40
+    last = max(expected)
+    high = max(max(each) for each in expected.values())
+    low = min(min(each) for each in expected.values())
+
+    def at(step: float, loss: float) -> str:
+        x = left + (width - left - 20) * step / last
+        y = top + (height - top - bottom) * (high - loss) / (high - low)
+        return f"{x:.1f},{y:.1f}"
+
+    def line(points: dict[int, list[float]], style: str) -> str:
+        where = " ".join(at(step, losses[-1]) for step, losses in sorted(points.items()))
+        return f'<polyline points="{where}" fill="none" {style}/>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+        line(expected, 'stroke="#f0a500" stroke-width="5" stroke-opacity="0.5"'),
+        line(found, 'stroke="#1f3a93" stroke-width="1.2"'),
+    ]
+    for tick in range(5):
+        loss = low + (high - low) * tick / 4
+        x, y = at(0, loss).split(",")
+        parts.append(f'<text x="{left - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{loss:.1f}</text>')
+    for tick in range(5):
+        step = last * tick // 4
+        x, _ = at(step, low).split(",")
+        parts.append(f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{step}</text>')
+    for step, name in marks:
+        x, _ = at(step, low).split(",")
+        parts.append(
+            f'<line x1="{x}" x2="{x}" y1="{top}" y2="{height - bottom}" stroke="#888" stroke-dasharray="4 3"/>'
+        )
+        parts.append(f'<text x="{float(x) + 4:.1f}" y="{top + 12}" fill="#555">{name}</text>')
+    parts.append(f'<text x="{width - 20}" y="{height - 6}" text-anchor="end" fill="#555">optimizer step</text>')
+    parts.append(
+        f'<text x="{width - 20}" y="{top + 30}" text-anchor="end" fill="#b37a00">loss, never stopped (wide)</text>'
+        f'<text x="{width - 20}" y="{top + 46}" text-anchor="end" fill="#1f3a93">loss, killed twice (thin)</text></svg>'
+    )
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
