@@ -1,6 +1,7 @@
 """What may vary of a training that goes on: how fast it computes, not what."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,4 +70,15 @@ def beginning_with(space: Space, config: Config) -> Space:
     for knob in made.knobs:
         if not knob.derived and knob.name in config:
             knob.default = config[knob.name]
+    return made
+
+
+def smallest(space: Space) -> Space:
+    """The part of a space that needs the least memory, as far as its knobs say so one by one."""
+    made = space.copy()
+    for knob in space.free:
+        if knob.monotone_memory:
+            value = min(knob.values) if knob.monotone_memory > 0 else max(knob.values)
+            with suppress(SpaceError):  # not beside the others
+                made.fix(knob.name, value)
     return made
