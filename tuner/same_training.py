@@ -77,8 +77,9 @@ def smallest(space: Space) -> Space:
     """The part of a space that needs the least memory, as far as its knobs say so one by one."""
     made = space.copy()
     for knob in space.free:
-        if knob.monotone_memory:
-            value = min(knob.values) if knob.monotone_memory > 0 else max(knob.values)
+        if knob.monotone_memory and knob.ordered:
+            ascending = sorted(knob.values, key=lambda value: float(value or 0))
+            value = ascending[0 if knob.monotone_memory > 0 else -1]
             with suppress(SpaceError):  # not beside the others
                 made.fix(knob.name, value)
     return made

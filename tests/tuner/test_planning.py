@@ -3,7 +3,9 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import redline as rl
 from redline.errors import NothingFound, SpaceError
@@ -53,11 +55,13 @@ def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
         assert found.why.startswith("the estimate's best of") and f"{devices} x {H100}" in found.why
 
 
-def test_gradients_travel_as_before(tiny):
+def test_gradients_travel_as_before(tiny, large):
     half = plan(tiny, devices=4, like=Config({**LIKE, "reduce_dtype": "bf16"}), hardware=H100, fixed={"tp": 1, "pp": 1})
     assert half.config["reduce_dtype"] == "bf16"
-    pure = Config({**LIKE, "precision": "bf16_pure"})
-    assert plan(tiny, devices=4, like=pure, hardware=H100).config.get("reduce_dtype", "fp32") == "fp32"
+    # Lossy values are in the space for the sake of the first only.
+    eight = Config({**LIKE, "precision": "fp8"})
+    found = plan(large, devices=4, like=eight, hardware=H100, fixed={"tp": 1, "pp": 1})
+    assert (found.config["precision"], found.config["reduce_dtype"]) == ("fp8", "fp32")
 
 
 def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tiny):
@@ -67,15 +71,28 @@ def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tin
 
 
 def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(large):
-    found = plan(large, devices=8, like=LIKE, hardware=H100, fixed={"fusion": False}, headroom=0.1)
-    space, _ = training_space(with_samples_of(large, LIKE), planning._device(_hardware()), 8, LIKE, {"fusion": False})
-    measure = estimator(with_samples_of(large, LIKE), 8)
+    workload, asked = with_samples_of(large, LIKE), {"devices": 8, "like": LIKE, "hardware": H100}
+    measure = estimator(workload, 8)
+    unbound = plan(large, **asked, headroom=0.0)
+    headroom = 1 - 0.8 * unbound.estimate.peak_memory_mib / measure.memory_limit_mib
+    found = plan(large, **asked, headroom=headroom)
+    space, _ = training_space(workload, planning._device(_hardware()), 8, LIKE)
     table = measure.table(list(space))
-    room = table.fullest_memory_mib <= 0.9 * measure.memory_limit_mib
+    room = table.fullest_memory_mib <= (1 - headroom) * measure.memory_limit_mib
     assert 0 < room.sum() < len(table)
     hope = table.throughput * table.probability_runs
     assert found.estimate.throughput * found.estimate.probability_runs == pytest.approx(hope[room].max())
-    assert found.estimate.peak_memory_mib <= 0.9 * measure.memory_limit_mib
+    assert found.estimate.peak_memory_mib <= (1 - headroom) * measure.memory_limit_mib
+
+
+def test_what_may_not_run_is_worth_less_by_its_chance():
+    table = SimpleNamespace(
+        step_ms=np.array([1.0, 1.0, np.inf, 1.0]),
+        throughput=np.array([100.0, 95.0, 0.0, 200.0]),
+        fullest_memory_mib=np.array([90.0, 50.0, 1.0, 101.0]),
+        probability_runs=np.array([0.6, 1.0, 1.0, 0.5]),
+    )
+    assert planning._hopeful(100.0)(table).tolist() == [1, 0]
 
 
 def _hardware():
