@@ -83,6 +83,8 @@ class SoakReport:
     """Compilation, s."""
     compiled: int
     """Steps in which something was compiled."""
+    refused: bool
+    """Whether torch.compile gave up on some of it, which ran uncompiled from then on."""
     loss: float
     """Loss of the last step, or the sum of all where that is no finite number."""
 
@@ -91,7 +93,8 @@ class SoakReport:
         """What was done."""
         of = f" of {self.shortest:,} to {self.longest:,} tokens" if self.longest is not None else " of fresh data"
         anew = f", {self.compiled} of which compiled for {self.seconds_compile:.0f} s" if self.compiled else ""
-        return f"{self.steps} steps{of}{anew}"
+        refused = ", and further lengths ran uncompiled, as torch.compile gave up on them" if self.refused else ""
+        return f"{self.steps} steps{of}{anew}{refused}"
 
 
 def varies(workload: Workload) -> bool:
@@ -110,9 +113,12 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
     """
     import torch
 
+    from ..schedule.primitives.compile import refusals
+
     multiple = training.world.tp if training.config.get("sequence_parallel") else 1
     lengths = plan.lengths(training.workload, seed, multiple)
     begin, before, anew = time.perf_counter(), compiled(), 0
+    given_up = refusals() if training.compiled else 0
     losses = []
     for number, length in enumerate(lengths):
         known = compiled()
@@ -129,6 +135,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         seconds=time.perf_counter() - begin,
         seconds_compile=compiled() - before,
         compiled=anew,
+        refused=training.compiled and refusals() > given_up,
         loss=last if math.isfinite(total) else total,
     )
 

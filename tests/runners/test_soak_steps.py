@@ -1,6 +1,7 @@
 """The steps of a soak: their lengths, their data, and that every way of sharing out a model follows them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,21 @@ def test_what_was_compiled_on_the_way_is_counted():
     found = soak(training, SoakPlan(steps=2), 0, lambda: compiled.pop(0))
     assert (found.compiled, found.seconds_compile) == (2, 4.0)
     assert found.words.endswith(", 2 of which compiled for 4 s")
+
+
+def test_lengths_beyond_those_that_are_compiled_anew_are_told():
+    def schedule(sch, config):
+        sch["model.layers.0"].compile(backend="eager", dynamic=False)
+
+    def found(steps):
+        torch.compiler.reset()
+        training = Training(replace(workload(), schedule=schedule), {"micro_batch": 8}, CPU)
+        training.step()
+        return soak(training, SoakPlan(steps=steps), 0, lambda: 0.0)
+
+    few, many = found(4), found(20)
+    assert (few.refused, many.refused) == (False, True)
+    assert "further lengths ran uncompiled" in many.words and "uncompiled" not in few.words
 
 
 def soaked(config):
