@@ -23,6 +23,9 @@ BEYOND = 1_000_000
 """Number of the step whose data the first step of a soak has: none of the measured steps has the same."""
 SLACK = 3.0
 """How many times the measured step time each step of a soak may take, most of them being shorter ones."""
+COMPILED_ANEW = 8
+"""Lengths for which the same code is compiled, `torch.compiler.config.recompile_limit`; what has further ones runs
+uncompiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,13 @@ class SoakPlan:
     """Steps of varied lengths, beside one of the longest before and another after them."""
     shortest: float = 0.125
     """The shortest length, as a share of the workload's sequence length."""
+    compiling_s: float = 0.0
+    """What the candidate's compilations took when it was measured, s."""
+
+    @property
+    def compile_timeout_s(self) -> float:
+        """What compilations may take on top of those of a dry run, s."""
+        return COMPILED_ANEW * self.compiling_s
 
     def lengths(self, workload: Workload, seed: int, multiple: int = 1) -> list[int | None]:
         """Tokens of a sample in each step; None where the workload's samples are all alike.

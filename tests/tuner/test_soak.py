@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import redline as rl
 import yaml
+from redline.device import Device
 from redline.errors import UsageError
 from redline.results import Measurement, Status, Trial
 from redline.results.again import judged
-from redline.runners import Runner
+from redline.runners import Runner, TrialTerms
+from redline.runners.dispatch import DryRuns
 from redline.runners.soak import SLACK, SoakPlan
 from redline.space import Config
 from redline.tuner.budget import Budget, Stopwatch
@@ -123,11 +125,11 @@ def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak_only(tuned):
     found, rows, out = tuned("hoarder", memory_limit="120MiB", soak=True)
     assert found.winner.config["micro_batch"] == 2
     assert (rows[16]["status"], rows[2]["status"]) == ("oom", "ok")
-    reason = rows[16]["reason"]
-    assert "in its soak: asked for 4 MiB" in reason and "of 120 MiB held (during soak)" in reason
+    reason = rows[16]["reason"]  # which allocation fails is chance
+    assert reason.startswith("when measured again: in its soak: ") and "(during soak); the first time" in reason
     assert rows[16]["log"].endswith(".soak.log") and (out / rows[16]["log"]).stat().st_size > 0
     fallen, held = found.notes[-2:]
-    assert fallen.startswith("trial 0 led, and did not hold up: oom in its soak: asked for 4 MiB")
+    assert fallen.startswith("trial 0 led, and did not hold up: oom in its soak: ")
     assert held.startswith("trial 1 held up: soaked for 202 steps of 8 to 64 tokens; ")
     best = yaml.safe_load((out / "best.yaml").read_text())
     assert best["best"]["configuration"]["micro_batch"] == 2
@@ -201,7 +203,8 @@ class Soaks(Runner):
 
 def soaked(throughputs, holding, seconds=None, **given):
     """A search that soaks: its folder, its runner, what it said."""
-    folder, runner, said = Memory(throughputs), Soaks(holding), []
+    folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
+    runner, said = Soaks(holding), []
     search = Search(
         run_folder=folder,
         sampler=SimpleNamespace(name="none", space=None),
@@ -233,8 +236,24 @@ def test_a_soak_is_given_the_time_its_steps_may_take():
     (request,) = runner.requests
     assert request.soak == SoakPlan()
     assert request.timeout_s == pytest.approx(60.0 + SLACK * 202 * 0.010)
+    assert request.soak.compile_timeout_s == 0.0
     _, runner, _ = soaked([5.0], holding={0}, trial_timeout_s=None)
     assert runner.requests[0].timeout_s is None
+
+
+def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
+    folder = Memory([5.0])
+    folder._trials[0] = replace(
+        folder._trials[0], measurement=replace(folder._trials[0].measured, seconds_compile=40.0)
+    )
+    _, runner, _ = soaked(folder, holding={0}, trial_timeout_s=60.0)
+    (request,) = runner.requests
+    workload = rl.workload("gpt2-tiny", seq_len=32)
+    terms = TrialTerms(device=Device(type="cpu", name="a CPU", count=1, memory_mib=8192))
+    job = DryRuns(workload).job(request, terms)
+    plain = DryRuns(workload).job(replace(request, soak=None), terms)
+    assert job.compile_timeout_s == plain.compile_timeout_s + 8 * 40.0
+    assert job.timeout_s == plain.timeout_s == request.timeout_s
 
 
 def test_without_time_nothing_is_soaked_and_it_is_said():
