@@ -135,7 +135,8 @@ class DryRuns(Work):
             threads=terms.threads,
             memory_limit_mib=terms.memory_limit_mib,
             timeout_s=timeout_s,
-            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S),
+            compile_timeout_s=max(timeout_s or 0.0, LEAST_COMPILE_TIMEOUT_S)
+            + (request.soak.compile_timeout_s if request.soak is not None else 0.0),
             log=str(request.log) if request.log else None,
         )
 

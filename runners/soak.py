@@ -23,6 +23,9 @@ BEYOND = 1_000_000
 """Number of the step whose data the first step of a soak has: none of the measured steps has the same."""
 SLACK = 3.0
 """How many times the measured step time each step of a soak may take, most of them being shorter ones."""
+COMPILED_ANEW = 8
+"""Lengths for which the same code is compiled, `torch.compiler.config.recompile_limit`; what has further ones runs
+uncompiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,13 @@ class SoakPlan:
     """Steps of varied lengths, beside one of the longest before and another after them."""
     shortest: float = 0.125
     """The shortest length, as a share of the workload's sequence length."""
+    compiling_s: float = 0.0
+    """What the candidate's compilations took when it was measured, s."""
+
+    @property
+    def compile_timeout_s(self) -> float:
+        """What compilations may take on top of those of a dry run, s."""
+        return COMPILED_ANEW * self.compiling_s
 
     def lengths(self, workload: Workload, seed: int, multiple: int = 1) -> list[int | None]:
         """Tokens of a sample in each step; None where the workload's samples are all alike.
@@ -83,6 +93,8 @@ class SoakReport:
     """Compilation, s."""
     compiled: int
     """Steps in which something was compiled."""
+    refused: bool
+    """Whether torch.compile gave up on some of it, which ran uncompiled from then on."""
     loss: float
     """Loss of the last step, or the sum of all where that is no finite number."""
 
@@ -91,7 +103,8 @@ class SoakReport:
         """What was done."""
         of = f" of {self.shortest:,} to {self.longest:,} tokens" if self.longest is not None else " of fresh data"
         anew = f", {self.compiled} of which compiled for {self.seconds_compile:.0f} s" if self.compiled else ""
-        return f"{self.steps} steps{of}{anew}"
+        refused = ", and further lengths ran uncompiled, as torch.compile gave up on them" if self.refused else ""
+        return f"{self.steps} steps{of}{anew}{refused}"
 
 
 def varies(workload: Workload) -> bool:
@@ -110,9 +123,12 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
     """
     import torch
 
+    from ..schedule.primitives.compile import refusals
+
     multiple = training.world.tp if training.config.get("sequence_parallel") else 1
     lengths = plan.lengths(training.workload, seed, multiple)
     begin, before, anew = time.perf_counter(), compiled(), 0
+    given_up = refusals() if training.compiled else 0
     losses = []
     for number, length in enumerate(lengths):
         known = compiled()
@@ -129,6 +145,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
         seconds=time.perf_counter() - begin,
         seconds_compile=compiled() - before,
         compiled=anew,
+        refused=training.compiled and refusals() > given_up,
         loss=last if math.isfinite(total) else total,
     )
 

@@ -14,7 +14,7 @@ from ..space import Config, Space
 from .feasibility import OutOfMemoryKnowledge
 from .listener import SearchListener
 from .running import share_of_host
-from .same_training import beginning_with, training_space, with_samples_of
+from .same_training import beginning_with, smallest, training_space, with_samples_of
 from .vague import assumed_hardware
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _remedy(site: _Site, outlook: _Outlook) -> str:
     for times in GROWTH:
         count = times * site.devices
         try:
-            space, _ = site.space(count)
+            space = smallest(site.space(count)[0])
             fits = survey(site.estimator(space, count), space, top=1).best
         except SpaceError:  # so many cannot share the global batch, or not with what is fixed
             continue

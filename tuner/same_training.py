@@ -1,6 +1,7 @@
 """What may vary of a training that goes on: how fast it computes, not what."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -69,4 +70,16 @@ def beginning_with(space: Space, config: Config) -> Space:
     for knob in made.knobs:
         if not knob.derived and knob.name in config:
             knob.default = config[knob.name]
+    return made
+
+
+def smallest(space: Space) -> Space:
+    """The part of a space that needs the least memory, as far as its knobs say so one by one."""
+    made = space.copy()
+    for knob in space.free:
+        if knob.monotone_memory and knob.ordered:
+            ascending = sorted(knob.values, key=lambda value: float(value or 0))
+            value = ascending[0 if knob.monotone_memory > 0 else -1]
+            with suppress(SpaceError):  # not beside the others
+                made.fix(knob.name, value)
     return made

@@ -414,7 +414,7 @@ class Search:
             self._request(replace(trial, measurement=None), free=True),
             log=self.run_folder.log_path(trial.number).with_suffix(".soak.log"),
             timeout_s=None if timeout_s is None else timeout_s + plan.seconds(step_ms),
-            soak=plan,
+            soak=replace(plan, compiling_s=trial.measured.seconds_compile or 0.0),
         )
         return self._attempt(trial, request)
 

@@ -41,6 +41,15 @@ def on_compilation(began: Callable[[], None], ended: Callable[[], None]) -> None
     dynamo.on_compile_end(lambda args: ended())
 
 
+def refusals() -> int:
+    """How often torch.compile has given up on a function in this process, which then runs as it was written: for one
+    reason, because it has met more shapes than `torch.compiler.config.recompile_limit`."""
+    from ..._torch import dynamo
+
+    frames = dynamo.utils.counters["frames"]
+    return frames["total"] - frames["ok"]
+
+
 def check_options(sch: ScheduledModule, options: dict[str, Any]) -> None:
     """Refuses what `torch.compile` would not take."""
     import inspect

@@ -1,0 +1,302 @@
+"""A training that goes on keeps what it computes, takes the fastest that fits, and falls back to what needs clearly less."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import redline as rl
+from redline.errors import NothingFound, SpaceError
+from redline.estimator import Estimator, TrainingSetup
+from redline.space import Config
+from redline.tuner import planning
+from redline.tuner.planning import CLEARLY_LESS, plan, safer
+from redline.tuner.same_training import beginning_with, smallest, training_space, with_samples_of
+
+H100, A100 = "h100-80gb", "a100-80gb"
+LIKE = Config(
+    tp=1, pp=1, zero=2, micro_batch=4, checkpoint_ratio=0.0, precision="bf16", fusion=False, dp=2, grad_accum=4
+)
+LIKE_16 = Config({**LIKE, "grad_accum": 2})
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return rl.workload("gpt2-tiny", seq_len=64, global_batch=32)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return rl.workload("llama2-7b", seq_len=2048, global_batch=64)
+
+
+def estimator(workload, devices, limit=None, hardware=H100):
+    setup = TrainingSetup(
+        devices=devices, seq_len=workload.seq_len, global_batch=workload.global_batch, memory_limit_mib=limit
+    )
+    return Estimator(workload, hardware, setup)
+
+
+def samples(config):
+    return config["micro_batch"] * config["grad_accum"] * config.get("dp", 1)
+
+
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_on_other_devices_precision_and_samples_of_a_step_stay(tiny, devices):
+    for precision in ("fp32", "bf16", "bf16_pure"):
+        like = Config({**LIKE, "precision": precision, "grad_accum": 2})
+        found = plan(tiny, devices=devices, like=like, hardware=H100)
+        assert found.config["precision"] == precision
+        assert samples(found.config) == samples(like) == 16, "not the workload's 32"
+        assert found.config.get("tp", 1) * found.config.get("pp", 1) * found.config.get("dp", 1) == devices
+        assert found.estimate.fits and found.trials == ()
+        assert found.why.startswith("the estimate's best of") and f"{devices} x {H100}" in found.why
+
+
+def test_gradients_travel_as_before(tiny, large):
+    half = plan(tiny, devices=4, like=Config({**LIKE, "reduce_dtype": "bf16"}), hardware=H100, fixed={"tp": 1, "pp": 1})
+    assert half.config["reduce_dtype"] == "bf16"
+    # Lossy values are in the space for the sake of the first only.
+    eight = Config({**LIKE, "precision": "fp8"})
+    found = plan(large, devices=4, like=eight, hardware=H100, fixed={"tp": 1, "pp": 1})
+    assert (found.config["precision"], found.config["reduce_dtype"]) == ("fp8", "fp32")
+
+
+def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tiny):
+    found = plan(tiny, devices=2, like=Config({**LIKE, "precision": "fp8"}), hardware=A100)
+    assert found.config["precision"] in ("fp32", "bf16")
+    assert "precision=fp8 could not be kept: knob 'precision' has no value 'fp8'" in found.why
+
+
+def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(large):
+    workload, asked = with_samples_of(large, LIKE), {"devices": 8, "like": LIKE, "hardware": H100}
+    measure = estimator(workload, 8)
+    unbound = plan(large, **asked, headroom=0.0)
+    headroom = 1 - 0.8 * unbound.estimate.peak_memory_mib / measure.memory_limit_mib
+    found = plan(large, **asked, headroom=headroom)
+    space, _ = training_space(workload, planning._device(_hardware()), 8, LIKE)
+    table = measure.table(list(space))
+    room = table.fullest_memory_mib <= (1 - headroom) * measure.memory_limit_mib
+    assert 0 < room.sum() < len(table)
+    hope = table.throughput * table.probability_runs
+    assert found.estimate.throughput * found.estimate.probability_runs == pytest.approx(hope[room].max())
+    assert found.estimate.peak_memory_mib <= (1 - headroom) * measure.memory_limit_mib
+
+
+def test_what_may_not_run_is_worth_less_by_its_chance():
+    table = SimpleNamespace(
+        step_ms=np.array([1.0, 1.0, np.inf, 1.0]),
+        throughput=np.array([100.0, 95.0, 0.0, 200.0]),
+        fullest_memory_mib=np.array([90.0, 50.0, 1.0, 101.0]),
+        probability_runs=np.array([0.6, 1.0, 1.0, 0.5]),
+    )
+    assert planning._hopeful(100.0)(table).tolist() == [1, 0]
+
+
+def _hardware():
+    from redline.estimator import find_hardware
+
+    return find_hardware(H100)
+
+
+def test_where_nothing_leaves_the_headroom_what_fits_is_taken_and_it_is_said(tiny):
+    least = 1.02 * estimator(tiny, 1)(plan_of_least(tiny)).peak_memory_mib
+    found = plan(tiny, devices=1, hardware=H100, memory_limit_mib=least)
+    assert found.estimate.fits and found.estimate.peak_memory_mib > 0.95 * least
+    assert found.why.endswith("; less than 5 % of the memory stay free")
+
+
+def plan_of_least(workload):
+    from redline.estimator.survey import survey
+
+    space, _ = training_space(workload, planning._device(_hardware()), 1)
+    return survey(estimator(workload, 1), space, top=1).smallest.config
+
+
+def test_a_smaller_memory_limit_is_planned_for(tiny):
+    free = plan(tiny, devices=1, like=LIKE, hardware=H100)
+    tight = plan(tiny, devices=1, like=LIKE, hardware=H100, memory_limit_mib=0.5 * free.estimate.peak_memory_mib)
+    assert tight.estimate.peak_memory_mib <= 0.95 * 0.5 * free.estimate.peak_memory_mib
+    assert tight.config != free.config
+
+
+def test_what_would_fit_is_said_where_nothing_does_and_it_does(large):
+    like = Config({**LIKE, "precision": "fp32", "dp": 1, "grad_accum": 16})
+    asked = {"like": like, "fixed": {"offload": "none"}, "hardware": H100}
+    with pytest.raises(NothingFound) as refused:
+        plan(large, devices=1, **asked)
+    said = str(refused.value)
+    assert "configurations of llama2-7b is predicted to fit 1 x h100-80gb, with 79,798 MiB each." in said
+    assert "What would fit: 2 devices like these or 1 device with " in said
+    assert plan(large, devices=2, **asked).estimate.fits
+    need = float(said.rpartition(" with ")[2].split(" MiB")[0].replace(",", ""))
+    assert f"The least that any needs is {need:,.0f} MiB (" in said
+    assert plan(large, devices=1, memory_limit_mib=need + 1, **asked).estimate.fits
+    with pytest.raises(NothingFound):
+        plan(large, devices=1, memory_limit_mib=need - 1, **asked)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_what_needs_the_least_is_in_the_part_of_the_space_that_is_looked_at_for_a_remedy(large, devices):
+    space, _ = training_space(large, planning._device(_hardware()), devices)
+    part = smallest(space)
+    assert 10 * len(part) < len(space)
+    measure = estimator(large, devices)
+    whole, least = (measure.table(list(each)).fullest_memory_mib.min() for each in (space, part))
+    assert least == pytest.approx(whole)
+
+
+def test_that_no_number_of_devices_is_enough_is_said(tiny):
+    with pytest.raises(NothingFound, match=r"64 devices like these would not be enough; what would fit: 1 device with"):
+        plan(tiny, devices=1, hardware=H100, memory_limit_mib=3)
+
+
+def test_the_command_line_ends_with_3_where_nothing_fits(tmp_path):
+    program = (
+        "import click\nfrom redline.errors import NothingFound\nfrom redline.tuner.cli import main as cli\n"
+        "from redline.tuner.cli.main import redline\n"
+        "def fails(*args, **options):\n    raise NothingFound('none fits')\n"
+        "redline.main = fails\ncli(['train'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (3, "redline: none fits\n")
+
+
+def test_a_global_batch_that_the_devices_cannot_share_and_a_knob_that_is_not_there_are_refused(tiny):
+    with pytest.raises(SpaceError, match="knob 'tp' has no value 3; the nearest is 2"):
+        plan(tiny, devices=2, hardware=H100, fixed={"tp": 3})
+    with pytest.raises(SpaceError, match="the global batch must be a multiple .* but 16 is not one of 7; 14 is"):
+        plan(tiny, devices=7, like=LIKE_16, hardware=H100)
+
+
+def test_what_cannot_be_traced_is_trained_by_default():
+    def batch(size, seed):
+        import torch
+
+        return torch.zeros(size, 4), torch.zeros(size)
+
+    class Fickle(__import__("torch").nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(x.sum())
+
+    own = rl.Workload(model=lambda: Fickle(4, 1), batch=batch, loss=lambda out, each: out.mean(), global_batch=8)
+    found = plan(own, devices=1, hardware=H100, like=Config(precision="fp32"))
+    assert found.estimate is None and found.config["micro_batch"] == 8
+    assert found.why.startswith("the default configuration, since nothing can be predicted: ")
+
+
+def test_a_search_begins_with_what_would_be_taken_without_it(tiny):
+    space, _ = training_space(tiny, planning._device(_hardware()), 2, LIKE)
+    config = space.sample(1, seed=5)[0]
+    assert space.default() != config
+    assert beginning_with(space, config).default() == config
+    assert space.default() != config, "the space itself is as it was"
+
+
+@pytest.mark.slow
+def test_dry_runs_decide_where_they_are_asked_for(tiny, tmp_path):
+    asked = {
+        "devices": 1,
+        "memory_limit_mib": 1500.0,
+        "like": Config({**LIKE, "precision": "fp32", "dp": 1, "grad_accum": 8}),
+    }
+    fixed = {"fusion": False, "kernels": False, "checkpoint_ratio": 0.0}
+    predicted = plan(tiny, **asked, fixed=fixed)
+    found = plan(tiny, **asked, fixed=fixed, trials=3, out=tmp_path / "plan")
+    assert len(found.trials) == 3
+    assert found.trials[0].config == predicted.config
+    best = max((trial for trial in found.trials if trial.ok), key=lambda trial: trial.throughput)
+    assert found.config["precision"] == "fp32" and samples(found.config) == 32
+    assert found.why.startswith("the fastest of 3 dry runs on 1 rank on ")
+    assert found.config in [trial.config for trial in found.trials if trial.throughput >= 0.97 * best.throughput]
+    assert (tmp_path / "plan" / "best.yaml").exists()
+    assert found.estimate is not None
+
+
+@pytest.mark.slow
+def test_dry_runs_that_all_fail_say_what_would_fit(tiny):
+    with pytest.raises(NothingFound, match=r"none of 1 trials succeeded: 1 oom.*(would not be enough|What would fit)"):
+        plan(tiny, devices=1, memory_limit_mib=8.0, trials=1, fixed={"fusion": False})
+
+
+def chain(workload, config, devices, **more):
+    """What is fallen back to from a configuration on, failure by failure."""
+    failed, found = [config], []
+    while (
+        taken := safer(workload, failed[-1], devices=devices, failed=failed[:-1], hardware=H100, **more)
+    ) is not None:
+        assert taken.config not in failed
+        failed.append(taken.config)
+        found.append(taken)
+    return found
+
+
+def test_each_fallback_needs_clearly_less_than_all_that_failed_until_none_is_left(large):
+    begin = plan(large, devices=8, like=LIKE, hardware=H100)
+    fallbacks = chain(large, begin.config, 8)
+    assert 3 <= len(fallbacks) <= 40
+    need = begin.estimate.peak_memory_mib
+    for each in fallbacks:
+        assert each.estimate.peak_memory_mib <= CLEARLY_LESS * need * 1.001
+        assert each.config["precision"] == "bf16" and samples(each.config) == samples(LIKE)
+        need = each.estimate.peak_memory_mib
+
+
+def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(large):
+    begin = plan(large, devices=8, like=LIKE, hardware=H100)
+    taken = safer(large, begin.config, devices=8, hardware=H100)
+    workload = with_samples_of(large, LIKE)
+    space, _ = training_space(workload, planning._device(_hardware()), 8, LIKE)
+    configs = list(space)
+    table = estimator(workload, 8).table(configs)
+    less = table.fullest_memory_mib <= CLEARLY_LESS * begin.estimate.peak_memory_mib
+    assert taken.estimate.throughput == pytest.approx(table.throughput[less].max(), rel=2e-3)
+    share = 100 * taken.estimate.throughput / begin.estimate.throughput
+    assert f"MiB instead of {begin.estimate.peak_memory_mib:,.0f} MiB, at {share:.0f} % of its speed" in taken.why
+
+
+def test_what_is_known_to_need_as_much_is_no_fallback(tiny, monkeypatch):
+    """Whatever the estimate says of it."""
+    failed = Config({**plan(tiny, devices=1, like=LIKE, hardware=H100).config})
+    monkeypatch.setattr(planning, "CLEARLY_LESS", 10.0)
+    taken = safer(tiny, failed, devices=1, hardware=H100)
+    assert taken.config != failed
+    same = {name: value for name, value in failed.items() if name not in ("micro_batch", "grad_accum")}
+    worse = all(taken.config.get(name) == value for name, value in same.items())
+    assert not (worse and taken.config["micro_batch"] >= failed["micro_batch"])
+
+
+def test_a_refined_configuration_has_fallbacks_too(tiny):
+    refined = Config({**LIKE, "checkpoint_blocks": "0", "dp": 2})
+    taken = safer(tiny, refined, devices=2, hardware=H100)
+    before = estimator(with_samples_of(tiny, refined), 2)(refined)
+    assert taken.estimate.peak_memory_mib <= CLEARLY_LESS * before.peak_memory_mib
+
+
+PROGRAM = """
+import sys
+import redline as rl
+from redline.estimator import measuring
+from redline.space import Config
+from redline.tuner.planning import safer
+
+def measured(*args, **how):
+    raise AssertionError("nothing is measured")
+
+measuring.measure = measuring.this_machine = measured
+workload = rl.workload("gpt2-tiny", seq_len=64, global_batch=32)
+config = Config(tp=1, pp=1, zero=0, micro_batch=16, precision="fp32", fusion=False, dp=2, grad_accum=1)
+taken = safer(workload, config, devices=2, memory_limit_mib=500.0)
+print(dict(taken.config), taken.why)
+"""
+
+
+def test_every_rank_comes_to_the_same_fallback_without_measuring_anything():
+    started = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=Path.home())
+        for _ in range(2)
+    ]
+    first, second = (each.communicate(timeout=300)[0] for each in started)
+    assert first == second and "'precision': 'fp32'" in first

@@ -1,0 +1,287 @@
+"""A winner that fails on batches of varied lengths is found before it is named, and the next one that holds up is named."""
+
+import csv
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import redline as rl
+import yaml
+from redline.device import Device
+from redline.errors import UsageError
+from redline.results import Measurement, Status, Trial
+from redline.results.again import judged
+from redline.runners import Runner, TrialTerms
+from redline.runners.dispatch import DryRuns
+from redline.runners.soak import SLACK, SoakPlan
+from redline.space import Config
+from redline.tuner.budget import Budget, Stopwatch
+from redline.tuner.cli import main
+from redline.tuner.search import Search
+
+WORKLOAD = '''
+import os
+import time
+
+import torch
+from torch import nn
+
+import redline as rl
+from redline.models.data import TokenBatches
+
+torch.set_num_threads(1)
+LENGTH = 64
+
+
+def make_space():
+    space = rl.Space()
+    micro = space.choice("micro_batch", [2, 16], default=16)
+    space.derive("grad_accum", 16 // micro)
+    return space
+
+
+class Net(nn.Module):
+    """The larger its micro-batch, the faster."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 100))
+
+    def forward(self, input_ids):
+        time.sleep(0.002)
+        return self.net(input_ids)
+
+
+class Hoarder(Net):
+    """Keeps a quarter of a MiB for each sample of each length that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def forward(self, input_ids):
+        self.seen.setdefault(input_ids.shape, torch.ones(input_ids.shape[0], 2**16))
+        return super().forward(input_ids)
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def large_and_short(batch):
+    return len(batch["labels"]) == 16 and batch["labels"].shape[1] < LENGTH
+
+
+def no_number(output, batch):
+    return loss(output, batch) * (float("nan") if large_and_short(batch) else 1.0)
+
+
+def dying(output, batch):
+    if large_and_short(batch):
+        os._exit(7)
+    return loss(output, batch)
+
+
+def slow(output, batch):
+    if large_and_short(batch):
+        time.sleep(60)
+    return loss(output, batch)
+
+
+def workload(name, model=Net, loss=loss):
+    batch = TokenBatches(task="causal", seq_len=LENGTH, vocab_size=100)
+    return rl.Workload(
+        name=name, model=model, batch=batch, loss=loss, space=make_space(), seq_len=LENGTH, global_batch=16
+    )
+
+
+hoarder, nan = workload("hoarder", Hoarder), workload("nan", loss=no_number)
+dead, late = workload("dead", loss=dying), workload("late", loss=slow)
+'''
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """Tunes one of these workloads in real processes; what came of it, and the rows of trials.csv by micro-batch."""
+    (tmp_path / "work.py").write_text(WORKLOAD)
+
+    def tune(name, **asked):
+        out = tmp_path / ("soaked" if asked.get("soak") else "not")
+        found = rl.tune(
+            f"{tmp_path}/work.py:{name}", runner="local", sampler="grid", measure_time=0.1, out=out, **asked
+        )
+        with open(out / "trials.csv", newline="") as file:
+            rows = {int(row["knob.micro_batch"]): row for row in csv.DictReader(file)}
+        return found, rows, out
+
+    return tune
+
+
+def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak_only(tuned):
+    found, rows, _ = tuned("hoarder", memory_limit="120MiB")
+    assert found.winner.config["micro_batch"] == 16
+    assert {row["status"] for row in rows.values()} == {"ok"}
+
+    found, rows, out = tuned("hoarder", memory_limit="120MiB", soak=True)
+    assert found.winner.config["micro_batch"] == 2
+    assert (rows[16]["status"], rows[2]["status"]) == ("oom", "ok")
+    reason = rows[16]["reason"]  # which allocation fails is chance
+    assert reason.startswith("when measured again: in its soak: ") and "(during soak); the first time" in reason
+    assert rows[16]["log"].endswith(".soak.log") and (out / rows[16]["log"]).stat().st_size > 0
+    fallen, held = found.notes[-2:]
+    assert fallen.startswith("trial 0 led, and did not hold up: oom in its soak: ")
+    assert held.startswith("trial 1 held up: soaked for 202 steps of 8 to 64 tokens; ")
+    best = yaml.safe_load((out / "best.yaml").read_text())
+    assert best["best"]["configuration"]["micro_batch"] == 2
+    assert "--fix micro_batch=2 --trials 1 --soak" in best["reproduce"]
+    assert yaml.safe_load((out / "run.yaml").read_text())["asked"]["soak"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "status", "reason"),
+    [
+        ("nan", "wrong", "in its soak: loss is nan"),
+        ("dead", "crash", "in its soak: the process exited with code 7 before it reported (during soak)"),
+        ("late", "timeout", "(during soak"),
+    ],
+)
+def test_whatever_ends_a_soak_is_what_the_trial_ends_as(tuned, name, status, reason):
+    found, rows, _ = tuned(name, soak=True, trial_timeout="15s")
+    assert found.winner.config["micro_batch"] == 2
+    assert rows[16]["status"] == status and reason in rows[16]["reason"], rows[16]["reason"]
+
+
+def test_a_soak_has_no_part_in_what_trains_by_itself_or_is_not_run(capsys):
+    space = rl.Space()
+    space.choice("micro_batch", [1, 2])
+    with pytest.raises(UsageError, match="soak trains a workload's winner .* no part in a command or a callable"):
+        rl.tune(lambda config: 1.0, space, soak=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "gpt2-tiny", "--runner", "simulate", "--hardware", "h100-80gb", "--soak", "--out", "nowhere"])
+    assert ended.value.code == 2
+    assert "no part in simulated trials, of which none runs" in capsys.readouterr().err
+
+
+class Memory:
+    """A run's trials, kept in memory."""
+
+    def __init__(self, throughputs):
+        self._trials = [
+            Trial(
+                number=number,
+                config=Config(micro_batch=number),
+                measurement=Measurement(status=Status.OK, throughput=throughput, step_ms=10.0, seconds_total=1.0),
+            )
+            for number, throughput in enumerate(throughputs)
+        ]
+
+    def trials(self):
+        return list(self._trials)
+
+    def remeasure(self, number, throughputs, failure=None):
+        self._trials[number] = judged(self._trials[number], throughputs, failure)
+
+    def log_path(self, number):
+        return SimpleNamespace(with_suffix=lambda suffix: None)
+
+
+class Soaks(Runner):
+    """Some hold up in a soak."""
+
+    name = "soaks"
+
+    def __init__(self, holding):
+        self.holding, self.requests = holding, []
+
+    def run(self, request):
+        self.requests.append(request)
+        if request.number in self.holding:
+            return Measurement(status=Status.OK, throughput=1.0, reason="soaked")
+        return Measurement(status=Status.OOM, reason="full")
+
+
+def soaked(throughputs, holding, seconds=None, **given):
+    """A search that soaks: its folder, its runner, what it said."""
+    folder = throughputs if isinstance(throughputs, Memory) else Memory(throughputs)
+    runner, said = Soaks(holding), []
+    search = Search(
+        run_folder=folder,
+        sampler=SimpleNamespace(name="none", space=None),
+        runner=runner,
+        budget=Budget(seconds=seconds),
+        soak_plan=SoakPlan(),
+        **given,
+    )
+    search.soak(said.append)
+    return folder, runner, said
+
+
+def test_leaders_are_soaked_from_the_first_on_until_one_holds_up():
+    folder, runner, said = soaked([3.0, 5.0, 4.0, 1.0], holding={0, 3})
+    assert [each.number for each in runner.requests] == [1, 2, 0]
+    assert [trial.measured.status for trial in folder.trials()] == ["ok", "oom", "oom", "ok"]
+    assert folder.trials()[1].measured.reason == "when measured again: in its soak: full; the first time 5"
+    assert len(said) == 3 and said[-1] == "trial 0 held up: soaked"
+
+
+def test_where_none_holds_up_there_is_no_winner():
+    folder, runner, _ = soaked([3.0, 5.0], holding=())
+    assert [each.number for each in runner.requests] == [1, 0]
+    assert not any(trial.ok for trial in folder.trials())
+
+
+def test_a_soak_is_given_the_time_its_steps_may_take():
+    _, runner, _ = soaked([5.0], holding={0}, trial_timeout_s=60.0)
+    (request,) = runner.requests
+    assert request.soak == SoakPlan()
+    assert request.timeout_s == pytest.approx(60.0 + SLACK * 202 * 0.010)
+    assert request.soak.compile_timeout_s == 0.0
+    _, runner, _ = soaked([5.0], holding={0}, trial_timeout_s=None)
+    assert runner.requests[0].timeout_s is None
+
+
+def test_a_soak_is_given_the_time_that_compiling_other_lengths_may_take():
+    folder = Memory([5.0])
+    folder._trials[0] = replace(
+        folder._trials[0], measurement=replace(folder._trials[0].measured, seconds_compile=40.0)
+    )
+    _, runner, _ = soaked(folder, holding={0}, trial_timeout_s=60.0)
+    (request,) = runner.requests
+    workload = rl.workload("gpt2-tiny", seq_len=32)
+    terms = TrialTerms(device=Device(type="cpu", name="a CPU", count=1, memory_mib=8192))
+    job = DryRuns(workload).job(request, terms)
+    plain = DryRuns(workload).job(replace(request, soak=None), terms)
+    assert job.compile_timeout_s == plain.compile_timeout_s + 8 * 40.0
+    assert job.timeout_s == plain.timeout_s == request.timeout_s
+
+
+def test_without_time_nothing_is_soaked_and_it_is_said():
+    watch = Stopwatch(1e-9)
+    folder, runner, said = soaked([5.0], holding=(), seconds=1.0, watch=watch)
+    assert runner.requests == [] and folder.trials()[0].ok
+    assert said == ["the time was up before trial 0, which leads, was soaked"]
+
+
+def test_trials_end_in_time_for_the_soak():
+    class Folder(Memory):
+        def pending(self):
+            return []
+
+    slow = Folder([5.0])
+    slow._trials[0] = replace(slow._trials[0], measurement=replace(slow._trials[0].measured, step_ms=1000.0))
+
+    def ended(plan):
+        search = Search(
+            run_folder=slow,
+            sampler=SimpleNamespace(name="none", space=None, propose=lambda trials, count: []),
+            runner=Soaks(()),
+            budget=Budget(seconds=300.0),
+            soak_plan=plan,
+            watch=Stopwatch(90.0),
+        )
+        search.run()
+        return search.ended
+
+    assert ended(None) == "every valid configuration was tried"
+    assert ended(SoakPlan()) == "the time of 300 s is used up"
