@@ -255,6 +255,12 @@ class Workload:
             self.known[name] = find(self)
         return self.known[name]
 
+    def with_optimizer(self, optimizer: "Callable[..., torch.optim.Optimizer]") -> "Workload":
+        """A copy with an optimizer, where it has none of its own; what was found out of it stays known."""
+        made = replace(self, optimizer=self.optimizer or optimizer)
+        made.known.update(self.known)
+        return made
+
     def with_name(self, name: str, spec: str) -> "Workload":
         """A copy that is called `name` and was asked for as `spec`."""
         return replace(self, name=name, spec=spec)

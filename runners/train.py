@@ -86,7 +86,7 @@ class TrainRank:
             samples = self._samples()
             context.phase("build")
             training = Training(
-                replace(self.workload, optimizer=self.workload.optimizer or self.hyperparameters.optimizer),
+                self.workload.with_optimizer(self.hyperparameters.optimizer),
                 self.config,
                 device,
                 seed=self.seed,

@@ -12,6 +12,7 @@ from ...device import Device, detect, usable_cores
 from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
 from ...estimator.hardware import recognise
 from ...lock import FolderLock
+from ...models.flops import flops_of
 from ...results import Measurement, Status
 from ...results.trained import (
     CHECKPOINTS,
@@ -217,6 +218,7 @@ class Driver:
     def program(self) -> TrainRank:
         """What its ranks are to do."""
         request = self.request
+        flops_of(self.workload)  # once here, rather than on every rank
         return TrainRank(
             workload=self.workload,
             config=self.strategy.config,
