@@ -40,6 +40,8 @@ from .strategy import Source, Strategy, after_oom, anew, first, read_source
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
+REPLACE_S, RETRY_S = 120.0, 5.0
+"""How long devices that were lost may take to be replaced, and how often it is tried, s."""
 LOOK_S = 0.2
 """How often the log is looked at, s."""
 
@@ -205,7 +207,7 @@ class Driver:
         """Starts ranks here, or where a runner has devices, until they have ended well."""
         self.prepare()
         while True:
-            measured = self._start()
+            measured = self._kept_up()
             if measured.ok:
                 return self._ended(measured)
             if measured.status is not Status.OOM:
@@ -277,7 +279,7 @@ class Driver:
         write_document(self.path, self.document)
 
     def _start(self) -> Measurement:
-        """Starts the ranks, again where they are lost; how they ended by themselves."""
+        """One start of the ranks; how they ended by themselves."""
         request, strategy = self.request, self.strategy
         terms = TrialTerms(
             device=self.device,
@@ -290,19 +292,35 @@ class Driver:
         self.listener.waiting("starting ranks")
         with runner_on(request.runner, Trainings(self.program()), terms, address=request.ray_address) as runner:
             self.listener.began(self.begun())
-            return self._kept_up(runner)
+            return self._watched(runner)
 
-    def _kept_up(self, runner: Runner) -> Measurement:
-        losses = 0
+    def _kept_up(self) -> Measurement:
+        """Starts the ranks, again where they are lost, and on fewer devices where nothing takes the place of those; how they
+        ended by themselves.
+
+        Raises:
+            RunnerError: they were lost `LOSSES` times without coming to another checkpoint.
+        """
+        losses, lost_at = 0, 0.0
         while True:
             before = self.step
             try:
-                return self._watched(runner)
+                return self._start()
             except RunnerError as error:
-                losses = 1 if self.step > before else losses + 1
+                losses, lost_at = (1 if self.step > before else losses + 1), time.monotonic()
                 if losses > LOSSES:
                     raise
                 self.listener.said(f"ranks were lost ({error}); going on from step {self.step}")
+            except UsageError as error:  # there are fewer devices than before
+                if not losses or self.strategy.devices < 2:
+                    raise
+                if time.monotonic() - lost_at < REPLACE_S:
+                    self.listener.waiting("waiting for devices in the place of those that were lost")
+                    time.sleep(RETRY_S)
+                    continue
+                fewer = self.strategy.devices // 2
+                self.listener.said(f"{error}; planning for {fewer}")
+                self._take(anew(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:
         """One start of the ranks, while what they log is passed on. Ctrl-C has them save and end; a second one ends them."""

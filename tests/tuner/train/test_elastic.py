@@ -25,7 +25,8 @@ class Said(TrainListener):
         print("SAID", message, flush=True)
 
 def on_the_cluster():
-    done = train(TrainRequest(source="llama-tiny", out=folder / "lost", runner="ray", ray_address=cluster.address, **asked), Said())
+    where = dict(out=folder / "lost", runner="ray", ray_address=cluster.address)
+    done = train(TrainRequest(source="llama-tiny", **where, **asked), Said())
     print("DONE", done.step, flush=True)
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
