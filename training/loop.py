@@ -276,6 +276,8 @@ class Loop:
             "seconds": now - self._begun,
             "seconds_left": (self.until - self.step) * seconds,
         }
+        if self.saver is not None and self.saver.ended:
+            self._told(self.saver.wait())
         self._steady.append(line["step_ms"])
         self._log(line)
         self._begin_interval()

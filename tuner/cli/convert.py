@@ -9,10 +9,10 @@ from .options import options_for
 
 EXAMPLES = """\b
 Examples:
-  redline convert train/llama --to hf out/llama
-  redline convert train/llama --to hf out/llama --dtype bfloat16 --average
-  redline convert train/llama-lora --to peft out/adapters
-  redline convert train/llama --to megatron out/megatron
+  redline convert train/llama out/llama --to hf
+  redline convert train/llama out/llama --to hf --dtype bfloat16 --average
+  redline convert train/llama-lora out/adapters --to peft
+  redline convert train/llama out/megatron --to megatron
 """
 
 

@@ -78,6 +78,6 @@ def _print(trained: Any) -> None:
             than = f", {100 * measured.throughput / trained.predicted - 100:+.1f} % of what the dry run measured"
         click.echo(f"{speed(measured.throughput, measured.unit)}{than}")
     if trained.stopped:
-        click.echo(f"go on: redline train {trained.folder} --resume")
+        click.echo(f"go on    redline train {trained.folder} --resume")
     else:
-        click.echo(f"export: redline convert {trained.folder} --to hf OUT")
+        click.echo(f"export   redline convert {trained.folder} OUT --to hf")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ...results.columns import fold, speed
@@ -80,6 +80,13 @@ def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
     return out
 
 
+def clock(seconds: float) -> str:
+    """A duration as h:mm:ss, without hours where there are none."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 class _Lines(TrainListener):
     """One plain line an event, for logs and pipes."""
 
@@ -119,7 +126,6 @@ class _Live(TrainListener):
             BarColumn(bar_width=20),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
             console=self._console,
             refresh_per_second=4,
         )
@@ -146,7 +152,8 @@ class _Live(TrainListener):
 
     def line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "step" and self._task is not None:
-            shown = "  ".join(numbers(line, self._unit))
+            left = [f"{clock(line['seconds_left'])} left"] if line.get("seconds_left") else []
+            shown = "  ".join([*numbers(line, self._unit), *left])
             self._progress.update(self._task, completed=line["step"], numbers=shown)
         elif text := told(line, self._unit):
             self._print(text, "bold red" if line.get("failure") else "")
