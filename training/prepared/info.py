@@ -178,7 +178,7 @@ class Info:
         return True
 
     def state_dict(self) -> "dict[str, torch.Tensor]":
-        """The whole model's state by the names of the original, on the CPU; all ranks call it.
+        """A copy of the whole model's state by the names of the original, on the CPU; all ranks call it.
 
         Returns:
             On rank 0; empty on the others.
@@ -186,7 +186,7 @@ class Info:
         from ...schedule import full_state_dict
 
         world = self.world
-        mine = {name: each.cpu() for name, each in full_state_dict(self.training.model).items()}
+        mine = {name: each.detach().to("cpu", copy=True) for name, each in full_state_dict(self.training.model).items()}
         if world.pp == 1:
             return mine if self.main else {}
         import torch.distributed as dist
