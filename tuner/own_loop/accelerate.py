@@ -116,6 +116,7 @@ def _prepared(
     what: Given, decision: Decided, joined: Joined, asked: Asked, clip: float | None, weights: str | Path | None
 ) -> Accelerated:
     from ...training import Training
+    from ...training.data import FromWorkload
     from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
 
     if what.module is not None and joined.group is not None:
@@ -130,7 +131,10 @@ def _prepared(
         own_data=False,
     )
     _begin(training, what, weights)
-    steps, loader = Steps(training, what.samples, clip), Loader(training, what.samples)
+    samples = what.samples
+    if isinstance(samples, FromWorkload):  # as dry runs have them, be the samples of a step chosen with the configuration
+        samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
+    steps, loader = Steps(training, samples, clip), Loader(training, samples)
     info = Info(
         steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group
     )

@@ -111,13 +111,10 @@ def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decid
 
 
 def _taken(workload: Workload, config: Mapping[str, Any], wanted: Wanted) -> Decided:
-    """A configuration as it was given, whose knobs are known."""
-    if workload.space is None:
-        space = make_space(workload, detect(), max(1, wanted.devices or 1))
-        known = {*space.by_name, *KNOBS}
-        for name in config:
-            if name not in known:
-                raise UsageError(unknown("knob", name, known))
+    """A configuration as it was given. What knobs a workload with a space of its own has, it knows itself."""
+    for name in config:
+        if name not in KNOBS and workload.space is None:
+            raise UsageError(unknown("knob", name, KNOBS))
     return Decided(config=Config({**config, **(wanted.fix or {})}), why="the configuration that was given")
 
 
