@@ -13,6 +13,7 @@ TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")
 OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
 """What of its devices says on what."""
 
+
 def document(
     trials: Sequence[Trial],
     *,

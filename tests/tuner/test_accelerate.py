@@ -228,7 +228,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 8}, global_batch=8)
     turns(prepared, 1)
     prepared.info.save(tmp_path / "saved")
-    other = redline.accelerate(make_llama(tie_word_embeddings=True), make_data(), strategy={"micro_batch": 8}, global_batch=8)
+    other = redline.accelerate(
+        make_llama(tie_word_embeddings=True), make_data(), strategy={"micro_batch": 8}, global_batch=8
+    )
     with pytest.raises(WorkloadError, match="of another model.*lm_head"):
         other.info.load(tmp_path / "saved")
 
@@ -244,7 +246,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 def evaluations(config, first, second):
     """Losses of a step, without gradients first, and of a number of samples that no micro-batch divides."""
     prepared = redline.accelerate(make_llama(), make_data(ignored=False), strategy=config, global_batch=GLOBAL_BATCH)
-    model, _, loader, info = prepared
+    model, _, loader, _ = prepared
     batch = next(iter(loader))
     model.eval()
     with torch.no_grad():
@@ -269,7 +271,11 @@ def test_without_gradients_any_number_of_samples_is_evaluated():
 
 def halved(config):
     model, optimizer, loader, info = redline.accelerate(
-        make_llama(), make_data(), strategy=config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), global_batch=8
+        make_llama(),
+        make_data(),
+        strategy=config,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        global_batch=8,
     )
     before = info.state_dict()
     (model(**next(iter(loader))) / 2).backward()
@@ -337,7 +343,11 @@ def test_fixed_knobs_are_kept():
 
 def best_yaml(folder, devices=1, **config):
     document = {
-        "best": {"trial": 3, "configuration": {"micro_batch": 2, "grad_accum": 4, "precision": "fp32", **config}, "throughput": 99.0},
+        "best": {
+            "trial": 3,
+            "configuration": {"micro_batch": 2, "grad_accum": 4, "precision": "fp32", **config},
+            "throughput": 99.0,
+        },
         "trains": {"model": "small", "workload": {"spec": "llama-tiny"}, "devices": {"used": devices}},
     }
     path = folder / "best.yaml"
@@ -385,7 +395,10 @@ REFUSED = {
     "a kind": ({"strategy": 7}, "strategy must be a run's folder.*got a int"),
     "a model": ({"model": 7}, "model must be a name, a Workload, a torch module.*got a int"),
     "adapters": ({"lora": "r=4"}, "lora='r=4' goes with a model's name.*peft"),
-    "weights": ({"weights": "somewhere", "strategy": {"micro_batch": 8}}, "weights='somewhere' goes with a Hugging Face model given by"),
+    "weights": (
+        {"weights": "somewhere", "strategy": {"micro_batch": 8}},
+        "weights='somewhere' goes with a Hugging Face model given by its name",
+    ),
     "clip": ({"clip": -1.0, "strategy": {"micro_batch": 8}}, "clip must be a norm above 0.*-1.0"),
 }  # fmt: skip
 
@@ -393,7 +406,12 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_trained_is_refused_in_words(what):
     changed, message = REFUSED[what]
-    given = {"model": make_llama() if "model" not in changed else None, "dataset": make_data(), "global_batch": 8, **changed}
+    given = {
+        "model": make_llama() if "model" not in changed else None,
+        "dataset": make_data(),
+        "global_batch": 8,
+        **changed,
+    }
     with pytest.raises(UsageError, match=message):
         redline.accelerate(given.pop("model"), given.pop("dataset"), **given)
 
@@ -457,7 +475,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["fix={'fusion': False}", "trials=2, fix={'fusion': False}", "strategy=['zero2', 'checkpoint']"])
+@pytest.mark.parametrize(
+    "how", ["fix={'fusion': False}", "trials=2, fix={'fusion': False}", "strategy=['zero2', 'checkpoint']"]
+)
 def test_torchrun_starts_the_same_loop(how, tmp_path):
     """By estimate, by dry runs that rank 0 makes on both devices, and by a list."""
     script = tmp_path / "loop.py"

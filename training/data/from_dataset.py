@@ -131,7 +131,9 @@ def stacked(samples: Sequence[Any]) -> Batch:
 
 
 def _parts(sample: Any) -> dict[str | int, Any]:
-    return entries(sample if isinstance(sample, (Mapping, tuple, list)) else (sample,))
+    if isinstance(sample, Mapping):
+        return entries(dict(sample))
+    return entries(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,))
 
 
 def _names(parts: Mapping[str | int, Any]) -> str:

@@ -92,7 +92,7 @@ class Info:
 
     def backward(self, loss: "torch.Tensor") -> None:
         """`loss.backward()`, for loops that are written so."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def clip(self, max_norm: float) -> "torch.Tensor":
         """Clips the norm of all gradients together, whatever is cut over ranks how; all ranks call it, between `backward` and

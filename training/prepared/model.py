@@ -32,7 +32,7 @@ class PreparedModel(nn.Module):
         batch = kwargs or args
         if not torch.is_grad_enabled():
             return steps.evaluated(batch)
-        loss: torch.Tensor = _Computed.apply(self.__dict__["anchor"], steps.loss(batch), steps.backward)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _Computed.apply(self.__dict__["anchor"], steps.loss(batch), steps.backward)
         return loss
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,13 @@ class _Computed(torch.autograd.Function):
     """A loss whose gradients are in place already: going back from it tells what they are to be multiplied by."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, told: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
         ctx.told = told
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
         ctx.told(gradient)
         return None, None, None

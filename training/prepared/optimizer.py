@@ -20,22 +20,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer = steps.training.optimizer
         """The one that steps."""
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer."""
         return self.optimizer.param_groups
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:
         """That of the optimizer."""
         return self.optimizer.state
 
-    @property  # type: ignore[override]
+    @property
     def defaults(self) -> dict[str, Any]:
         """Those of the optimizer."""
         return self.optimizer.defaults
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """One step.
 
         Raises:

@@ -132,12 +132,12 @@ def _prepared(
     )
     _begin(training, what, weights)
     samples = what.samples
-    if isinstance(samples, FromWorkload):  # as dry runs have them, be the samples of a step chosen with the configuration
+    if isinstance(
+        samples, FromWorkload
+    ):  # as dry runs have them, be the samples of a step chosen with the configuration
         samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
     steps, loader = Steps(training, samples, clip), Loader(training, samples)
-    info = Info(
-        steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group
-    )
+    info = Info(steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group)
     return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
 
 
@@ -184,5 +184,3 @@ def _alike(module: "torch.nn.Module", group: Any) -> None:
 
 def _ranks(size: int) -> str:
     return "this is the only process" if size == 1 else f"{size} ranks were started"
-
-

@@ -83,7 +83,9 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
         )
     path = path_of(strategy)
     if not path.exists():
-        raise UsageError(f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations")
+        raise UsageError(
+            f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations"
+        )
     if path.is_file() and path.suffix not in (".yaml", ".yml"):
         return _of_file(workload, path, wanted, here.size)
     return _of_run(workload, path, wanted, here.size)
@@ -96,9 +98,7 @@ def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decide
     if source.devices in (None, size) and wanted.memory_limit_mib in (None, source.limit_mib):
         config = Config({**source.config, **(wanted.fix or {})})
         changed = config != source.config
-        return Decided(
-            config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted
-        )
+        return Decided(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
     found = _planned(with_samples_of(workload, source.config), wanted, size, like=source.config)
     return replace(found, why=f"planned anew after '{path}', which is for {source.devices} devices: {found.why}")
 
@@ -126,7 +126,9 @@ def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) ->
         if name in space.by_name:
             fixed.setdefault(name, value)
         elif value != found.neutral.get(name):
-            notes.append(f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices")
+            notes.append(
+                f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices"
+            )
     made = _planned(workload, replace(wanted, fix=fixed), size)
     return replace(made, why=f"the list of optimisations; {made.why}", notes=tuple(notes))
 

@@ -148,9 +148,7 @@ class Examples:
 def _named(asked: Asked) -> Workload:
     if isinstance(asked.model, Workload) and asked.lora is None:
         return resolve_workload(asked.model, global_batch=asked.global_batch, seq_len=asked.seq_len)
-    return resolve_workload(
-        asked.model, seq_len=_length(asked), global_batch=asked.global_batch, lora=asked.lora
-    )
+    return resolve_workload(asked.model, seq_len=_length(asked), global_batch=asked.global_batch, lora=asked.lora)
 
 
 def _of_module(asked: Asked, module: "nn.Module") -> Workload:
@@ -158,15 +156,15 @@ def _of_module(asked: Asked, module: "nn.Module") -> Workload:
     _refuse_lora(asked)
     architecture = _architecture(module)
     if architecture is not None:
-        frozen = tuple(
-            name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad
-        )
+        frozen = tuple(name for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad)
         own = {each.name: getattr(architecture, each.name) for each in fields(architecture)}
         whole = _hugging_face(asked, module)
         return _with_choices(asked, replace(whole, model=Unfrozen(**own, frozen=frozen)))
     kind = type(module)
     shapes = {name: list(each.shape) for name, each in module.state_dict().items()}
-    return _own(asked, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes})
+    return _own(
+        asked, Copied(module=module), kind.__name__, {"class": f"{kind.__module__}.{kind.__qualname__}", **shapes}
+    )
 
 
 def _of_builder(asked: Asked) -> Workload:
@@ -186,7 +184,9 @@ def _of_builder(asked: Asked) -> Workload:
 
 def _own(asked: Asked, build: Callable[..., "nn.Module"], name: str, identity: Mapping[str, Any] | None) -> Workload:
     if asked.dataset is None:
-        raise UsageError(f"{name} is a module of your own: give a dataset to train it on, or a redline.Workload, which has data")
+        raise UsageError(
+            f"{name} is a module of your own: give a dataset to train it on, or a redline.Workload, which has data"
+        )
     if isinstance(asked.dataset, (str, Path, DataPlan)) or _are_paths(asked.dataset):
         raise UsageError(
             f"{name} is a module of your own, for which files cannot be cut into samples: give a data set whose samples it takes"

@@ -104,7 +104,9 @@ def _parallel_mode(out: Followed, config: Any) -> None:
         return  # replicas on all devices, which is what there is without
     axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
     if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
-        raise UsageError(f"parallel_mode takes ([(axis, size), ...], None), such as ([('data', 4), ('tensor', 2)], None), but got {config!r}")
+        raise UsageError(
+            f"parallel_mode takes ([(axis, size), ...], None), such as ([('data', 4), ('tensor', 2)], None), but got {config!r}"
+        )
     degrees: dict[str, int] = {}
     for axis, size in axes:
         if axis == "sequence":
@@ -142,9 +144,15 @@ def _fsdp(out: Followed, config: Any) -> None:
     out.knobs["zero"] = SHARDING[strategy] if out.devices > 1 else 0
     if given.pop("cpu_offload", None):
         out.knobs["offload"] = "optimizer"
-        out.notes.append("fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights")
+        out.notes.append(
+            "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
+        )
     # What it wraps are the repeated blocks of the model here.
-    given = {name: each for name, each in given.items() if name not in ("atorch_wrap_cls", "auto_wrap_policy", "sync_module_states")}
+    given = {
+        name: each
+        for name, each in given.items()
+        if name not in ("atorch_wrap_cls", "auto_wrap_policy", "sync_module_states")
+    }
     _leave(out, "fsdp", given)
 
 
@@ -176,7 +184,9 @@ def _half(out: Followed, config: Any) -> None:
         raise UsageError(unknown("format of half", kind, ("fp16", "bf16")))
     out.knobs["precision"] = "bf16_pure" if PRECISIONS[kind] == "bf16" else "fp16"
     if PRECISIONS[kind] == "fp16":
-        out.notes.append("half: weights stay in float32, as float16 has no room for small updates; products are in float16")
+        out.notes.append(
+            "half: weights stay in float32, as float16 has no room for small updates; products are in float16"
+        )
 
 
 def _fp8(out: Followed, config: Any) -> None:
@@ -212,7 +222,9 @@ def _checkpoint(out: Followed, config: Any) -> None:
     if ratio is not None:
         out.knobs["checkpoint_ratio"] = float(ratio)
     elif config:
-        out.notes.append("checkpoint: every repeated block of the model is recomputed, whatever classes its configuration names")
+        out.notes.append(
+            "checkpoint: every repeated block of the model is recomputed, whatever classes its configuration names"
+        )
 
 
 def _compile(out: Followed, config: Any) -> None:

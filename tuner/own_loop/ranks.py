@@ -77,7 +77,9 @@ def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(here.local_rank)
-    dist.init_process_group("nccl" if cuda else "gloo", store=dist.PrefixStore("redline", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=dist.PrefixStore("redline", store), rank=rank, world_size=size
+    )
     return found
 
 
