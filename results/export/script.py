@@ -90,7 +90,7 @@ if __name__ == "__main__":
         gc.collect()  # meanwhile gloo's threads let go of their last tensors, at which an exit would abort
         dist.destroy_process_group()
 """
-_DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, as redline train reads them; random tokens without")\n'
+_DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, as redline train takes them")\n'
 
 
 def _python(setup: Setup, comment: str) -> str:
