@@ -361,6 +361,32 @@ def test_a_best_yaml_decides(tmp_path):
     assert info.why == f"the winner of '{tmp_path}/best.yaml'"
 
 
+def test_the_best_yaml_of_a_workload_of_ones_own_serves_its_model(tmp_path):
+    """Of which it knows no name: the loop has it."""
+    own = redline.Workload(model=Net, batch=lambda size, seed: (torch.ones(size, 6),), loss=own_sum, global_batch=8)
+    result = redline.tune(own, fix={"micro_batch": 2}, trials=1, devices=1, out=tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    copied = tmp_path / "elsewhere" / "best.yaml"
+    copied.write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
+    for strategy in (tmp_path / "run", copied):
+        found = redline.accelerate(Net(), make_points(), strategy=strategy, loss=cross_entropy, global_batch=8)
+        assert found.info.config == dict(result.best.config)
+
+
+def own_sum(output, batch):
+    return output.sum(dim=1).mean()
+
+
+def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
+    from redline.tuner.train.strategy import read_source
+
+    redline.tune(
+        "llama-tiny", seq_len=32, global_batch=4, fix={"precision": "fp32"}, trials=1, devices=1, out=tmp_path / "run"
+    )
+    (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
+    assert read_source(tmp_path / "best-of-all.yaml") == read_source(tmp_path / "run")
+
+
 def test_a_best_yaml_for_other_devices_is_planned_anew(tmp_path):
     found = best_yaml(tmp_path, 4, dp=4, micro_batch=2, grad_accum=1)
     info = redline.accelerate(make_llama(), make_data(), strategy=found, global_batch=8).info

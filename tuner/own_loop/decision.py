@@ -92,7 +92,7 @@ def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) ->
 
 
 def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
-    source = read_source(path)
+    source = read_source(path, of_model=False)
     if source.config is None:
         raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
     if source.devices in (None, size) and wanted.memory_limit_mib in (None, source.limit_mib):
