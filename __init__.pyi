@@ -33,5 +33,6 @@ from .schedule import (
 )
 from .space import Config as Config, Space as Space
 from .tuner import Result as Result, Sampler as Sampler, tune as tune
+from .tuner.own_loop.accelerate import Accelerated as Accelerated, accelerate as accelerate
 
 __version__: str

@@ -8,15 +8,27 @@ from . import summary
 from .lossy import lossy_values
 from .measurement import Trial
 
+TRAINS = ("model", "workload", "seq_len", "global_batch", "memory_limit_mib")
+"""What of a run's request says what is trained, and in what memory."""
+OF_DEVICES = ("type", "name", "used", "per_host", "memory_mib")
+"""What of its devices says on what."""
 
-def document(trials: Sequence[Trial], *, command: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
+
+def document(
+    trials: Sequence[Trial],
+    *,
+    command: Sequence[str],
+    environment: Mapping[str, Any],
+    asked: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What best.yaml says about these trials.
 
     `best` is the winner, or null with `why` saying why there is none; `default` the default configuration,
     and `gain` the winner's throughput over the default's. Where lossy values were tried, `best_exact` is the
     best without any, and `lossy` names a configuration's. Measurements are those of the re-measurements
     where there are any, which `remeasured` lists: for each such trial its throughput at `first` and those
-    measured `again`. `reproduce` is the command line, quoted for a shell.
+    measured `again`. `trains` is what of `asked`, run.yaml's, a training by this file alone needs to know.
+    `reproduce` is the command line, quoted for a shell.
     """
     winner, base = summary.best(trials), summary.default(trials)
     out: dict[str, Any] = {"best": _entry(winner) if winner else None}
@@ -32,10 +44,18 @@ def document(trials: Sequence[Trial], *, command: Sequence[str], environment: Ma
         for trial in trials
         if trial.first is not None
     }
+    if asked:
+        out["trains"] = _trains(asked)
     out["trials"] = {str(status): count for status, count in summary.counts(trials).items() if count}
     out["environment"] = dict(environment)
     out["reproduce"] = shlex.join(command)
     return out
+
+
+def _trains(asked: Mapping[str, Any]) -> dict[str, Any]:
+    what = {name: asked[name] for name in TRAINS if asked.get(name) is not None}
+    devices = asked.get("devices") or {}
+    return what | {"devices": {name: devices[name] for name in OF_DEVICES if devices.get(name) is not None}}
 
 
 def _entry(trial: Trial) -> dict[str, Any]:

@@ -267,8 +267,9 @@ class RunFolder:
         path = self.path / BEST
         facts = environment.describe(devices)
         try:
-            mark = {"simulated": True} if self.document.get("asked", {}).get("simulated") else {}
-            write_yaml(path, mark | best.document(self.trials(), command=command, environment=facts))
+            asked = self.document.get("asked", {})
+            mark = {"simulated": True} if asked.get("simulated") else {}
+            write_yaml(path, mark | best.document(self.trials(), command=command, environment=facts, asked=asked))
         except OSError as error:
             raise cannot_write(path, error) from error
         return path

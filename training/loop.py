@@ -10,16 +10,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import Diverged, UsageError
-from ..models.batches import batch_slice, each_tensor, entries, to_device
-from ..models.data import Task
+from ..models.batches import each_tensor, to_device
 from ..models.request import Asked
 from ..models.workload import Batch
 from . import gradients
 from .checkpoint.saver import Saved, Saver
 from .checkpoint.state import State
-from .data.samples import TrainingData, num_predicted
+from .data.samples import TrainingData
 from .hyperparameters import Hyperparameters
 from .training import Training
+from .weighing import factors
 
 if TYPE_CHECKING:
     import torch
@@ -189,21 +189,9 @@ class Loop:
         for group, lr in zip(training.optimizer.param_groups, self._lr):
             group["lr"] = lr * factor
         batches = training.micro_batches(to_device(share, training.device))
-        self._losses.append(training.passes(batches, factors=self._factors(batches)).detach())
+        self._losses.append(training.passes(batches, factors=factors(training, self.samples, batches)).detach())
         training.update(self._clip)
         self._follow()
-
-    def _factors(self, batches: list[Batch]) -> "torch.Tensor | None":
-        """What each micro-batch counts for, so that every token that counts does so alike; None where all do anyway."""
-        if self.samples.even:
-            return None
-        import torch
-
-        training = self.training
-        task: Task = getattr(training.workload.batch, "task", "causal")
-        counts = torch.stack([num_predicted(task, each) for each in _cut(batches, training.grad_accum)]).double()
-        total = training.over_replicas(counts.sum())
-        return (counts * (training.grad_accum * training.world.dp) / total).float()
 
     def _clip(self) -> None:
         """Clips gradients by their norm, and lets the ranks agree on what comes next."""
@@ -303,7 +291,7 @@ class Loop:
             for step in range(steps):
                 share = training.share(self.samples.evaluation, step * training.samples_per_step)
                 batches = training.micro_batches(to_device(share, training.device))
-                total += training.passes(batches, factors=self._factors(batches))
+                total += training.passes(batches, factors=factors(training, self.samples, batches))
         training.model.train()
         self._log({"kind": "evaluation", "step": self.step, "loss": float(total) / steps, "steps": steps})
         self._idle_s += time.perf_counter() - begin
@@ -365,12 +353,3 @@ class Loop:
 def averages(training: Training) -> "dict[nn.Parameter, torch.Tensor]":
     """Moving averages of what is trained, which begin at the weights: a copy for each parameter on this rank."""
     return {each: each.detach().clone() for each in training.model.parameters() if each.requires_grad}
-
-
-def _cut(batches: list[Batch], count: int) -> list[Batch]:
-    """Micro-batches, also of a pipeline, whose batch is one."""
-    if len(batches) == count:
-        return batches
-    (batch,) = batches
-    size = next(iter(entries(batch).values())).shape[0] // count
-    return [batch_slice(batch, number * size, (number + 1) * size) for number in range(count)]

@@ -8,8 +8,8 @@ from .common import ADAMW
 from .setup import Setup
 from .target import Target, hashed
 
-# What the configuration needs is done by redline.models.Training, which the trials ran too; the script is the
-# loop around it. Placeholders in angle brackets stand where the run's own values go.
+# What the configuration needs is done by redline.accelerate; the script is the loop around it, for its reader to change.
+# Placeholders in angle brackets stand where the run's own values go.
 _TEMPLATE = """\
 <comment>import argparse
 import gc
@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 
 import redline as rl
-from redline.training import Training
-from redline.schedule import full_state_dict
 
 MODEL = <model>
 SEQ_LEN = <seq_len>
@@ -36,45 +34,54 @@ def main():
 <data_option>    parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--lr", type=float, default=<lr>, help="learning rate")
     parser.add_argument("--warmup", type=int, default=0, help="steps over which the learning rate rises")
+    parser.add_argument("--clip", type=float, help="largest norm of all gradients together")
     parser.add_argument("--seed", type=int, default=<seed>, help="of weights and data")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines")
+    parser.add_argument("--checkpoints", help="folder of checkpoints: gone on from, and saved at the end")
     parser.add_argument("--save", help="where the trained weights go, a file for torch.load")
     args = parser.parse_args()
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size != DEVICES:
         parser.error(f"this configuration needs {DEVICES} processes, not {world_size}: "
                      f"{START} {os.path.basename(__file__)}")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
 
-    workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<lora><data>)
-    training = Training(workload, CONFIG, device, seed=args.seed, rank=rank, world_size=world_size, fresh_data=True)
-    begin, reported = time.perf_counter(), 0
-    for step in range(1, args.steps + 1):
-        for group in training.optimizer.param_groups:
+    workload = rl.workload(MODEL, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH<lora>)
+    model, optimizer, loader, info = rl.accelerate(
+        workload<data>, strategy=CONFIG, clip=args.clip, seed=args.seed
+    )
+    if args.checkpoints and info.load(args.checkpoints) and info.main:
+        print(f"going on from step {info.step}", flush=True)
+    begin, reported = time.perf_counter(), info.step
+    for batch in batches(loader, info, args.steps):
+        step = info.step + 1
+        for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-        loss = training.step()
+        loss = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         if step % args.log_every == 0 or step in (1, args.steps):
-            value = float(loss)  # reading it waits for the device
+            value = loss.item()  # reading it waits for the device
             now, steps = time.perf_counter(), step - reported
             ms, begin, reported = (now - begin) / steps * 1e3, now, step
-            if rank == 0:
+            if info.main:
                 print(f"step {step}  loss {value:.6f}  {ms:.1f} ms a step", flush=True)
+    if args.checkpoints:
+        info.save(args.checkpoints)
     if args.save:
-        weights = {name: each.cpu() for name, each in full_state_dict(training.model).items()}
-        if CONFIG.get("pp", 1) > 1:  # every stage has the weights of its layers
-            first = training.world.dp_rank == 0 and training.world.tp_rank == 0
-            stages = [None] * world_size if rank == 0 else None
-            dist.gather_object(weights if first else {}, stages)
-            weights = {name: each for stage in stages or () for name, each in stage.items()}
-        if rank == 0:
+        weights = info.state_dict()  # all ranks take part
+        if info.main:
             torch.save(weights, args.save)
+
+
+def batches(loader, info, steps):
+    \"\"\"Those of the steps that are left, epoch after epoch.\"\"\"
+    while info.step < steps:
+        for batch in loader:
+            yield batch
+            if info.step >= steps:
+                break
 
 
 if __name__ == "__main__":
@@ -83,7 +90,7 @@ if __name__ == "__main__":
         gc.collect()  # meanwhile gloo's threads let go of their last tensors, at which an exit would abort
         dist.destroy_process_group()
 """
-_DATA = '    parser.add_argument("--data", help="UTF-8 text to train on (its first 4 MiB); random tokens without it")\n'
+_DATA = '    parser.add_argument("--data", nargs="+", help="files to train on, as redline train takes them")\n'
 
 
 def _python(setup: Setup, comment: str) -> str:
@@ -97,8 +104,8 @@ def _python(setup: Setup, comment: str) -> str:
         setup.note(f"the data is the workload's own ({setup.spec}); run the script where that file can be found")
     else:
         setup.note(
-            "the text is an argument, --data corpus.txt (random tokens without it); a loader for more than "
-            "its first 4 MiB, evaluation and checkpoints on the way are yours"
+            "the data is an argument, --data corpus.txt (random tokens without it); evaluation, a falling learning rate and "
+            "checkpoints on the way are yours, or those of redline train"
         )
     config = pprint.pformat(as_data(setup.take_all()), sort_dicts=False, width=100)
     values = {
@@ -113,7 +120,7 @@ def _python(setup: Setup, comment: str) -> str:
         "lr": repr(ADAMW["lr"]),
         "data_option": "" if own else _DATA,
         "lora": f", lora={setup.lora!r}" if setup.lora else "",
-        "data": "" if own else ", data=args.data",
+        "data": "" if own else ", args.data",
     }
     # One pass, so that a value that looks like a placeholder stays what it is.
     parts = _TEMPLATE.split("<")

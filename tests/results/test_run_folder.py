@@ -392,6 +392,27 @@ def test_best_yaml_says_what_won_and_how_to_have_it_again(tmp_path, open_run, po
     assert best["reproduce"] == "redline tune gpt2-tiny --fix attention=sdpa --out 'my runs'"
 
 
+def test_best_yaml_says_what_was_trained(tmp_path, open_run, point, ok):
+    """So that it can be trained from where the run's folder is not."""
+    with open_run(tmp_path) as run:
+        run.start(point(0), sampler="default")
+        run.finish(0, ok(100.0))
+        run.document["asked"] |= {
+            "workload": {"id": "3f2a", "spec": "gpt2-tiny", "lora": "r=4"}, "seq_len": 64, "memory_limit_mib": 900.0,
+            "devices": {"type": "cpu", "name": "a processor", "used": 2, "capability": None},
+        }  # fmt: skip
+        path = run.write_best(["redline"])
+    best = yaml.safe_load(path.read_text())
+    assert best["trains"] == {
+        "model": "gpt2-tiny",
+        "workload": {"id": "3f2a", "spec": "gpt2-tiny", "lora": "r=4"},
+        "seq_len": 64,
+        "global_batch": run.document["asked"]["global_batch"],
+        "memory_limit_mib": 900.0,
+        "devices": {"type": "cpu", "name": "a processor", "used": 2},
+    }
+
+
 def test_best_yaml_says_why_there_is_none(tmp_path, open_run, point, oom):
     with open_run(tmp_path) as run:
         for number, peak in enumerate([3000.0, 1500.0, 2000.0]):

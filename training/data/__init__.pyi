@@ -1,3 +1,4 @@
+from .from_dataset import FromDataset as FromDataset
 from .from_workload import FromWorkload as FromWorkload
 from .of_workload import training_data as training_data
 from .packing import check_packing as check_packing

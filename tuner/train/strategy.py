@@ -100,8 +100,12 @@ class Strategy:
         )
 
 
-def read_source(given: str | Path) -> Source:
+def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     """What a run's folder, its best.yaml, or a model's name says.
+
+    Args:
+        given: one of these.
+        of_model: whether it must say which model it is of; a configuration alone serves whoever has the model.
 
     Raises:
         StudyError: a run is damaged, or of a command.
@@ -110,20 +114,20 @@ def read_source(given: str | Path) -> Source:
     path = path_of(given)
     if path.name.endswith((".yaml", ".yml")) and path.is_file():
         if path.name != BEST or not holds_run(path.parent):
-            return _of_file(path)
+            return _of_file(path, of_model)
         path = path.parent
     if path.is_dir() and holds_run(path):
-        return _of_run(path)
+        return _of_run(path, of_model)
     return Source(spec=str(given), name=Path(str(given)).name.partition(".")[0] or str(given))
 
 
-def _of_run(path: Path) -> Source:
+def _of_run(path: Path, of_model: bool) -> Source:
     view = View(path, Config)
     winner = chosen_trial(view.trials(), None)
-    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path))
+    return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path), of_model)
 
 
-def _of_file(path: Path) -> Source:
+def _of_file(path: Path, of_model: bool) -> Source:
     """Of a best.yaml that lies by itself."""
     try:
         document = yaml.safe_load(path.read_bytes())
@@ -134,16 +138,17 @@ def _of_file(path: Path) -> Source:
         raise NothingFound(f"'{path}' names no winner: {document.get('why', 'its search found none')}")
     if not isinstance(best, Mapping) or not isinstance(best.get("configuration"), Mapping):
         raise StudyError(f"'{path}' is no best.yaml of redline: it has no best with a configuration")
-    return _source(document.get("trains") or {}, Config(best["configuration"]), best.get("throughput"), str(path))
+    known = document.get("trains") or {}
+    return _source(known, Config(best["configuration"]), best.get("throughput"), str(path), of_model)
 
 
-def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str) -> Source:
+def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, where: str, of_model: bool) -> Source:
     what = asked.get("workload") or {}
-    if "command" in what or not what.get("spec"):
+    if "command" in what or (of_model and not what.get("spec")):
         kind = "a command" if "command" in what else "a callable, or of a model that is not known"
         raise StudyError(f"'{where}' is of {kind}; redline trains models and workloads that have a name or a file")
     return Source(
-        spec=str(what["spec"]),
+        spec=str(what.get("spec") or ""),
         seq_len=asked.get("seq_len"),
         global_batch=asked.get("global_batch"),
         lora=what.get("lora"),

@@ -1,0 +1,163 @@
+"""Strategies of ATorch's kind come to knobs, and say what does not."""
+
+import json
+import pickle
+
+import pytest
+import redline
+import torch
+from redline.errors import UsageError
+from redline.models.families.standard import BLOCK_KNOBS
+from redline.tuner.own_loop.decision import KNOBS
+from redline.tuner.own_loop.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
+
+LISTS = {
+    "nothing": ([], {}),
+    "replicas": (["parallel_mode"], {}),
+    "degrees": ([("parallel_mode", ([("data", 2), ("tensor", 4)], None))], {"tp": 4, "dp": 2, "pp": 1}),
+    "stages": ([("parallel_mode", ([("pipe", 2), ("data", 4)], None))], {"tp": 1, "dp": 4, "pp": 2}),
+    "fsdp": (["fsdp"], {"zero": 3}),
+    "fsdp by name": ([("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"})], {"zero": 2}),
+    "zero": (["zero1"], {"zero": 1}),
+    "bf16": ([("amp_native", {"dtype": torch.bfloat16})], {"precision": "bf16"}),
+    "bf16 as text": ([("amp_native", {"dtype": "bf16"})], {"precision": "bf16"}),
+    "fp16": (["amp_native"], {"precision": "fp16"}),
+    "apex": ([("amp_apex", {"opt_level": "O1"})], {"precision": "fp16"}),
+    "half": ([("half", "bf16")], {"precision": "bf16_pure"}),
+    "checkpoint": (["checkpoint"], {"checkpoint_ratio": 1.0}),
+    "kernels": (["module_replace"], {"kernels": True}),
+    "all devices": (["tensor_parallel"], {"tp": 8}),
+    "some devices": ([("tensor_parallel", {"size": 2})], {"tp": 2}),
+    "degrees first": (
+        ["tensor_parallel", "zero1", ("parallel_mode", ([("tensor", 2), ("data", 4)], None))],
+        {"tp": 2, "dp": 4, "pp": 1, "zero": 1},
+    ),
+    "together": (
+        ["parallel_mode", "module_replace", ("fsdp", {"sync_module_states": True}), ("half", "bf16"), "checkpoint"],
+        {"zero": 3, "kernels": True, "precision": "bf16_pure", "checkpoint_ratio": 1.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_comes_to_knobs(name):
+    strategy, knobs = LISTS[name]
+    found = follow(strategy, 8)
+    assert found.knobs == {**NEUTRAL, **knobs}
+    assert found.notes == []
+
+
+def test_fsdps_own_enumeration_is_read():
+    from torch.distributed.fsdp import ShardingStrategy
+
+    assert follow([("fsdp", {"sharding_strategy": ShardingStrategy.NO_SHARD})], 8).knobs["zero"] == 0
+
+
+def test_what_is_tunable_is_left_to_the_search():
+    found = follow([("zero2", None, True), ("checkpoint", None, False)], 8)
+    assert "zero" not in found.knobs
+    assert found.knobs["checkpoint_ratio"] == 1.0
+
+
+NOTED = {
+    "classes": (("checkpoint", ("Block",)), "checkpoint: every repeated block"),
+    "offload": (("fsdp", {"cpu_offload": True}), "offload=optimizer), not the weights"),
+    "more of fsdp": (
+        ("fsdp", {"limit_all_gathers": True}),
+        "fsdp: limit_all_gathers of its configuration has no counterpart",
+    ),
+    "float16 weights": (("half", "fp16"), "weights stay in float32"),
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_not_carried_over_is_said(name):
+    entry, said = NOTED[name]
+    (note,) = follow([entry], 8).notes
+    assert said in note
+
+
+REFUSED = {
+    "a name": (["zerro1"], "unknown optimisation 'zerro1'; did you mean 'zero1'?"),
+    "an entry": ([("zero1", None, False, 4)], "an entry of a strategy must be a name"),
+    "degrees": ([("parallel_mode", ([("data", 3)], None))], "parallel_mode is for 3 devices .data 3., but there are 8"),
+    "an axis": ([("parallel_mode", ([("dat", 8)], None))], "unknown axis of parallel_mode 'dat'; did you mean 'data'"),
+    "the sequence": ([("parallel_mode", ([("sequence", 8)], None))], "cuts sequences within tensor parallelism only"),
+    "a form": ([("parallel_mode", {"data": 8})], "parallel_mode takes"),
+    "a format": ([("amp_native", {"dtype": "fp12"})], "unknown dtype of amp_native 'fp12'"),
+    "a share": ([("tensor_parallel", 3)], "tensor_parallel over 3 devices does not divide the 8"),
+    "a strategy": ([("fsdp", {"sharding_strategy": "ALL"})], "unknown sharding_strategy of fsdp 'ALL'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_strategy_is_refused(name):
+    strategy, message = REFUSED[name]
+    with pytest.raises(UsageError, match=message):
+        follow(strategy, 8)
+
+
+SAVED = [("parallel_mode", ([("data", 8)], None), False), ("amp_native", {"dtype": torch.bfloat16}, False)]
+
+
+def test_saved_lists_are_read(tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(["zero2", ["amp_native", {"dtype": "bf16"}]]))
+    assert follow(read_list(tmp_path / "list.json"), 8).knobs == {**NEUTRAL, "zero": 2, "precision": "bf16"}
+    (tmp_path / "strategy").write_bytes(pickle.dumps(SAVED))
+    assert follow(read_list(tmp_path / "strategy"), 8).knobs == {
+        **NEUTRAL,
+        "tp": 1,
+        "pp": 1,
+        "dp": 8,
+        "precision": "bf16",
+    }
+
+
+class Harmful:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    (tmp_path / "strategy").write_bytes(pickle.dumps([Harmful(str(tmp_path / "made"))]))
+    with pytest.raises(UsageError, match=r"cannot be read safely \(it names posix.mkdir\)"):
+        read_list(tmp_path / "strategy")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("text", ["", "not json", "3", "[]"])
+def test_a_file_that_is_no_strategy_is_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UsageError, match="x.json'"):
+        read_list(tmp_path / "x.json")
+
+
+def test_what_a_list_leaves_open_is_planned():
+    info = redline.accelerate(
+        "llama-tiny", strategy=["zero1", ("amp_native", {"dtype": "bf16"}), "checkpoint"], seq_len=32
+    ).info
+    assert (info.config["precision"], info.config["checkpoint_ratio"], info.config["fusion"]) == ("bf16", 1.0, False)
+    assert info.config["micro_batch"] * info.config["grad_accum"] == info.samples_per_step
+    assert info.why.startswith("the list of optimisations; the estimate's best of")
+
+
+def test_what_the_model_cannot_follow_is_said():
+    info = redline.accelerate("llama-tiny", strategy=["module_replace"], seq_len=32).info
+    if "kernels" not in info.config:  # a processor has none
+        assert any(note.startswith("kernels=true is not followed") for note in info.notes)
+
+
+def test_every_standard_knob_is_known():
+    from redline.device import Device
+    from redline.models.spaces import default_space
+
+    device = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))
+    space = default_space(redline.workload("llama-tiny"), device, 8, allow=("lossy",))
+    assert {*space.by_name, *BLOCK_KNOBS} <= set(KNOBS)
+    assert set(NEUTRAL) <= set(KNOBS)
+    assert len(OPTIMISATIONS) == 19

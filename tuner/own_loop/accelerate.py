@@ -1,0 +1,186 @@
+"""`redline.accelerate`: one call between somebody's own loop and any configuration."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import UsageError, WorkloadError
+from ..budget import parse_memory
+from .decision import Decided, Wanted, decide
+from .given import Asked, Given, given
+from .ranks import Joined, decided, place
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...training import Training
+    from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer
+
+
+class Accelerated(NamedTuple):
+    """What a training loop works with."""
+
+    model: "PreparedModel"
+    """`loss = model(**batch)`: the mean loss over the global batch."""
+    optimizer: "PreparedOptimizer"
+    """`optimizer.step()`."""
+    loader: "Loader"
+    """This replica's batches, a step each."""
+    info: "Info"
+    """The configuration, and what acts on all ranks together."""
+
+
+def accelerate(
+    model: Any,
+    dataset: Any = None,
+    *,
+    strategy: Any = None,
+    devices: int | None = None,
+    trials: int = 0,
+    memory_limit: str | float | None = None,
+    fix: Mapping[str, Any] | None = None,
+    optimizer: "Callable[..., torch.optim.Optimizer] | None" = None,
+    loss: "Callable[[Any, Any], torch.Tensor] | None" = None,
+    clip: float | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    lora: str | None = None,
+    weights: str | Path | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    cache: str | Path = "redline-data",
+) -> Accelerated:
+    """A model, an optimizer and batches for a training loop of your own, in the fastest configuration or a given one.
+
+        model, optimizer, loader, info = redline.accelerate(model, dataset, strategy="best.yaml")
+        for batch in loader:
+            loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The loop is the same in every configuration, pipelines and gradient accumulation included: a turn of it is an optimizer
+    step of the global batch. Call it alike on every rank that torchrun has started, or alone in one process. Without a
+    strategy rank 0 finds a configuration, before any rank touches a device, and tells the others.
+
+    Args:
+        model: a model's name or folder, a Workload, a torch module (its weights are kept, those of rank 0 on all ranks), or a
+            class or function that builds one (by the seed).
+        dataset: a map-style data set of dicts or tuples (torch's, Hugging Face's, a list), or files as `redline train` reads
+            them: paths, or a `DataPlan`. None for the workload's own.
+        strategy: a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations of ATorch's kind
+            such as `["zero2", ("amp_native", {"dtype": "bf16"}), "checkpoint"]`; None for a search.
+        devices: how many; they must be the ranks that were started.
+        trials: dry runs for the search, on this host; 0 takes the estimate's word for it.
+        memory_limit: of a device, MiB or as in `8GiB`, that the search keeps to.
+        fix: knobs that do not vary, whatever the strategy says.
+        optimizer: makes the optimizer of the parameters, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`; None for
+            the workload's, or AdamW.
+        loss: `loss(output, batch)`, the mean over a batch; None for the model's own.
+        clip: largest norm of all gradients together; None for no limit.
+        global_batch: samples of an optimizer step over all ranks; None for the model's usual.
+        seq_len: tokens of a sample; None for the model's usual, or as many as the data set's have.
+        lora: train adapters only, such as `r=16`, of a model given by name.
+        weights: a checkpoint of another tool to begin with, of a model given by name.
+        collate: makes a batch of a list of samples of the data set; None stacks them.
+        shuffle: whether each epoch has an order of its own.
+        seed: of order, dropout, and of weights that are not there yet.
+        cache: folder for the tokens of files.
+
+    Raises:
+        UsageError: something given is of no kind that can be trained, or contradicts the ranks.
+        NothingFound: no configuration fits; the message says what would.
+    """
+    here = place()
+    if devices is not None and devices != here.size:
+        raise UsageError(
+            f"devices={devices}, but {_ranks(here.size)}: start the script by `torchrun --nproc-per-node {devices}` (fewer on "
+            "each of several hosts), or leave devices out"
+        )
+    asked = Asked(
+        model=model, dataset=dataset, loss=loss, optimizer=optimizer, global_batch=global_batch, seq_len=seq_len, lora=lora,
+        collate=collate, shuffle=shuffle, seed=seed, cache=cache,
+    )  # fmt: skip
+    what = given(asked)
+    wanted = Wanted(
+        strategy=strategy, devices=here.size, trials=trials, memory_limit_mib=parse_memory(memory_limit), fix=fix, seed=seed
+    )  # fmt: skip
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", here.size))
+    decision, joined = decided(here, lambda: decide(what.workload, wanted, here, local_ranks))
+    return _prepared(what, decision, joined, asked, clip, weights)
+
+
+def _prepared(
+    what: Given, decision: Decided, joined: Joined, asked: Asked, clip: float | None, weights: str | Path | None
+) -> Accelerated:
+    from ...training import Training
+    from ...training.data import FromWorkload
+    from ...training.prepared import Info, Loader, PreparedModel, PreparedOptimizer, Steps
+
+    if what.module is not None and joined.group is not None:
+        _alike(what.module, joined.group)
+    training = Training(
+        what.workload,
+        decision.config,
+        joined.device,
+        seed=asked.seed,
+        rank=joined.place.rank,
+        world_size=joined.place.size,
+        own_data=False,
+    )
+    _begin(training, what, weights)
+    samples = what.samples
+    if isinstance(
+        samples, FromWorkload
+    ):  # as dry runs have them, be the samples of a step chosen with the configuration
+        samples = FromWorkload(what.workload, seed=asked.seed, samples_per_step=training.samples_per_step)
+    steps, loader = Steps(training, samples, clip), Loader(training, samples)
+    info = Info(steps, loader, why=decision.why, notes=decision.notes, predicted=decision.predicted, group=joined.group)
+    return Accelerated(PreparedModel(steps), PreparedOptimizer(steps), loader, info)
+
+
+def _begin(training: "Training", what: Given, weights: str | Path | None) -> None:
+    """Puts weights in place that the model's constructor does not give."""
+    from ...models.architecture import Architecture
+    from ...models.layouts.find import find_weights
+    from ...training.checkpoint.state import State
+
+    if weights is not None:
+        architecture = what.workload.model
+        if not isinstance(architecture, Architecture) or what.module is not None:
+            raise WorkloadError(
+                f"weights={str(weights)!r} goes with a Hugging Face model given by its name; load them into your module, whose "
+                "weights are kept"
+            )
+        State(training).load_weights(find_weights(str(weights), architecture))
+    elif what.module is not None and what.loads:
+        State(training).load_weights(_of_module(what.module))
+
+
+def _of_module(module: "torch.nn.Module") -> Any:
+    """A module's weights, by name."""
+    from ...models.layouts.lazy import Stored
+    from ...models.layouts.weights import LazyWeights
+
+    def stored(tensor: "torch.Tensor") -> Stored:
+        return Stored(lambda box: tensor.detach()[box].cpu(), tensor.shape, tensor.dtype, fresh=False)
+
+    return LazyWeights({name: stored(each) for name, each in module.state_dict().items()})
+
+
+def _alike(module: "torch.nn.Module", group: Any) -> None:
+    """Gives all ranks the weights of rank 0, in place."""
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            host = tensor.detach().cpu().contiguous()
+            dist.broadcast(host, src=0, group=group)
+            tensor.copy_(host)
+
+
+def _ranks(size: int) -> str:
+    return "this is the only process" if size == 1 else f"{size} ranks were started"

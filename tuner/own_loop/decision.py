@@ -1,0 +1,156 @@
+"""In which configuration somebody's own loop trains: by its strategy, or by a search."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...device import detect
+from ...errors import StudyError, UsageError, unknown
+from ...models import Workload
+from ...models.spaces import make_space
+from ...reading import path_of
+from ...space import Config
+from ..planning import plan
+from ..same_training import with_samples_of
+from ..train.launched import Place
+from ..train.strategy import read_source
+from .optimisations import Followed, follow, read_list
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What decides on a configuration beside the model."""
+
+    strategy: Any = None
+    """A run's folder, best.yaml, a configuration, or a list or file of optimisations; None for a search."""
+    devices: int | None = None
+    """How many; None for as many ranks as there are."""
+    trials: int = 0
+    """Dry runs; 0 takes the estimate's word for it."""
+    memory_limit_mib: float | None = None
+    """Of a device; None for what it has."""
+    fix: Mapping[str, Any] | None = None
+    """Knobs that do not vary."""
+    seed: int = 0
+    """Of dry runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What rank 0 tells the others."""
+
+    config: Config
+    """The configuration."""
+    why: str
+    """Why this one, in a sentence for people."""
+    predicted: float | None = None
+    """Throughput, measured or estimated; None where neither was."""
+    notes: tuple[str, ...] = ()
+    """What of the strategy is not followed."""
+
+
+def decide(workload: Workload, wanted: Wanted, here: Place, local_ranks: int) -> Decided:
+    """The configuration for as many ranks as there are.
+
+    Args:
+        workload: what is trained.
+        wanted: what decides.
+        here: rank 0.
+        local_ranks: ranks on this host.
+
+    Raises:
+        UsageError: the strategy is none, cannot be followed here, or dry runs would need other hosts.
+        NothingFound: no configuration fits.
+    """
+    if wanted.trials and here.size > local_ranks:
+        raise UsageError(
+            f"trials={wanted.trials} would need the devices of other hosts, of which this rank has {local_ranks} of {here.size}: "
+            "search before, by `redline tune`, and give strategy='best.yaml'"
+        )
+    strategy = wanted.strategy
+    if strategy is None:
+        return _planned(workload, wanted, here.size)
+    if isinstance(strategy, Mapping):
+        return _taken(workload, strategy, wanted)
+    if isinstance(strategy, (list, tuple)):
+        return _followed(workload, follow(strategy, here.size), wanted, here.size)
+    if not isinstance(strategy, (str, Path)):
+        raise UsageError(
+            "strategy must be a run's folder, a best.yaml, a configuration as a dict, or a list or file of optimisations, but "
+            f"got a {type(strategy).__name__}"
+        )
+    path = path_of(strategy)
+    if not path.exists():
+        raise UsageError(
+            f"there is no strategy '{strategy}': give a run's folder, a best.yaml, or a list of optimisations"
+        )
+    if path.is_file() and path.suffix not in (".yaml", ".yml"):
+        return _of_file(workload, path, wanted, here.size)
+    return _of_run(workload, path, wanted, here.size)
+
+
+def _of_run(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
+    source = read_source(path, of_model=False)
+    if source.config is None:
+        raise StudyError(f"'{path}' names no configuration: it is neither a run's folder nor a best.yaml")
+    if source.devices in (None, size) and wanted.memory_limit_mib in (None, source.limit_mib):
+        config = Config({**source.config, **(wanted.fix or {})})
+        changed = config != source.config
+        return Decided(config=config, why=f"the winner of '{path}'", predicted=None if changed else source.predicted)
+    found = _planned(with_samples_of(workload, source.config), wanted, size, like=source.config)
+    return replace(found, why=f"planned anew after '{path}', which is for {source.devices} devices: {found.why}")
+
+
+def _of_file(workload: Workload, path: Path, wanted: Wanted, size: int) -> Decided:
+    found = read_list(path)
+    if isinstance(found, Mapping):
+        return _taken(workload, found.get("configuration", found), wanted)
+    return _followed(workload, follow(found, size), wanted, size)
+
+
+def _taken(workload: Workload, config: Mapping[str, Any], wanted: Wanted) -> Decided:
+    """A configuration as it was given. What knobs a workload with a space of its own has, it knows itself."""
+    for name in config:
+        if name not in KNOBS and workload.space is None:
+            raise UsageError(unknown("knob", name, KNOBS))
+    return Decided(config=Config({**config, **(wanted.fix or {})}), why="the configuration that was given")
+
+
+def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) -> Decided:
+    """What a list of optimisations leaves open, as the sizes of micro-batches, is planned."""
+    space = make_space(workload, detect(), size)
+    fixed, notes = dict(wanted.fix or {}), list(found.notes)
+    for name, value in found.knobs.items():
+        if name in space.by_name:
+            fixed.setdefault(name, value)
+        elif value != found.neutral.get(name):
+            notes.append(
+                f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices"
+            )
+    made = _planned(workload, replace(wanted, fix=fixed), size)
+    return replace(made, why=f"the list of optimisations; {made.why}", notes=tuple(notes))
+
+
+def _planned(workload: Workload, wanted: Wanted, size: int, like: Config | None = None) -> Decided:
+    planned = plan(
+        workload,
+        devices=size,
+        memory_limit_mib=wanted.memory_limit_mib,
+        like=like,
+        trials=wanted.trials,
+        fixed=wanted.fix or {},
+        seed=wanted.seed,
+    )
+    measured = next((each.throughput for each in planned.trials if each.config == planned.config and each.ok), None)
+    estimated = None if planned.estimate is None else planned.estimate.throughput
+    return Decided(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
+
+
+KNOBS = (
+    "tp", "pp", "dp", "zero", "hsdp", "sequence_parallel", "virtual_stages", "pipeline_schedule", "micro_batch", "grad_accum",
+    "checkpoint_ratio", "checkpoint_blocks", "gathered_blocks", "precision", "reduce_dtype", "attention", "fusion", "kernels",
+    "fused_optimizer", "offload",
+)  # fmt: skip
+"""The standard knobs, whether or not they vary on the devices at hand."""

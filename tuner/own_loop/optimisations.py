@@ -1,0 +1,289 @@
+"""Strategies of ATorch's kind: a list of optimisations by name, each perhaps with a configuration, as knobs.
+
+An entry is a name, `(name, configuration)` or `(name, configuration, tunable)`, as ATorch's `auto_accelerate` takes and
+saves them. What is tunable is left to the search; what the list does not name is off.
+"""
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import UsageError, unknown
+
+NEUTRAL: Mapping[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "zero": 0,
+    "hsdp": 1,
+    "sequence_parallel": False,
+    "checkpoint_ratio": 0.0,
+    "precision": "fp32",
+    "kernels": False,
+    "fusion": False,
+    "offload": "none",
+}
+"""What optimisations change, as it is without them."""
+AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "pipeline": "pp", "pipe": "pp"}
+"""Of `parallel_mode`, and the knob of each."""
+PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32"}
+SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+"""FSDP's, by the stage of ZeRO."""
+
+
+@dataclass(kw_only=True)
+class Followed:
+    """What a list of optimisations comes to."""
+
+    devices: int
+    """How many they are for."""
+    knobs: dict[str, Any] = field(default_factory=lambda: dict(NEUTRAL))
+    """Values of knobs; those that are left to the search are not there."""
+    notes: list[str] = field(default_factory=list)
+    """What is not carried over, a sentence each."""
+    neutral: Mapping[str, Any] = field(default_factory=lambda: NEUTRAL)
+    """What each knob is without optimisations."""
+
+
+def follow(strategy: Sequence[Any], devices: int) -> Followed:
+    """A list of optimisations as knobs.
+
+    Args:
+        strategy: its entries.
+        devices: how many there are.
+
+    Raises:
+        UsageError: an entry is none, of an unknown name, or of a configuration that its optimisation has not.
+    """
+    out = Followed(devices=devices)
+    entries = [_entry(each) for each in strategy]
+    # Degrees come first: those that name no other take their degree from there.
+    for name, config, tunable in sorted(entries, key=lambda each: each[0] != "parallel_mode"):
+        before = dict(out.knobs)
+        OPTIMISATIONS[name](out, config)
+        if tunable:
+            for knob in [each for each in out.knobs if out.knobs[each] != before.get(each)]:
+                del out.knobs[knob]
+    return out
+
+
+def read_list(path: Path) -> Any:
+    """A list of optimisations, or a configuration, of a JSON file, or as ATorch pickles it.
+
+    Raises:
+        UsageError: it is neither; a pickle that names anything but number formats is not opened.
+    """
+    raw = path.read_bytes()
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        found = _unpickled(raw, path)
+    if isinstance(found, Mapping) or (isinstance(found, (list, tuple)) and found):
+        return found
+    raise UsageError(f"'{path}' holds a {type(found).__name__}, and no list of optimisations and no configuration")
+
+
+def _entry(entry: Any) -> tuple[str, Any, bool]:
+    parts = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], str):
+        raise UsageError(
+            "an entry of a strategy must be a name, (name, configuration) or (name, configuration, tunable), but got "
+            f"{str(entry)[:80]!r}"
+        )
+    if parts[0] not in OPTIMISATIONS:
+        raise UsageError(unknown("optimisation", parts[0], OPTIMISATIONS))
+    name, config, tunable = (*parts, None, False)[:2] + (bool(parts[2]) if len(parts) == 3 else False,)
+    return name, config, tunable
+
+
+def _parallel_mode(out: Followed, config: Any) -> None:
+    if config is None:
+        return  # replicas on all devices, which is what there is without
+    axes = config[0] if isinstance(config, (list, tuple)) and config and isinstance(config[0], (list, tuple)) else None
+    if axes is None or not all(isinstance(each, (list, tuple)) and len(each) == 2 for each in axes):
+        raise UsageError(
+            f"parallel_mode takes ([(axis, size), ...], None), such as ([('data', 4), ('tensor', 2)], None), but got {config!r}"
+        )
+    degrees: dict[str, int] = {}
+    for axis, size in axes:
+        if axis == "sequence":
+            raise UsageError(
+                "parallel_mode has an axis 'sequence': redline cuts sequences within tensor parallelism only, by "
+                "'sequence_parallel' beside ('tensor', N)"
+            )
+        if axis not in AXES:
+            raise UsageError(unknown("axis of parallel_mode", axis, AXES))
+        degrees[AXES[axis]] = degrees.get(AXES[axis], 1) * int(size)
+    total = 1
+    for size in degrees.values():
+        total *= size
+    if total != out.devices:
+        raise UsageError(f"parallel_mode is for {total} devices ({_words(axes)}), but there are {out.devices}")
+    out.knobs |= {"tp": 1, "pp": 1, "dp": 1, **degrees}
+
+
+def _words(axes: Sequence[Any]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in axes)
+
+
+def _module_replace(out: Followed, config: Any) -> None:
+    out.knobs["kernels"] = True
+    _leave(out, "module_replace", config)
+
+
+def _fsdp(out: Followed, config: Any) -> None:
+    given = dict(config) if isinstance(config, Mapping) else {}
+    strategy = str(getattr(given.get("sharding_strategy"), "name", given.pop("sharding_strategy", "FULL_SHARD")))
+    given.pop("sharding_strategy", None)
+    strategy = strategy.rpartition(".")[2].upper()
+    if strategy not in SHARDING:
+        raise UsageError(unknown("sharding_strategy of fsdp", strategy, SHARDING))
+    out.knobs["zero"] = SHARDING[strategy] if out.devices > 1 else 0
+    if given.pop("cpu_offload", None):
+        out.knobs["offload"] = "optimizer"
+        out.notes.append(
+            "fsdp: cpu_offload keeps the optimizer's state in host memory (offload=optimizer), not the weights"
+        )
+    # What it wraps are the repeated blocks of the model here.
+    given = {
+        name: each
+        for name, each in given.items()
+        if name not in ("atorch_wrap_cls", "auto_wrap_policy", "sync_module_states")
+    }
+    _leave(out, "fsdp", given)
+
+
+def _zero(stage: int) -> Callable[[Followed, Any], None]:
+    def apply(out: Followed, config: Any) -> None:
+        out.knobs["zero"] = stage if out.devices > 1 else 0
+        _leave(out, f"zero{stage}", config)
+
+    return apply
+
+
+def _amp(name: str, usual: str) -> Callable[[Followed, Any], None]:
+    def apply(out: Followed, config: Any) -> None:
+        given = dict(config) if isinstance(config, Mapping) else {"dtype": config} if config is not None else {}
+        dtype = str(given.pop("dtype", usual)).removeprefix("torch.")
+        if dtype not in PRECISIONS:
+            raise UsageError(unknown(f"dtype of {name}", dtype, PRECISIONS))
+        out.knobs["precision"] = PRECISIONS[dtype]
+        given.pop("enabled", None)
+        given.pop("opt_level", None)
+        _leave(out, name, given)
+
+    return apply
+
+
+def _half(out: Followed, config: Any) -> None:
+    kind = str(config if config is not None else "fp16").removeprefix("torch.")
+    if kind not in PRECISIONS or PRECISIONS[kind] == "fp32":
+        raise UsageError(unknown("format of half", kind, ("fp16", "bf16")))
+    out.knobs["precision"] = "bf16_pure" if PRECISIONS[kind] == "bf16" else "fp16"
+    if PRECISIONS[kind] == "fp16":
+        out.notes.append(
+            "half: weights stay in float32, as float16 has no room for small updates; products are in float16"
+        )
+
+
+def _fp8(out: Followed, config: Any) -> None:
+    out.knobs["precision"] = "fp8"
+    _leave(out, "fp8", config)
+
+
+def _degree(name: str, knob: str) -> Callable[[Followed, Any], None]:
+    def apply(out: Followed, config: Any) -> None:
+        given = dict(config) if isinstance(config, Mapping) else {}
+        size = config if isinstance(config, int) and not isinstance(config, bool) else None
+        for key in (f"{knob}_size", "size", "degree"):
+            size = given.pop(key, size)
+        if size is None and out.knobs[knob] == 1 and "dp" not in out.knobs:
+            size = out.devices  # of one axis, all devices are it
+        if size is not None:
+            if out.devices % size:
+                raise UsageError(f"{name} over {size} devices does not divide the {out.devices} that there are")
+            out.knobs[knob] = size
+        _leave(out, name, given)
+
+    return apply
+
+
+def _sequence_parallel(out: Followed, config: Any) -> None:
+    out.knobs["sequence_parallel"] = True
+    _leave(out, "sequence_parallel", config)
+
+
+def _checkpoint(out: Followed, config: Any) -> None:
+    out.knobs["checkpoint_ratio"] = 1.0
+    ratio = config.get("ratio") if isinstance(config, Mapping) else None
+    if ratio is not None:
+        out.knobs["checkpoint_ratio"] = float(ratio)
+    elif config:
+        out.notes.append(
+            "checkpoint: every repeated block of the model is recomputed, whatever classes its configuration names"
+        )
+
+
+def _compile(out: Followed, config: Any) -> None:
+    out.knobs["fusion"] = True
+    _leave(out, "compile", config)
+
+
+def _leave(out: Followed, name: str, config: Any) -> None:
+    """Says what of an optimisation's configuration is not carried over."""
+    if not config:
+        return
+    what = ", ".join(map(str, config)) if isinstance(config, Mapping) else str(config)
+    out.notes.append(f"{name}: {what} of its configuration has no counterpart here and is not carried over")
+
+
+OPTIMISATIONS: Mapping[str, Callable[[Followed, Any], None]] = {
+    "parallel_mode": _parallel_mode,
+    "module_replace": _module_replace,
+    "fsdp": _fsdp,
+    "fsdp2": _fsdp,
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
+    "ddp": _zero(0),
+    "amp_native": _amp("amp_native", "fp16"),
+    "amp_apex": _amp("amp_apex", "fp16"),
+    "amp_apex_o1": _amp("amp_apex_o1", "fp16"),
+    "amp_apex_o2": _amp("amp_apex_o2", "fp16"),
+    "half": _half,
+    "fp8": _fp8,
+    "tensor_parallel": _degree("tensor_parallel", "tp"),
+    "pipeline_parallel": _degree("pipeline_parallel", "pp"),
+    "sequence_parallel": _sequence_parallel,
+    "checkpoint": _checkpoint,
+    "compile": _compile,
+}
+"""By their names there."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a saved strategy may hold, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.distributed.fsdp.api", "ShardingStrategy"):
+            from torch.distributed.fsdp import ShardingStrategy
+
+            return ShardingStrategy
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _unpickled(raw: bytes, path: Path) -> Any:
+    try:
+        return _Unpickler(io.BytesIO(raw)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"'{path}' is no strategy: it is no JSON, and as a pickle it cannot be read safely ({error}); write it as a JSON "
+            "list of names or [name, configuration]"
+        ) from error
