@@ -20,6 +20,8 @@ from ..writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS, DATA, LOGS, STOP = "train.yaml", "log.jsonl", "checkpoints", "data", "logs", "stop"
 FORMAT = 1
+_END = 1 << 20
+"""Bytes at the end of a log that are looked at for its last steps."""
 
 
 def holds_training(path: Path) -> bool:
@@ -99,6 +101,28 @@ class LogReader:
                 continue
             if isinstance(found, dict):
                 yield found
+
+
+def step_before(line: Mapping[str, Any], last: int) -> int | None:
+    """The step that a log goes back to with a line, where its steps so far reached to `last`; None where it goes on.
+
+    Steps behind a checkpoint are done, and logged, again by whoever takes the training up from there.
+    """
+    kind, step = line.get("kind"), line.get("step")
+    if not isinstance(step, int):
+        return None
+    if kind == "resumed" and step < last:
+        return step
+    if (kind == "step" and step <= last) or (kind == "evaluation" and step < last):
+        return step - 1  # from the beginning, without a checkpoint
+    return None
+
+
+def highest_step(folder: Path) -> int:
+    """The highest step of which the end of the log tells; 0 where it tells of none."""
+    reader = LogReader(folder, max(0, log_size(folder) - _END))
+    steps = (line.get("step") for line in reader.lines() if line.get("kind") in ("step", "evaluation"))
+    return max((each for each in steps if isinstance(each, int)), default=0)
 
 
 def log_size(folder: Path) -> int:
