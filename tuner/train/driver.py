@@ -236,6 +236,9 @@ class Driver:
             "source": self.source.to_dict(),
             "workload": self.workload.id,
             "data": self.data,
+            "steps": self.request.steps,
+            "name": self.source.name or self.workload.name,
+            "unit": self.workload.unit,
             "strategies": [each.to_dict() for each in self.strategies],
         }
         write_document(self.path, self.document)
