@@ -244,6 +244,7 @@ def test_what_ranks_printed_is_the_latest_start_s_and_no_link_is_followed(tmp_pa
 # -- a real one ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_training_is_followed_live_and_its_change_of_strategy_marked(tab, tmp_path, made, serving, expect):
     import pydoc_data.topics
 
