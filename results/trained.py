@@ -9,19 +9,22 @@ logs/           what ranks printed, a file for every start
 stop            while it is there the training ends at its next step, with a checkpoint
 """
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import StudyError
+from ..reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_yaml, read_inside
 from ..writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS, FROZEN = "train.yaml", "log.jsonl", "checkpoints", "frozen"
 DATA, LOGS, STOP = "data", "logs", "stop"
 FORMAT = 1
+LONGEST_LINE = 1 << 20
+"""Bytes of a line of the log that are looked at."""
+_END = 1 << 20
+"""Bytes at the end of a log that are looked at for its last steps."""
 
 
 def holds_training(path: Path) -> bool:
@@ -37,11 +40,12 @@ def read_document(path: Path) -> dict[str, Any]:
     """
     file = path / DOCUMENT
     try:
-        document = yaml.safe_load(file.read_bytes())
+        document = parse_yaml(read_inside(path, DOCUMENT, at_most=LARGEST_DOCUMENT))
     except OSError as error:
-        raise StudyError(f"'{path}' holds no training: {DOCUMENT} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise StudyError(f"'{file}' is damaged: {' '.join(str(error).split())[:200]}") from error
+        why = error.strerror or error
+        raise StudyError(f"'{path}' holds no training: {DOCUMENT} cannot be read ({why})") from error
+    except Refused as error:
+        raise StudyError(f"'{file}' is damaged: {str(error)[:200]}") from error
     shapes = {"asked": dict, "strategies": list}
     if not isinstance(document, dict) or any(not isinstance(document.get(k), t) for k, t in shapes.items()):
         raise StudyError(f"'{file}' is damaged: it must hold {' and '.join(shapes)}")
@@ -82,25 +86,85 @@ class LogReader:
     """
 
     def __init__(self, folder: Path, begin: int = 0) -> None:
-        self._path, self._at, self._rest = folder / LOG, begin, b""
+        self._folder, self._at, self._rest = folder, begin, b""
+        self._skips, self._file = False, 0
+        self.unread = 0
+        """Bytes that were there and are not read yet."""
+        self.damaged = 0
+        """Lines that were left out."""
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """The whole lines that are new. What is no JSON object, as a line that a full disk has cut, is left out."""
+    def lines(self, at_most: int | None = None) -> Iterator[dict[str, Any]]:
+        """The whole lines that are new. What is no JSON object, as a line that a full disk has cut, is left out.
+
+        Args:
+            at_most: bytes to read this time; None for all there are.
+
+        Raises:
+            OSError: the log is there and cannot be read.
+        """
         try:
-            with self._path.open("rb") as file:
+            with open_inside(self._folder, LOG) as file:
+                about = os.fstat(file.fileno())
+                self._file = about.st_ino
                 file.seek(self._at)
-                data = file.read()
+                data = file.read(-1 if at_most is None else at_most)
         except FileNotFoundError:
             return
         self._at += len(data)
+        self.unread = max(0, about.st_size - self._at)
         *whole, self._rest = (self._rest + data).split(b"\n")
+        if whole and self._skips:
+            whole, self._skips = whole[1:], False
+        if len(self._rest) > LONGEST_LINE:
+            self.damaged += not self._skips
+            self._rest, self._skips = b"", True
         for line in whole:
             try:
-                found = json.loads(line)
-            except ValueError:
-                continue
+                found = parse_json(line)
+            except Refused:
+                found = None
             if isinstance(found, dict):
                 yield found
+            else:
+                self.damaged += 1
+
+    @property
+    def position(self) -> int:
+        """Bytes of the log that were read."""
+        return self._at
+
+    def replaced(self) -> bool:
+        """Whether another log is there than was read so far, which is then read from its beginning."""
+        try:
+            about = os.stat(self._folder / LOG, follow_symlinks=False)
+        except OSError:
+            return False
+        if self._at <= about.st_size and self._file in (0, about.st_ino):
+            return False
+        self._at, self._rest, self._skips, self._file, self.damaged = 0, b"", False, 0, 0
+        return True
+
+
+def step_before(line: Mapping[str, Any], last: int) -> int | None:
+    """The step that a log goes back to with a line, where its steps so far reached to `last`; None where it goes on.
+
+    Steps behind a checkpoint are done, and logged, again by whoever takes the training up from there.
+    """
+    kind, step = line.get("kind"), line.get("step")
+    if not isinstance(step, int):
+        return None
+    if kind == "resumed" and step < last:
+        return step
+    if (kind == "step" and step <= last) or (kind == "evaluation" and step < last):
+        return step - 1  # from the beginning, without a checkpoint
+    return None
+
+
+def highest_step(folder: Path) -> int:
+    """The highest step of which the end of the log tells; 0 where it tells of none."""
+    reader = LogReader(folder, max(0, log_size(folder) - _END))
+    steps = (line.get("step") for line in reader.lines() if line.get("kind") in ("step", "evaluation"))
+    return max((each for each in steps if isinstance(each, int)), default=0)
 
 
 def log_size(folder: Path) -> int:

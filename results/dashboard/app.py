@@ -10,11 +10,12 @@ from ..report.exports import exports
 from ..report.page import SCRIPTS, asset, bundle
 from ..table import LARGEST_TABLE, safe_lines
 from .library import Library
+from .trainings import PRINTED_BYTES
 
 LOG_BYTES = 256 * 1024
 """The end of a log that is shown; the whole can be downloaded."""
 
-PAGES = ("api", "list", "watch", "overlay", "main")
+PAGES = ("api", "list", "watch", "curves", "training", "overlay", "main")
 """The dashboard's own scripts, after those it shares with the report."""
 
 
@@ -54,12 +55,25 @@ def make_app(library: Library) -> Any:
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return answer({"root": library.root.name, "runs": library.lines()})
+        return answer({"root": library.root.name, "runs": library.lines(), "trainings": library.trainings.lines()})
 
     @app.get("/api/run")
     def run(run: str, have: str = "") -> Response:
         changes = library.changes(run, have)
         return Response(status_code=204) if changes is None else answer(changes)
+
+    @app.get("/api/training")
+    def training(training: str, have: str = "") -> Response:
+        changes = library.trainings.changes(training, have)
+        return Response(status_code=204) if changes is None else answer(changes)
+
+    @app.get("/api/printed")
+    def printed(training: str) -> Response:
+        try:
+            name, text, size = library.trainings.printed(training)
+        except OSError as error:
+            return answer({"why": f"What the ranks printed cannot be shown: {error.strerror or error}."})
+        return answer({"name": name, "text": text, "size": size, "cut": size > PRINTED_BYTES})
 
     @app.get("/api/exports")
     def formats(run: str, trial: int) -> Response:

@@ -18,10 +18,8 @@ from ..measurement import Trial
 from ..names import BEST, LEDGER, RUN, TABLE, holds_run
 from ..report import Source, document, state as run_state, words
 from ..report.document import as_json, rows
-from .discover import runs_under
-
-DISCOVERY_SECONDS = 1.0
-"""How long a list of folders is believed, or ten times as long as it took to make, in a folder that is huge."""
+from .discover import Folders
+from .trainings import Trainings
 
 DOCUMENTS = 8
 """Runs that are remembered whole; of the others only the line in the list is."""
@@ -75,8 +73,9 @@ class Library:
         if not path_of(root).is_dir():
             raise StudyError(f"there is no folder '{root}'; give the folder that holds your runs")
         self.root = Path(root).resolve()
-        self._found: list[str] = []
-        self._found_until = float("-inf")
+        self._folders = Folders(self.root)
+        self.trainings = Trainings(self._folders)
+        """The trainings under the same folder."""
         self._entries: dict[str, _Entry] = {}
         self._wholes: OrderedDict[str, _Whole] = OrderedDict()
         self._lock = threading.RLock()
@@ -88,16 +87,12 @@ class Library:
 
     def ids(self) -> list[str]:
         """The runs there are, by their paths below the root."""
+        found = list(self._folders.found().runs)
         with self._lock:
-            begin = time.monotonic()
-            if begin >= self._found_until:
-                self._found = runs_under(self.root)
-                took = time.monotonic() - begin
-                self._found_until = begin + took + max(DISCOVERY_SECONDS, 10 * took)
-                for gone in self._entries.keys() - set(self._found):
-                    del self._entries[gone]
-                    self._wholes.pop(gone, None)
-            return list(self._found)
+            for gone in self._entries.keys() - set(found):
+                del self._entries[gone]
+                self._wholes.pop(gone, None)
+        return found
 
     def folder(self, run: str) -> Path:
         """The folder of a run.

@@ -42,15 +42,15 @@ def serve(
         started: given the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
-        StudyError: there is no such folder, no run in it, or none of which anything can be read.
+        StudyError: there is no such folder, no run or training in it, or none of which anything can be read.
         UsageError: the address or token cannot be used.
         MissingDependency: FastAPI or uvicorn is not installed.
     """
     library = Library(root)
-    if not library.ids():
+    if not library.ids() and not library.trainings.ids():
         raise StudyError(
-            f"'{root}' holds no run, not in its folders either: no run.yaml, study.log or trials.csv was found; "
-            "give the folder above your runs' --out"
+            f"'{root}' holds no run and no training, not in its folders either: no run.yaml, study.log, trials.csv or "
+            "train.yaml was found; give the folder above your runs' --out"
         )
     _readable(library)
     try:
@@ -76,7 +76,7 @@ def serve(
     if port not in (0, chosen):
         say(f"port {port} is in use; serving on {chosen} instead")
     # The address on a line of its own, which terminals let one click.
-    say(f"redline dashboard of {library.root}, {_runs(len(library.ids()))}:\n{address(host, chosen, token)}")
+    say(f"redline dashboard of {library.root}, {_counted(library)}:\n{address(host, chosen, token)}")
     hosts = ("localhost", "127.0.0.1", "[::1]", host.lower()) if local and token is None else None
     config = uvicorn.Config(
         Guard(app, token=token, hosts=hosts), log_level="warning", access_log=False, server_header=False,
@@ -96,6 +96,8 @@ def serve(
 
 def _readable(library: Library) -> None:
     """Raises what is wrong with the first run if nothing can be read of any; else pages say what is wrong."""
+    if library.trainings.ids():
+        return
     first: StudyError | None = None
     for run in library.ids():
         try:
@@ -107,8 +109,9 @@ def _readable(library: Library) -> None:
     raise first or AssertionError("there is a run")
 
 
-def _runs(count: int) -> str:
-    return f"{count} run{'s' * (count != 1)}"
+def _counted(library: Library) -> str:
+    counts = {"run": len(library.ids()), "training": len(library.trainings.ids())}
+    return " and ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items() if count)
 
 
 def is_local(host: str) -> bool:

@@ -16,11 +16,11 @@ only a table."""
 _FRESH_SECONDS = 180.0
 
 
-def is_running(folder: Path) -> bool:
-    """Whether a process works on the run in `folder`.
+def is_running(folder: Path, written: tuple[str, ...] = (TABLE, LEDGER)) -> bool:
+    """Whether a process works on the run in `folder`, or on whatever else is locked like one.
 
     On this machine the kernel's list of locks tells (proc(5), /proc/locks). A run that another machine writes
-    on a shared disk counts as running while its files change.
+    on a shared disk counts as running while its files `written` change.
     """
     try:
         found = os.stat(folder / ".lock", follow_symlinks=False)
@@ -33,7 +33,7 @@ def is_running(folder: Path) -> bool:
     host = who.get("host") if isinstance(who, dict) else None
     if host is None or host == socket.gethostname():
         return _locked(found)
-    return time.time() - _changed(folder) < _FRESH_SECONDS
+    return time.time() - _changed(folder, written) < _FRESH_SECONDS
 
 
 def _locked(file: os.stat_result) -> bool:
@@ -47,9 +47,9 @@ def _locked(file: os.stat_result) -> bool:
     return any(len(line) > 5 and line[1] == "FLOCK" and line[5] == here for line in lines)
 
 
-def _changed(folder: Path) -> float:
+def _changed(folder: Path, written: tuple[str, ...]) -> float:
     times = [0.0]
-    for name in (TABLE, LEDGER):
+    for name in written:
         try:
             times.append(os.stat(folder / name, follow_symlinks=False).st_mtime)
         except OSError:

@@ -95,7 +95,7 @@ def test_the_sparkline_ends_at_the_best_also_where_something_faster_did_not_hold
 
 
 def test_a_run_deleted_since_it_was_found_leaves_the_list_and_is_said_to_be_gone(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr("redline.results.dashboard.library.DISCOVERY_SECONDS", 1e9)
+    monkeypatch.setattr("redline.results.dashboard.discover.DISCOVERY_SECONDS", 1e9)
     for name in ("gone", "kept"):
         disk.write_run(tmp_path / name, 2)
     library = Library(tmp_path)

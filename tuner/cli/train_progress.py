@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from ...results.columns import fold, speed
-from ..train.driver import Begun, TrainListener
+from ..train.listener import Begun, TrainListener
 from .progress import Terminal
 
 

@@ -1,4 +1,4 @@
-"""Trackers of experiments that a search can write to, one a file."""
+"""Trackers of experiments that searches and trainings can write to, one a file."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,8 @@ from typing import Any
 
 from ...errors import UsageError, unknown
 from ..listener import SearchListener
-from .logger import TrialLogger
+from ..train.listener import TrainListener
+from .tracker import Tracker
 
 _LOGGERS = ("mlflow", "tensorboard", "wandb")
 
@@ -43,29 +44,61 @@ def logging_to(
         UsageError: there is no tracker of a name, or no folder for what it writes.
         MissingDependency: a tracker's package is not installed.
     """
+    with _opened(names, folder, "LOGGER", listener.said) as trackers:
+        yield Listeners([listener, *trackers]) if trackers else listener
+
+
+@contextlib.contextmanager
+def logging_training_to(
+    names: str | Sequence[str] | None, folder: str | Path, listener: TrainListener
+) -> Iterator[TrainListener]:
+    """The same for a training.
+
+    Raises:
+        UsageError: there is no tracker of a name.
+        MissingDependency: a tracker's package is not installed.
+    """
+    with _opened(names, folder, "TRAINING", listener.said) as trackers:
+        yield TrainListeners([listener, *trackers]) if trackers else listener
+
+
+@contextlib.contextmanager
+def _opened(
+    names: str | Sequence[str] | None, folder: str | Path | None, kind: str, say: Callable[[str], None]
+) -> Iterator[list[Any]]:
+    """The trackers of these names, each by the class of its file that is called `kind`."""
     chosen = check_trackers(names, folder)
-    if not chosen:
-        yield listener
-        return
-    trackers: list[TrialLogger] = [
-        import_module(f".{name}", __package__).LOGGER(where, listener.said) for name, where in chosen.items()
+    trackers: list[Tracker] = [
+        getattr(import_module(f".{name}", __package__), kind)(where, say) for name, where in chosen.items()
     ]
     try:
-        yield Listeners([listener, *trackers])
+        yield trackers
     finally:
         for tracker in trackers:
             tracker.finish()
 
 
 class Listeners(SearchListener):
-    """Tells several listeners the same, in order."""
+    """Tells several listeners of a search the same, in order."""
 
     def __init__(self, listeners: Sequence[SearchListener]) -> None:
-        for name in (each for each in vars(SearchListener) if not each.startswith("_")):
-            setattr(self, name, _all(listeners, name))
+        _tell_all(self, SearchListener, listeners)
 
 
-def _all(listeners: Sequence[SearchListener], name: str) -> Callable[..., None]:
+class TrainListeners(TrainListener):
+    """Tells several listeners of a training the same, in order."""
+
+    def __init__(self, listeners: Sequence[TrainListener]) -> None:
+        _tell_all(self, TrainListener, listeners)
+
+
+def _tell_all(one: Any, kind: type, listeners: Sequence[Any]) -> None:
+    """Makes every call of a listener of that kind one of all `listeners`."""
+    for name in (each for each in vars(kind) if not each.startswith("_")):
+        setattr(one, name, _all(listeners, name))
+
+
+def _all(listeners: Sequence[Any], name: str) -> Callable[..., None]:
     def tell(*given: Any) -> None:
         for listener in listeners:
             getattr(listener, name)(*given)

@@ -1,14 +1,13 @@
-"""What a tracker of experiments must offer to be written to, and what is written."""
+"""What a tracker must offer to have the trials of a search written to it, and what is written."""
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ...results import Trial, summary
-from ...results.columns import fold
 from ..listener import SearchListener, SearchPlan
 from ..result import Result
+from .tracker import Tracker
 
 METRICS = (
     "throughput",
@@ -25,29 +24,17 @@ METRICS = (
 """The numbers of a trial that are logged, by their columns' names."""
 
 
-class TrialLogger(SearchListener):
+class TrialLogger(Tracker, SearchListener):
     """Writes each trial to a tracker. A subclass fills in `open`, `log`, `summarise` and `close`.
-
-    A tracker that fails is reported once and left alone from then on: it must not end a search.
 
     Args:
         folder: the run's folder.
         say: told what the user should know.
-
-    Raises:
-        MissingDependency: the tracker's package is not installed.
     """
 
-    name = ""
-    """What `--log-to` calls it."""
-    failures: tuple[type[BaseException], ...] = (OSError,)
-    """How the tracker fails."""
-
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
-        self.folder = folder
-        self._say = say or (lambda message: None)
+        super().__init__(folder, say)
         self._best: float | None = None
-        self._state = "new"
 
     def open(self, plan: SearchPlan) -> None:
         """The search starts."""
@@ -60,9 +47,6 @@ class TrialLogger(SearchListener):
     def summarise(self, result: Result) -> None:
         """The search has ended with a result."""
 
-    def close(self) -> None:
-        """Nothing follows."""
-
     def began(self, plan: SearchPlan) -> None:
         self._guarded("open", plan)
 
@@ -73,21 +57,6 @@ class TrialLogger(SearchListener):
 
     def ended(self, result: Result) -> None:
         self._guarded("summarise", result)
-
-    def finish(self) -> None:
-        """Closes the tracker if it was opened; may be called twice."""
-        self._guarded("close")
-        self._state = "closed"
-
-    def _guarded(self, step: str, *given: Any) -> None:
-        if self._state in ("failed", "closed") or (self._state == "new" and step != "open"):
-            return
-        try:
-            getattr(self, step)(*given)
-            self._state = "open"
-        except self.failures as error:
-            self._state = "failed"
-            self._say(f"nothing more is logged to {self.name}, which failed: {fold(str(error))[:300]}")
 
 
 def metrics_of(trial: Trial) -> dict[str, float]:

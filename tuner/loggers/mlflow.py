@@ -1,6 +1,7 @@
-"""MLflow: a run for the search, a child run for each trial."""
+"""MLflow: a run for a training, or for a search with a child run for each trial."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,13 +10,19 @@ from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
+from ..train.listener import Begun
+from . import training as trained
 from .logger import TrialLogger, headline_of, knobs_of
+from .tracker import Tracker
+from .training import TrainLogger
 
 DATABASE = "mlflow.db"
+_LONGEST = 500
+"""Characters of a tag."""
 
 
-class MLflowLogger(TrialLogger):
-    """Writes to MLFLOW_TRACKING_URI, and without that to `RUN/mlflow.db`.
+class _MLflow(Tracker):
+    """Writes to MLFLOW_TRACKING_URI, and without that to `mlflow.db` in the folder.
 
     Through a client of its own: the process's active run and experiment stay as they are.
     """
@@ -30,14 +37,22 @@ class MLflowLogger(TrialLogger):
             raise MissingDependency("--log-to mlflow needs MLflow: pip install mlflow-skinny") from error
         self.failures = (OSError, MlflowException)
 
-    def open(self, plan: SearchPlan) -> None:
+    def _connect(self, model: str) -> None:
+        """A client, and the experiment of the model."""
         from mlflow import MlflowClient
 
         local = f"sqlite:///{(self.folder / DATABASE).absolute()}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local)
-        name = f"redline {plan.name}"
+        name = f"redline {model}"
         found = self._client.get_experiment_by_name(name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(name)
+
+
+class MLflowLogger(_MLflow, TrialLogger):
+    """A run for the search, a child run for each trial."""
+
+    def open(self, plan: SearchPlan) -> None:
+        self._connect(plan.name)
         tags = {"redline.where": plan.where, "redline.sampler": plan.sampler, "redline.runner": plan.runner}
         self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
 
@@ -70,4 +85,40 @@ class MLflowLogger(TrialLogger):
         self._client.set_terminated(self._run)
 
 
+class MLflowTraining(_MLflow, TrainLogger):
+    """One run, whatever configurations it has, however often it is taken up."""
+
+    def open(self, training: Begun, before: str | None) -> None:
+        self._connect(training.name)
+        if before is not None:
+            self._run = before
+            self._client.update_run(before, status="RUNNING")
+            return
+        tags = {"redline.where": training.where}
+        self._run = self._client.create_run(self._experiment, run_name=self.folder.name, tags=tags).info.run_id
+        self.keep(self._run)
+        # What may change in between, such as the configuration, is a tag: a parameter has one value for good.
+        for name, value in trained.hyperparameters_of(training).items():
+            self._client.log_param(self._run, name, value)
+
+    def configured(self, training: Begun) -> None:
+        for name, value in trained.knobs_of(training).items():
+            self._client.set_tag(self._run, f"redline.knob.{name}", value)
+        self._client.set_tag(self._run, f"redline.configuration.{training.step}", trained.in_words(training)[:_LONGEST])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1e3)
+        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def told(self, step: int, text: str) -> None:
+        self._client.set_tag(self._run, f"redline.event.{step}", fold(text)[:_LONGEST])
+
+    def close(self) -> None:
+        status = {"finished": "FINISHED", "stopped": "KILLED"}.get(self.ended, "FAILED")
+        self._client.set_terminated(self._run, status)
+
+
 LOGGER = MLflowLogger
+TRAINING = MLflowTraining

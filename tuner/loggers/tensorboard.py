@@ -2,20 +2,26 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import MissingDependency
 from ...results import Trial
 from ..listener import SearchPlan
 from ..result import Result
+from ..train.listener import Begun
+from . import training as trained
 from .logger import TrialLogger, headline_of, knobs_of
+from .tracker import Tracker
+from .training import TrainLogger
 
 FOLDER = "tensorboard"
+FLUSH_S = 5
+"""How long a number of a training is held back at most, s."""
 
 
-class TensorBoardLogger(TrialLogger):
-    """One step a trial, and one entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
-
+class _TensorBoard(Tracker):
     name = "tensorboard"
+    _writer: Any
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
@@ -23,6 +29,13 @@ class TensorBoardLogger(TrialLogger):
             import tensorboard  # noqa: F401
         except ImportError as error:
             raise MissingDependency("--log-to tensorboard needs TensorBoard: pip install tensorboard") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TensorBoardLogger(_TensorBoard, TrialLogger):
+    """One step a trial, and one entry of the HParams page: `tensorboard --logdir RUN/tensorboard`."""
 
     def open(self, plan: SearchPlan) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -48,8 +61,41 @@ class TensorBoardLogger(TrialLogger):
         for name, value in headline_of(result).items():
             self._writer.add_scalar(f"result/{name}", value, len(result.all_trials))
 
-    def close(self) -> None:
+
+class TensorBoardTraining(_TensorBoard, TrainLogger):
+    """Curves over steps: `tensorboard --logdir TRAINING/tensorboard`."""
+
+    purges = True
+
+    def open(self, training: Begun, before: str | None) -> None:
+        self._write(training.step if (self.folder / FOLDER).exists() else None)
+        self._writer.add_text("training", f"{training.name} on {training.where}", training.step)
+        rows = [f"| {name} | {value} |" for name, value in trained.hyperparameters_of(training).items()]
+        self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), training.step)
+
+    def configured(self, training: Begun) -> None:
+        self._writer.add_text("configuration", trained.in_words(training), training.step)
+        self._writer.flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def told(self, step: int, text: str) -> None:
+        self._writer.add_text("events", text, step)
+
+    def back(self, step: int) -> None:
         self._writer.close()
+        self._write(step)
+
+    def _write(self, step: int | None) -> None:
+        """From a step on, behind which whatever is there is taken back; None where nothing is."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(
+            str(self.folder / FOLDER), purge_step=None if step is None else step + 1, flush_secs=FLUSH_S
+        )
 
 
 LOGGER = TensorBoardLogger
+TRAINING = TensorBoardTraining

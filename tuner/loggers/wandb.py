@@ -1,22 +1,28 @@
-"""Weights & Biases: a run for the search, a step for each trial."""
+"""Weights & Biases: a run for a training, or for a search with a step for each trial."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import MissingDependency
 from ...results import Trial
 from ...results.columns import fold
 from ..listener import SearchPlan
 from ..result import Result
+from ..train.listener import Begun
+from . import training as trained
 from .logger import TrialLogger, headline_of, knobs_of
+from .tracker import Tracker
+from .training import TrainLogger
 
 PROJECT = "redline"
 
 
-class WandbLogger(TrialLogger):
-    """Writes below the run's folder and syncs as WANDB_MODE says (`offline` for later, by `wandb sync`)."""
+class _Wandb(Tracker):
+    """Writes below the folder and syncs as WANDB_MODE says (`offline` for later, by `wandb sync`)."""
 
     name = "wandb"
+    _run: Any
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
         super().__init__(folder, say)
@@ -26,17 +32,30 @@ class WandbLogger(TrialLogger):
             raise MissingDependency("--log-to wandb needs Weights & Biases: pip install wandb") from error
         self.failures = (OSError, wandb.Error)
 
-    def open(self, plan: SearchPlan) -> None:
+    def _begin(self, title: str, config: Mapping[str, Any], **which: Any) -> Any:
+        """A run of the tracker; `which` says of one that is there already."""
         import wandb
 
-        self._run = wandb.init(
+        return wandb.init(
             # An environment variable of the user's decides first.
             project=None if wandb.Settings().project not in (None, "", "uncategorized") else PROJECT,
-            name=f"{plan.name} {self.folder.name}",
+            name=f"{title} {self.folder.name}",
             dir=str(self.folder),
-            config={"model": plan.name, "where": plan.where, "sampler": plan.sampler, "runner": plan.runner},
+            config=dict(config),
             settings=wandb.Settings(silent=True, console="off"),
+            **which,
         )
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbLogger(_Wandb, TrialLogger):
+    """A run for the search, a step for each trial."""
+
+    def open(self, plan: SearchPlan) -> None:
+        config = {"model": plan.name, "where": plan.where, "sampler": plan.sampler, "runner": plan.runner}
+        self._run = self._begin(plan.name, config)
         self._run.define_metric("trial")
         self._run.define_metric("*", step_metric="trial")
         self._columns: list[str] = []
@@ -61,8 +80,34 @@ class WandbLogger(TrialLogger):
         if result.best is not None:
             self._run.summary.update({f"best.{k}": v for k, v in knobs_of(result.best.trial).items()})
 
+
+class WandbTraining(_Wandb, TrainLogger):
+    """One run, under an id of its own, which whoever takes the training up again goes on with."""
+
+    def open(self, training: Begun, before: str | None) -> None:
+        import uuid
+
+        run = before or uuid.uuid4().hex[:12]
+        config = {"model": training.name, "where": training.where, **trained.hyperparameters_of(training)}
+        self._run = self._begin(training.name, config, id=run, resume="allow")
+        self.keep(run)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def configured(self, training: Begun) -> None:
+        knobs = {f"knob.{name}": value for name, value in trained.knobs_of(training).items()}
+        self._run.config.update(knobs, allow_val_change=True)
+        self._run.log({"step": training.step, **knobs, "event": trained.in_words(training)})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def told(self, step: int, text: str) -> None:
+        self._run.log({"step": step, "event": fold(text)})
+
     def close(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=0 if self.ended else 1)
 
 
 LOGGER = WandbLogger
+TRAINING = WandbTraining

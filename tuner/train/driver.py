@@ -34,9 +34,12 @@ from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ...writing import make_folder
+from ..loggers import logging_training_to
 from ..running import runner_on
+from .chosen import Strategy
+from .listener import Begun, TrainListener
 from .request import MAY_CHANGE, OF_A_START, TrainRequest
-from .strategy import Source, Strategy, after_oom, anew, first, read_source
+from .strategy import Source, after_oom, anew, first, read_source
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
@@ -44,44 +47,6 @@ REPLACE_S, RETRY_S = 120.0, 5.0
 """How long devices that were lost may take to be replaced, and how often it is tried, s."""
 LOOK_S = 0.2
 """How often the log is looked at, s."""
-
-
-class TrainListener:
-    """Hears of a training's progress; by default does nothing."""
-
-    def began(self, training: "Begun") -> None:
-        """The training starts, or goes on."""
-
-    def waiting(self, what: str) -> None:
-        """Something slow is being prepared."""
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of the log."""
-
-    def said(self, message: str) -> None:
-        """Something the user should know."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Begun:
-    """What a training sets out to do."""
-
-    name: str
-    """What is trained."""
-    folder: Path
-    """Where."""
-    strategy: Strategy
-    """In which configuration."""
-    where: str
-    """On what, in words."""
-    data: Mapping[str, Any]
-    """What on: what the samples say of themselves."""
-    steps: int
-    """Steps in all."""
-    step: int
-    """Steps that are done."""
-    unit: str
-    """What throughput counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +96,6 @@ class Driver:
     def __init__(
         self, request: TrainRequest, listener: TrainListener, held: contextlib.ExitStack, *, again: bool = False
     ) -> None:
-        self.listener = listener
         path = Path(request.out or request.source) if request.resume or request.out is not None else None
         source = None if request.resume else read_source(request.source)
         if source is not None and path is None:
@@ -149,6 +113,7 @@ class Driver:
         self.workload = self.source.workload(request)
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
+        self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
         make_folder(path)
         held.callback(FolderLock(path).release)
         (path / STOP).unlink(missing_ok=True)
@@ -247,6 +212,7 @@ class Driver:
             steps=self.request.steps,
             step=self.step,
             unit=self.workload.unit,
+            hyperparameters=vars(self.request.section(Hyperparameters)),
         )
 
     def _begin(self) -> Strategy:
@@ -274,6 +240,9 @@ class Driver:
             "source": self.source.to_dict(),
             "workload": self.workload.id,
             "data": self.data,
+            "steps": self.request.steps,
+            "name": self.source.name or self.workload.name,
+            "unit": self.workload.unit,
             "strategies": [each.to_dict() for each in self.strategies],
         }
         write_document(self.path, self.document)

@@ -17,7 +17,8 @@ from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ...runners.rank import RankContext
 from ...runners.train import TrainRank
-from .driver import Driver, TrainListener
+from .driver import Driver
+from .listener import TrainListener
 from .request import TrainRequest
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
     dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method="env://")
     try:
         with contextlib.ExitStack() as held:
-            program = _told(_decided(request, place, listener, held) if place.rank == 0 else None)
+            decided, listener = _decided(request, listener, place, held) if place.rank == 0 else (None, listener)
+            program = _told(decided)
             context = RankContext(
                 rank=place.rank,
                 local_rank=place.local_rank,
@@ -104,9 +106,9 @@ def _device(place: Place) -> tuple[str, MemoryMeter]:
 
 
 def _decided(
-    request: TrainRequest, place: Place, listener: TrainListener, held: contextlib.ExitStack
-) -> "TrainRank | RedlineError":
-    """What all ranks are to do, or why they cannot."""
+    request: TrainRequest, listener: TrainListener, place: Place, held: contextlib.ExitStack
+) -> "tuple[TrainRank | RedlineError, TrainListener]":
+    """What all ranks are to do, or why they cannot; and who hears of it: `listener`, and trackers with it."""
     try:
         driver = Driver(replace(request, devices=place.size), listener, held, again=True)
         driver.prepare()
@@ -115,10 +117,10 @@ def _decided(
             reason = json.loads(note.read_text()).get("reason", "")
             driver.safer(f"out of memory: {reason}")
             note.unlink()
-        listener.began(driver.begun())
-        return driver.program()
+        driver.listener.began(driver.begun())
+        return driver.program(), driver.listener
     except RedlineError as error:
-        return error
+        return error, listener
 
 
 def _told(decided: "TrainRank | RedlineError | None") -> TrainRank:

@@ -35,6 +35,7 @@ class LaunchRequest:
         seq_len: tokens of a sample, in place of the run's.
         global_batch: samples of an optimizer step, in place of the run's.
         fix: knobs of the configuration, in place of the winner's.
+        log_to: trackers that the training is written to: `mlflow`, `tensorboard`, `wandb`.
     """
 
     source: str | Path = field(kw_only=False)
@@ -75,6 +76,10 @@ class LaunchRequest:
     fix: Annotated[
         Mapping[str, Any] | None, Asked("A knob, in place of the winner's.", metavar="KNOB=V", many=True)
     ] = None
+    log_to: Annotated[
+        str | Sequence[str] | None,
+        Asked("Log the training to mlflow, tensorboard or wandb; repeatable.", metavar="TRACKER", many=True),
+    ] = ()
 
     @cached_property
     def limit_mib(self) -> float | None:
@@ -132,7 +137,15 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
 
 OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
 """What belongs to a start rather than to the training."""
-MAY_CHANGE = (*OF_A_START, "devices", "memory_limit", "fix", "steps", *(each.name for each in fields(LoopPlan)))
+MAY_CHANGE = (
+    *OF_A_START,
+    "devices",
+    "memory_limit",
+    "fix",
+    "log_to",
+    "steps",
+    *(each.name for each in fields(LoopPlan)),
+)
 """What may be asked for anew where a training is taken up again: none of it changes what is learnt, but how long."""
 SECTIONS = (LaunchRequest, DataPlan, Hyperparameters, LoopPlan)
 """Of a request, as they are read."""

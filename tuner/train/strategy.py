@@ -17,6 +17,7 @@ from ...results.export import chosen_trial
 from ...results.names import BEST, holds_run
 from ...space import Config
 from ..planning import plan, safer
+from .chosen import Strategy
 from .request import TrainRequest
 
 
@@ -67,40 +68,7 @@ class Source:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """A configuration of a training, and why it is that."""
-
-    config: Config
-    """The configuration."""
-    devices: int
-    """On how many."""
-    why: str
-    """In a sentence for people."""
-    step: int = 0
-    """Steps that were done before."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As train.yaml keeps it."""
-        return {
-            "step": self.step,
-            "devices": self.devices,
-            "configuration": self.config.to_dict(),
-            "why": self.why,
-        }
-
-    @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> "Strategy":
-        """From what `to_dict` returned."""
-        return Strategy(
-            step=document["step"],
-            devices=document["devices"],
-            config=Config(document["configuration"]),
-            why=str(document.get("why", "")),
-        )
-
-
-def read_source(given: str | Path, *, of_model: bool = True) -> Source:
+def read_source(given: str | Path) -> Source:
     """What a run's folder, its best.yaml, or a model's name says.
 
     Args:

@@ -11,6 +11,7 @@ function route() {
   const [, kind, ...ids] = location.hash.replace(/^#/, "").split("/");
   const named = ids.map((each) => { try { return decodeURIComponent(each); } catch (error) { if (error instanceof URIError) return each; throw error; } });
   if (kind === "run" && named.length === 1) leave = watchPage(page, named[0]);
+  else if (kind === "training" && named.length === 1) leave = trainingPage(page, named[0]);
   else if (kind === "overlay" && named.length) leave = overlayPage(page, named);
   else leave = listPage(page);
 }

@@ -1,0 +1,201 @@
+"""The log of a training as curves: read as it grows, and thinned out so that millions of steps stay a few hundred points."""
+
+import math
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .trained import LogReader, step_before
+
+STRETCHES = 256
+"""Stretches of steps that a curve is kept as at most; of each up to three points."""
+EVENTS = 200
+"""Checkpoints, restarts and failures that are kept, the latest of each."""
+LINES = 60
+"""Lines of the log that are kept."""
+SERIES = ("loss", "lr", "grad_norm", "tokens_per_second", "samples_per_second", "step_ms", "mfu", "memory_mib")
+"""What is a curve, by its name in the log."""
+
+_HIGHEST = 2**53
+_LONGEST = 400
+_Point = tuple[int, float]
+
+
+class Curve:
+    """Values over rising steps: of each stretch of steps its lowest, its highest and its last one.
+
+    Stretches are of one width, which doubles whenever there would be more than `STRETCHES`: what a drawing of as many pixels
+    shows is what all points would, in memory that does not grow.
+    """
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._begins: list[int] = []
+        self._kept: list[list[_Point]] = []
+
+    def add(self, step: int, value: float) -> None:
+        """A value at a step behind all others."""
+        begin, point = step - step % self._width, (step, value)
+        if self._begins and self._begins[-1] == begin:
+            _widen(self._kept[-1], point)
+            return
+        self._begins.append(begin)
+        self._kept.append([point, point, point])
+        if len(self._begins) > STRETCHES:
+            self._halve()
+
+    def back(self, step: int) -> None:
+        """Forgets whatever lies behind a step."""
+        keep = bisect_right(self._begins, step)
+        del self._begins[keep:], self._kept[keep:]
+        if self._kept:
+            left = [each for each in self._kept[-1] if each[0] <= step]
+            if left:
+                self._kept[-1] = _of(left)
+            else:
+                del self._begins[-1], self._kept[-1]
+
+    def points(self) -> list[_Point]:
+        """What is kept, by steps."""
+        return [point for kept in self._kept for point in sorted(set(kept))]
+
+    def _halve(self) -> None:
+        while len(self._begins) > STRETCHES:
+            self._width *= 2
+            merged: dict[int, list[_Point]] = {}
+            for kept in self._kept:
+                begin = kept[2][0] - kept[2][0] % self._width
+                merged[begin] = _of([*merged.get(begin, ()), *kept])
+            self._begins, self._kept = list(merged), list(merged.values())
+
+
+def _of(points: list[_Point]) -> list[_Point]:
+    """The lowest, the highest and the last of some points."""
+    return [min(points, key=lambda each: each[1]), max(points, key=lambda each: each[1]), max(points)]
+
+
+def _widen(kept: list[_Point], point: _Point) -> None:
+    if point[1] < kept[0][1]:
+        kept[0] = point
+    if point[1] > kept[1][1]:
+        kept[1] = point
+    kept[2] = point
+
+
+class History:
+    """What the log of a training says so far. Steps that were done again count once, as they were the last time.
+
+    Args:
+        folder: the training's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = LogReader(folder)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.curves = {name: Curve() for name in SERIES}
+        """By name in the log."""
+        self.held_out = Curve()
+        """Losses of evaluations."""
+        self.step = 0
+        """The last one that the log tells of."""
+        self.last: dict[str, Any] = {}
+        """The last line of a step."""
+        self.began: float | None = None
+        """When the first line was written, s since 1970."""
+        self.end: dict[str, Any] | None = None
+        """The line that the training ended with; None where it runs, or its ranks were lost."""
+        self.checkpoints: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        """Those that were saved, and those that were not."""
+        self.resumed: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        """Where it was taken up again."""
+        self.lines: deque[dict[str, Any]] = deque(maxlen=LINES)
+        """The last ones, as they are."""
+        self.passed_over = 0
+        """Lines that say nothing that is known."""
+
+    @property
+    def unread(self) -> int:
+        """Bytes of the log that are to be read still."""
+        return self._reader.unread
+
+    @property
+    def damaged(self) -> int:
+        """Lines that cannot be read."""
+        return self._reader.damaged + self.passed_over
+
+    def read(self, seconds: float) -> bool:
+        """Reads what is new, for about that long; whether there was any.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        until, news = time.monotonic() + seconds, False
+        while True:
+            if self._reader.replaced():
+                self._forget()
+                news = True
+            at = self._reader.position
+            for line in self._reader.lines(at_most=1 << 20):
+                self._take(line)
+            news = news or self._reader.position > at
+            if self._reader.position == at or not self._reader.unread or time.monotonic() >= until:
+                return news
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        kind, step = line.get("kind"), line.get("step")
+        if kind not in ("step", "evaluation", "checkpoint", "resumed", "note", "end") or not isinstance(kind, str):
+            self.passed_over += 1
+            return
+        if kind != "note" and not (isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _HIGHEST):
+            self.passed_over += 1
+            return
+        plain = {str(name)[:80]: _plain(value) for name, value in list(line.items())[:40]}
+        self.lines.append(plain)
+        if self.began is None:
+            self.began = number(line.get("time"))
+        if kind == "note":
+            return
+        assert isinstance(step, int), "it was looked at"
+        again = step_before(line, self.step)
+        if again is not None:
+            for curve in (*self.curves.values(), self.held_out):
+                curve.back(again)
+        if kind in ("step", "evaluation", "resumed"):
+            self.step, self.end = step, None
+        if kind == "step":
+            self.last = plain
+            for name, curve in self.curves.items():
+                if (value := number(line.get(name))) is not None:
+                    curve.add(step, value)
+        elif kind == "evaluation":
+            if (value := number(line.get("loss"))) is not None:
+                self.held_out.add(step, value)
+        elif kind == "end":
+            self.end = plain
+        else:
+            (self.checkpoints if kind == "checkpoint" else self.resumed).append(plain)
+
+
+def number(value: Any) -> float | None:
+    """A finite number as such; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a line that pages can show: a text, a truth or a finite number."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return number(value)
+    return str(value)[:_LONGEST]

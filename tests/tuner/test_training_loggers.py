@@ -1,0 +1,277 @@
+"""`redline train --log-to`: what each tracker holds of a training, also of one that was taken up again."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+from redline.errors import MissingDependency, UsageError
+from redline.results.trained import LOG
+from redline.space import Config
+from redline.tuner.loggers import logger_names, logging_training_to
+from redline.tuner.loggers.training import RUNS, TrainLogger, metrics_of
+from redline.tuner.train.chosen import Strategy
+from redline.tuner.train.driver import train
+from redline.tuner.train.listener import Begun, TrainListener
+from redline.tuner.train.request import TrainRequest
+
+
+def begun(folder, step=0, zero=0):
+    return Begun(
+        name="gpt2-tiny", folder=folder, strategy=Strategy(config=Config({"zero": zero}), devices=2, why="the winner"),
+        where="2 x CPU", data={}, steps=100, step=step, unit="tokens/s", hyperparameters={"lr": 1e-3, "ema": None},
+    )  # fmt: skip
+
+
+def step_line(step, loss):
+    return {"kind": "step", "step": step, "loss": loss, "lr": 0.1, "grad_norm": None, "mfu": float("nan")}
+
+
+def session(folder, name, lines, step=0, zero=0):
+    """One start of a training that writes these lines to its log and has them told; what the user was told."""
+    told = TrainListener()
+    said = []
+    told.said = said.append
+    with logging_training_to(name, folder, told) as listener:
+        listener.began(begun(folder, step, zero))
+        for line in lines:
+            with (folder / LOG).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            listener.line(line)
+    return said
+
+
+FIRST = [
+    step_line(10, 5.0),
+    step_line(20, 4.0),
+    {"kind": "evaluation", "step": 20, "loss": 4.5},
+    {"kind": "checkpoint", "step": 20, "seconds": 2.0, "stalled": 0.5, "failure": ""},
+    step_line(30, 3.0),
+    {"kind": "checkpoint", "step": 30, "seconds": 2.0, "stalled": 0.5, "failure": "No space left on device"},
+    {"kind": "evaluation", "step": 35, "loss": 3.5},
+]  # then it is killed
+SECOND = [
+    {"kind": "resumed", "step": 20, "checkpoint": "step-20"},
+    step_line(30, 3.0),
+    {"kind": "evaluation", "step": 35, "loss": 3.5},
+    step_line(40, 2.0),
+    {"kind": "end", "step": 40, "stopped": False, "failure": ""},
+]
+
+
+def twice(folder, name):
+    folder.mkdir(exist_ok=True)
+    said = session(folder, name, FIRST) + session(folder, name, SECOND, step=20, zero=3)
+    assert said == []
+
+
+LOSSES = {10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}
+HELD_OUT = {20: 4.5, 35: 3.5}
+
+
+def test_tensorboard_goes_on_in_its_folder_and_has_no_step_twice(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    twice(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == list(LOSSES.items())
+    assert [(each.step, each.value) for each in events.Scalars("held_out/loss")] == list(HELD_OUT.items())
+    assert events.Scalars("checkpoint/seconds")[0].step == 20
+    assert "train/grad_norm" not in events.Tags()["scalars"] and "train/mfu" not in events.Tags()["scalars"]
+    words = {
+        each.step: each.tensor_proto.string_val[0].decode() for each in events.Tensors("configuration/text_summary")
+    }
+    assert "zero=0" in words[0] and "zero=3" in words[20] and "devices=2" in words[20]
+
+
+def test_tensorboard_takes_back_what_lost_ranks_do_again(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    session(tmp_path, "tensorboard", FIRST + SECOND)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {each.step: each.value for each in events.Scalars("train/loss")} == LOSSES
+    assert len(events.Scalars("train/loss")) == len(LOSSES)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_mlflow_goes_on_in_its_run_and_has_no_step_twice(tmp_path, monkeypatch, lost):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    session(tmp_path, "mlflow", FIRST + SECOND) if lost else twice(tmp_path, "mlflow")
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("redline gpt2-tiny").experiment_id])
+    assert json.loads((tmp_path / RUNS).read_text()) == {"mlflow": run.info.run_id}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((each.step, each.value) for each in history) == list(LOSSES.items())
+    history = client.get_metric_history(run.info.run_id, "held_out/loss")
+    assert sorted((each.step, each.value) for each in history) == list(HELD_OUT.items())
+    assert run.data.params == {"lr": "0.001"}
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["redline.event.30"] == "the checkpoint of step 30 was not saved: No space left on device"
+    if not lost:
+        assert run.data.tags["redline.knob.zero"] == "3"
+        assert "zero=0" in run.data.tags["redline.configuration.0"]
+        assert "zero=3" in run.data.tags["redline.configuration.20"]
+
+
+def test_mlflow_says_how_a_training_ended(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("sqlalchemy")
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def status():
+        (run,) = json.loads((tmp_path / RUNS).read_text()).values()
+        return MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(run).info.status
+
+    session(tmp_path, "mlflow", [step_line(10, 5.0)])
+    assert status() == "FAILED"
+    session(tmp_path, "mlflow", [{"kind": "end", "step": 10, "stopped": True, "failure": ""}])
+    assert status() == "KILLED"
+
+
+def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    # A process of its own: wandb starts a service that would outlive this test.
+    code = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "import importlib.util as u\n"
+        "s = u.spec_from_file_location('t', sys.argv[1]); m = u.module_from_spec(s); s.loader.exec_module(m)\n"
+        "from pathlib import Path\n"
+        "m.twice(Path('train'), 'wandb')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, __file__], cwd=tmp_path, capture_output=True, text=True, timeout=570, check=False,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "train" / RUNS).read_text())["wandb"]
+    first, second = sorted((tmp_path / "train" / "wandb").glob(f"offline-run-*/run-{run}.wandb"))
+    rows = [rows_of(first), rows_of(second)]
+    assert [(row["step"], row["train/loss"]) for row in rows[0] if "train/loss" in row] == [(10, 5), (20, 4), (30, 3)]
+    assert [(row["step"], row["train/loss"]) for row in rows[1] if "train/loss" in row] == [(40, 2)]
+    assert [row["held_out/loss"] for each in rows for row in each if "held_out/loss" in row] == [4.5, 3.5]
+    assert [row["knob.zero"] for each in rows for row in each if "knob.zero" in row] == [0, 3]
+
+
+def rows_of(path):
+    """What was logged to a run that wandb keeps for later: records in blocks of 32 KiB, as in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part, out = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(part)
+            part = b""
+            if record.HasField("history"):
+                items = record.history.item
+                out.append({each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in items})
+    return out
+
+
+class Recorder(TrainLogger):
+    """A tracker that keeps what it is given, and fails where it is told to."""
+
+    name = "recorder"
+
+    def __init__(self, folder, say=None, failing="", purges=False):
+        super().__init__(folder, say)
+        self.failing, self.purges, self.calls = failing, purges, []
+
+    def _call(self, *call):
+        self.calls.append(call)
+        if call[0] == self.failing:
+            raise OSError("no space left")
+
+    def open(self, training, before):
+        self._call("open", before)
+
+    def configured(self, training):
+        self._call("configured", training.strategy.config["zero"])
+
+    def log(self, step, metrics):
+        self._call("log", step, metrics)
+
+    def told(self, step, text):
+        self._call("told", step, text)
+
+    def back(self, step):
+        self._call("back", step)
+
+    def close(self):
+        self._call("close")
+
+
+@pytest.mark.parametrize("failing", ["open", "configured", "log", "told", "back", "close"])
+def test_a_tracker_that_fails_is_named_once_and_ends_nothing(tmp_path, failing):
+    said = []
+    tracker = Recorder(tmp_path, said.append, failing)
+    tracker.began(begun(tmp_path))
+    for line in FIRST + SECOND:
+        tracker.line(line)
+    tracker.finish()
+    tracker.finish()
+    assert said == ["nothing more is logged to recorder, which failed: no space left"]
+    assert tracker.calls[-1][0] == failing
+
+
+def test_ranks_that_begin_again_without_a_checkpoint_take_back_everything(tmp_path):
+    tracker = Recorder(tmp_path, purges=True)
+    tracker.began(begun(tmp_path))
+    for line in (step_line(10, 5.0), step_line(20, 4.0), step_line(10, 5.0), step_line(20, 4.0), step_line(30, 3.0)):
+        tracker.line(line)
+    assert [each[:2] for each in tracker.calls[2:]] == [
+        ("log", 10), ("log", 20), ("back", 9), ("log", 10), ("log", 20), ("log", 30)
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_ends_late_takes_nothing_back(tmp_path):
+    tracker = Recorder(tmp_path, purges=True)
+    tracker.began(begun(tmp_path))
+    saved = {"kind": "checkpoint", "step": 10, "seconds": 1.0, "stalled": 0.0, "failure": ""}
+    for line in (step_line(10, 5.0), step_line(20, 4.0), saved, step_line(30, 3.0)):
+        tracker.line(line)
+    assert "back" not in [each[0] for each in tracker.calls]
+
+
+def test_a_change_of_configuration_is_logged_in_the_same_run(tmp_path):
+    tracker = Recorder(tmp_path)
+    tracker.began(begun(tmp_path))
+    tracker.said("out of memory")
+    tracker.began(begun(tmp_path, step=0, zero=3))
+    assert tracker.calls == [("open", None), ("configured", 0), ("told", 0, "out of memory"), ("configured", 3)]
+
+
+def test_numbers_without_a_value_are_left_out():
+    assert metrics_of(step_line(3, 2.0)) == {"train/loss": 2.0, "train/lr": 0.1}
+    assert metrics_of({"kind": "end", "step": 3}) == {}
+
+
+def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path):
+    with pytest.raises(UsageError, match="unknown tracker 'wandbb'; did you mean 'wandb'"):
+        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to="wandbb", paths=(str(tmp_path),), steps=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", logger_names())
+def test_a_missing_package_is_named_before_anything_is_written(name, monkeypatch, tmp_path):
+    for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingDependency, match=f"--log-to {name} needs .*: pip install {name}"):
+        train(TrainRequest("llama-tiny", out=tmp_path / "x", log_to=[name], paths=(str(tmp_path),), steps=1))
+    assert list(tmp_path.iterdir()) == []
