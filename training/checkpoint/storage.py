@@ -53,7 +53,9 @@ def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> 
     """
     from torch.distributed import checkpoint
 
-    checkpoint.save({}, storage_writer=_writer(folder), planner=_save_planner(parts), process_group=group, no_dist=group is None)
+    checkpoint.save(
+        {}, storage_writer=_writer(folder), planner=_save_planner(parts), process_group=group, no_dist=group is None
+    )
 
 
 def _writer(folder: Path) -> Any:
