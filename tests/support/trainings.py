@@ -102,7 +102,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     ended = loop.run()
     if saver is not None:
         saver.close()
-    whole = size == 1 or all(config.get(each, 1) == 1 for each in ("tp", "pp")) and config.get("zero", 0) < 2
+    whole = size == 1 or (config.get("tp", 1) == config.get("pp", 1) == 1 and config.get("zero", 0) < 2)
     weights = {name: each.detach().clone() for name, each in training.model.state_dict().items()} if whole else {}
     return Part(
         lines=lines, step=ended.step, stopped=ended.stopped, failure=ended.failure,

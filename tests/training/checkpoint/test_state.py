@@ -13,8 +13,9 @@ from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.checkpoint.saver import shared_out
 from redline.training.checkpoint.state import State
 from redline.training.checkpoint.storage import parts_of
+from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
-from trainings import built, part, place, unequal
+from trainings import built, part, unequal
 
 HYPER = Hyperparameters(steps=6, lr=1e-2, warmup=2)
 
@@ -108,7 +109,9 @@ def test_a_state_that_parts_do_not_make_up_is_refused_before_anything_is_written
     def run():
         steps = []
         with pytest.raises(WorkloadError) as refused:
-            part(workload, {"tp": 2}, HYPER, save=tmp_path / "here")
+            part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", watch=steps.append)
+        (training,) = steps
+        assert {float(each["step"]) for each in training.optimizer.state.values()} == {1}, "at once"
         return str(refused.value)
 
     for text in two.run(run, timeout=60):
@@ -202,8 +205,7 @@ def test_an_average_that_begins_later_begins_at_the_weights(small, tmp_path):
 def written(workload, config):
     """Of this rank: places and bytes of what it has."""
     training = built(workload, config, HYPER)
-    training.passes(training.micro_batches(training.share(lambda at, n: workload.batch(8, 0), 0)) if config.get("dp", 1) == 1
-                    else training.micro_batches({k: v[place()[0] * 4 :][:4] for k, v in workload.batch(8, 0).items()}))  # fmt: skip
+    training.passes(training.micro_batches(training.share(FromWorkload(workload), 0)))
     training.update()
     return {each.place: each.data.numel() * each.data.element_size() for each in parts_of(State(training).tensors())}
 
