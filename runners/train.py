@@ -134,7 +134,7 @@ class TrainRank:
         """Puts the weights in place; steps that are done, and samples that they took."""
         found = latest(folder, group, lambda note: log({"kind": "note", "text": note}))
         if training.world.rank == 0:
-            folder.prepare()
+            folder.prepare(found)
         if found is None:
             if self.weights is not None:
                 self._begin_with(self.weights, state, log)

@@ -86,7 +86,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
     if save is not None:
         folder = CheckpointFolder(save, plan.keep)
         if rank == 0:
-            folder.prepare()
+            folder.prepare(found)
         if group is not None:
             dist.barrier(group)
         saver = Saver(folder, rank, group)

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def together(everybody):
     replicas = {}
     for _, replica, steps in everybody:
         assert replicas.setdefault(replica, steps) == steps
-    return [sum(shares, []) for shares in zip(*(replicas[each] for each in sorted(replicas)))]
+    return [list(chain(*shares)) for shares in zip(*(replicas[each] for each in sorted(replicas)))]
 
 
 FIVE = [{"micro_batch": 4}, PARTS["tp2"], PARTS["zero3"], PARTS["tp2·pp2"], PARTS["pp2"], {"micro_batch": 2}]

@@ -151,8 +151,12 @@ class CheckpointFolder:
         """Removes what lies beside, of a save that failed."""
         shutil.rmtree(self.beside(step), ignore_errors=True)
 
-    def prepare(self) -> None:
+    def prepare(self, found: Checkpoint | None = None) -> None:
         """Makes the folder, and removes what saves that were killed have left.
+
+        Args:
+            found: what the training goes on from. Later ones, which are damaged, get another name: they are not the latest
+                any more, nor counted among those that are kept.
 
         Raises:
             OSError: it cannot be made.
@@ -161,6 +165,11 @@ class CheckpointFolder:
         for each in self.path.iterdir():
             if each.name.startswith("."):
                 shutil.rmtree(each, ignore_errors=True)
+        for later in self.all():
+            if found is not None and later.step > found.step:
+                aside = later.path.with_name(f"damaged-{later.path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(later.path, aside)
 
     def _remove(self, old: Checkpoint) -> None:
         # Renamed first: a process that is killed meanwhile must not leave half of one under its name.

@@ -144,8 +144,11 @@ def test_what_one_rank_finds_damaged_no_rank_takes(two, small, tmp_path):
 def test_going_on_behind_a_damaged_one_ends_where_the_whole_training_did(small, here, saved):
     """The damaged one is out of the way then: it is not counted among those that are kept, nor taken for the latest."""
     flip(here.all()[0].path / "__0_0.distcp")
+    part(small("llama"), {"micro_batch": 8}, HYPER, begin=here.path, save=here.path, until=5)
+    assert [each.step for each in here.all()] == [5, 4, 2]
+    assert (here.path / "damaged-step-00000006" / MANIFEST).exists(), "it is kept for whoever wants to look"
     again = part(small("llama"), {"micro_batch": 8}, HYPER, begin=here.path, save=here.path, save_every=1, keep=2)
-    assert again.found == 4
+    assert again.found == 5
     assert [each.step for each in here.all()] == [6, 5]
     whole = part(small("llama"), {"micro_batch": 8}, HYPER)
     assert unequal(whole.weights, again.weights) == []

@@ -2,7 +2,9 @@
 
 import signal
 import sys
+import time
 
+import psutil
 import pytest
 import yaml
 from processes import left_of
@@ -88,9 +90,6 @@ def test_a_second_interrupt_ends_at_once(start, here):
                     "--fix", "micro_batch=1")  # fmt: skip
     while not (here / "twice" / "logs").exists():
         assert command.process.poll() is None, command.process.stdout.read()
-    import psutil
-    import time
-
     time.sleep(15)  # in the middle of a step of 24 s
     ranks = psutil.Process(command.process.pid).children(recursive=True)
     command.signal(signal.SIGINT)
