@@ -47,7 +47,7 @@ class Net(nn.Module):
             self.samples += len(x)
             if self.samples > 160:
                 # As a long sample among short ones would.
-                held = torch.ones(self.spike(len(x)) << 18)
+                held = torch.ones(1 + (self.spike(len(x)) << 18))
                 x = x + 0 * held[0]
         return self.two(torch.relu(self.one(x))).mean(1)
 

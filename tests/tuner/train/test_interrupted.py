@@ -127,8 +127,8 @@ def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
 
 
 def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "3",
-                "--master-port", "0", "-m", "redline.train"]  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "3",
+                "-m", "redline.train"]  # fmt: skip
     arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1, "--save-every", 4,
                  "--out", "launched"]  # fmt: skip
     code, text = start(*arguments, launcher=launcher).wait()
