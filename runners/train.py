@@ -139,7 +139,7 @@ class TrainRank:
 
         found = latest(folder, group, say)
         if training.world.rank == 0:
-            folder.prepare()
+            folder.prepare(found)
             once.prepare()
         if found is None:
             if self.weights is not None:
@@ -261,15 +261,23 @@ def _nowhere(line: Mapping[str, Any]) -> None:
 @contextmanager
 def _logging(folder: Path, heard: Callable[[], None] | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Appends lines of JSON to a training's log. A disk that is full must not end a training: what could not be
-    written is printed, and the next line is tried again."""
-    with (folder / LOG).open("ab", buffering=0) as file:
+    written is printed, and the next line is tried again, apart from what there is of one that was cut."""
+    path = folder / LOG
+    cut = path.exists() and path.read_bytes()[-1:] not in (b"\n", b"")
+    with path.open("ab", buffering=0) as file:
 
         def log(line: Mapping[str, Any]) -> None:
+            nonlocal cut
             text = json.dumps({"time": time.time(), **line}, allow_nan=False)
+            data = b"\n" * cut + text.encode() + b"\n"
             try:
-                file.write(text.encode() + b"\n")
+                written = file.write(data)
+                cut = written < len(data) if written else cut
+                reason = "cut short" if written < len(data) else ""
             except OSError as error:
-                print(f"redline: the log cannot be written ({error.strerror}): {text}", flush=True)
+                reason = str(error.strerror)
+            if reason:
+                print(f"redline: the log cannot be written ({reason}): {text}", flush=True)
             if heard is not None:
                 heard()
 

@@ -139,7 +139,7 @@ class Loop:
         self._norm: torch.Tensor | None = None
         self._steady: list[float] = []
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="data")
-        self._saved_at, self._saved_step = time.monotonic(), step
+        self._saved_at, self._saved_step, self._kept_step = time.monotonic(), step, step
         self._begun, self._first, self._idle_s = time.perf_counter(), step, 0.0
 
     def run(self) -> Ended:
@@ -156,6 +156,8 @@ class Loop:
                 share = following.result()
                 following = self._fetch(self.step + 1)
                 self._one(share)
+                if self.saver is not None and self.step == self._first:
+                    State(self.training, self.average).tensors()  # refused now rather than at the first checkpoint
                 stopped, save = self._heard()
                 self.step += 1
                 last = self.step == self.until
@@ -245,16 +247,17 @@ class Loop:
         losses = torch.stack(self._losses).tolist()  # waits for the device
         now = time.perf_counter()
         seconds = max(1e-9, now - self._since - self._idle_s) / steps
-        self._check_finite(losses)
+        self._check()
         flops = training.flops_per_step()
         per_device = flops / seconds / training.world.size if flops else None
+        norm = float(self._norm) if self._norm is not None else math.nan
         line: dict[str, Any] = {
             "kind": "step",
             "step": self.step,
             "samples": self._position(self.step),
             "loss": sum(losses) / steps,
             "lr": max(group["lr"] for group in training.optimizer.param_groups),
-            "grad_norm": float(self._norm) if self._norm is not None else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
             "step_ms": seconds * 1e3,
             "samples_per_second": training.samples_per_step / seconds,
             "tokens_per_second": training.tokens_per_step / seconds if training.tokens_per_step else None,
@@ -270,19 +273,41 @@ class Loop:
         self._log(line)
         self._begin_interval()
 
+    def _check(self) -> None:
+        """Refuses to go on where losses are not finite, or gradients were not that no loss has shown yet: they are in the
+        weights already."""
+        import torch
+
+        if self._losses:
+            self._check_finite(torch.stack(self._losses).tolist())
+        self._check_norm()
+
     def _check_finite(self, losses: list[float]) -> None:
         for number, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
-                kept = (
-                    f"the checkpoint of step {self._saved_step} was saved before" if self.saver else "nothing was saved"
-                )
-                raise Diverged(f"the loss of step {number} is {loss}: {kept}; a lower --lr or more --warmup may help")
+                raise self._diverged(f"the loss of step {number} is {loss}")
+
+    def _check_norm(self) -> None:
+        # A loss that is scaled overflows now and then, and such steps are left out.
+        if self._norm is not None and not self.training.precision.scaled and not math.isfinite(float(self._norm)):
+            raise self._diverged(f"the gradients of step {self.step} are not finite")
+
+    def _diverged(self, what: str) -> Diverged:
+        if self.saver is not None:
+            self._told(self.saver.wait())
+        kept = (
+            f"the checkpoint of step {self._kept_step} was saved before"
+            if self._kept_step
+            else "nothing was saved before"
+        )
+        return Diverged(f"{what}: {kept}; a lower --lr or more --warmup may help")
 
     def _evaluate(self) -> None:
         """The mean loss of held-out samples, with dropout off."""
         import torch
 
         training, begin = self.training, time.perf_counter()
+        self._check()
         held = self.samples.num_evaluation
         steps = min(self.plan.eval_steps, max(1, held // training.samples_per_step))
         total = torch.zeros((), device=training.device)
@@ -293,18 +318,18 @@ class Loop:
                 batches = training.micro_batches(to_device(share, training.device))
                 total += training.passes(batches, factors=factors(training, self.samples, batches))
         training.model.train()
-        self._log({"kind": "evaluation", "step": self.step, "loss": float(total) / steps, "steps": steps})
+        loss = float(total) / steps
+        if not math.isfinite(loss):
+            raise self._diverged(f"the held-out loss of step {self.step} is {loss}")
+        self._log({"kind": "evaluation", "step": self.step, "loss": loss, "steps": steps})
         self._idle_s += time.perf_counter() - begin
 
     def _save(self) -> None:
         """Begins to save a checkpoint of this step."""
         if self.saver is None or self._saved_step == self.step:
             return
-        import torch
-
         begin = time.perf_counter()
-        if self._losses:
-            self._check_finite(torch.stack(self._losses).tolist())
+        self._check()
         position = self._position(self.step)
         facts = {**self._facts, "samples": position, "loss_scale": self.training.precision.loss_scale}
         self._told(self.saver.save(State(self.training, self.average), self.step, facts))
@@ -314,6 +339,8 @@ class Loop:
     def _told(self, saved: Saved | None) -> None:
         """Logs how a save has ended."""
         if saved is not None:
+            if not saved.failure:
+                self._kept_step = saved.step
             self._log(
                 {
                     "kind": "checkpoint",

@@ -1,7 +1,7 @@
 """The folder of a training's checkpoints: whole ones by their steps, the last few of them, each file with its checksum.
 
 A checkpoint is written beside and renamed once it is whole, so that whatever ends a process leaves those before as they
-were. Its `manifest.json` says what it is of, and the size and SHA-256 of each of its files.
+were. Its `manifest.json` says what it is of, the size and SHA-256 of each of its files, and a SHA-256 of all that.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ from ...writing import write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+SEAL = "sha256"
+"""By which a manifest holds the checksum of itself."""
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -45,7 +47,7 @@ class Checkpoint:
         """
         try:
             document = json.loads((self.path / MANIFEST).read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StudyError(
                 f"'{self.path}' is no whole checkpoint: its {MANIFEST} cannot be read ({error})"
             ) from error
@@ -54,6 +56,8 @@ class Checkpoint:
                 f"'{self.path}' is no checkpoint of this version of redline, which reads format {FORMAT}: "
                 f"its {MANIFEST} says otherwise"
             )
+        if document != _sealed(document) or document.get("step") != self.step:
+            raise StudyError(f"'{self.path}' is damaged: its {MANIFEST} is not as it was when saved")
         return document
 
     def files(self) -> tuple[str, ...]:
@@ -77,6 +81,12 @@ class Checkpoint:
                     raise StudyError(f"'{path}' is damaged: its checksum is not the one it was saved with")
             except OSError as error:
                 raise StudyError(f"'{path}' cannot be read: {error.strerror or error}") from error
+
+
+def _sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the checksum of what else it says."""
+    rest = {name: value for name, value in document.items() if name != SEAL}
+    return {**rest, SEAL: hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def _files_of(document: Mapping[str, Any]) -> bool:
@@ -125,8 +135,9 @@ class CheckpointFolder:
             OSError: it cannot be written.
         """
         beside, path = self.beside(step), self.path / f"step-{step:08d}"
-        document = {"format": FORMAT, "step": step, **facts, "files": dict(files)}
-        write_atomic(beside / MANIFEST, json.dumps(document, indent=1).encode())
+        # Compared as it is read again: what is no plain JSON would be another thing then.
+        document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, "files": dict(files)}))
+        write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
         _sync(beside)
         if path.exists():  # of a training that went back behind it
             self._remove(Checkpoint(path))
@@ -140,8 +151,12 @@ class CheckpointFolder:
         """Removes what lies beside, of a save that failed."""
         shutil.rmtree(self.beside(step), ignore_errors=True)
 
-    def prepare(self) -> None:
+    def prepare(self, found: Checkpoint | None = None) -> None:
         """Makes the folder, and removes what saves that were killed have left.
+
+        Args:
+            found: what the training goes on from. Later ones, which are damaged, get another name: they are not the latest
+                any more, nor counted among those that are kept.
 
         Raises:
             OSError: it cannot be made.
@@ -150,6 +165,11 @@ class CheckpointFolder:
         for each in self.path.iterdir():
             if each.name.startswith("."):
                 shutil.rmtree(each, ignore_errors=True)
+        for later in self.all():
+            if found is not None and later.step > found.step:
+                aside = later.path.with_name(f"damaged-{later.path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(later.path, aside)
 
     def _remove(self, old: Checkpoint) -> None:
         # Renamed first: a process that is killed meanwhile must not leave half of one under its name.

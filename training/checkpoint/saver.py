@@ -127,7 +127,7 @@ class Saver:
         try:
             failure = self._written(parts, step, facts)
         except (CheckpointException, OSError) as error:
-            failure = _reason(error)
+            failure = _reason(error, self._group is not None)
         if failure and self._rank == 0:
             self.folder.discard(step)
         return Saved(step=step, seconds=time.perf_counter() - begin, stalled=stalled, failure=failure)
@@ -189,11 +189,12 @@ def _tried(what: Any) -> Any:
         return _reason(error)
 
 
-def _reason(error: BaseException) -> str:
-    """Why a save failed, in a line: what a rank was told rather than that one of them failed."""
+def _reason(error: BaseException, several: bool = True) -> str:
+    """Why a save failed, in a line: what a rank was told rather than that one of them failed; whose it is where there are
+    several."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())
-        return f"rank {rank}: {_reason(cause)}"
+        return f"rank {rank}: {_reason(cause)}" if several else _reason(cause)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -53,8 +53,29 @@ def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> 
     """
     from torch.distributed import checkpoint
 
-    writer = checkpoint.FileSystemWriter(folder)
-    checkpoint.save({}, storage_writer=writer, planner=_save_planner(parts), process_group=group, no_dist=group is None)
+    checkpoint.save(
+        {}, storage_writer=_writer(folder), planner=_save_planner(parts), process_group=group, no_dist=group is None
+    )
+
+
+def _writer(folder: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        """Tells of a disk that refuses in the middle of a tensor, where torch tells of a position it did not expect."""
+
+        def write_data(self, *args: Any) -> Any:
+            try:
+                return super().write_data(*args)
+            except RuntimeError as error:
+                cause: BaseException | None = error
+                while cause is not None and not isinstance(cause, OSError):
+                    cause = cause.__context__
+                if cause is None:
+                    raise
+                raise OSError(cause.errno, cause.strerror) from error
+
+    return Writer(folder)
 
 
 def _save_planner(parts: Sequence[Part]) -> Any:

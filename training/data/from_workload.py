@@ -75,9 +75,10 @@ class FromWorkload:
         return _joined(pieces)
 
     def _step(self, step: int) -> Batch:
-        if self._last is None or self._last[0] != step:
-            self._last = step, make_batch(self.workload, self.samples_per_step, step_seed(self.seed, step))
-        return self._last[1]
+        last = self._last  # evaluations and the samples of the next step are asked for from several threads
+        if last is None or last[0] != step:
+            self._last = last = step, make_batch(self.workload, self.samples_per_step, step_seed(self.seed, step))
+        return last[1]
 
 
 def _joined(pieces: list[Batch]) -> Batch:

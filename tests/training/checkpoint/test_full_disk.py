@@ -1,0 +1,152 @@
+"""A disk that is full ends a save, loudly, and nothing else."""
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from redline.training.checkpoint.folder import CheckpointFolder
+from redline.training.checkpoint.restoring import check
+from redline.training.hyperparameters import Hyperparameters
+from small_disk import fill, free, on_small_disk
+from trainings import part, place
+
+HYPER = Hyperparameters(steps=12, lr=1e-3)
+FULL, ROOM = 5, 9
+"""Steps before which the disk becomes full, and has room again: the saves of 6 and 8 fail."""
+
+
+def hooked(full, room):
+    """Has the disk become full and empty between saves; what the folder held when it had been full."""
+
+    def stop(loop):
+        if loop.step in (FULL, ROOM):
+            while not loop.saver.ended:
+                time.sleep(0.001)
+            (full if loop.step == FULL else room)(loop)
+        return False
+
+    return stop
+
+
+def trained(folder, workload, config):
+    """On every rank: the part, and what lay in the folder while the disk was full."""
+    kept = {}
+
+    def room(loop):
+        where = CheckpointFolder(Path(folder, "checkpoints"))
+        kept["names"] = sorted(each.name for each in where.path.iterdir())
+        kept["whole"] = [each.step for each in where.all() if not check(each, None)]
+        if place()[0] == 0:
+            free(folder)
+
+    def full(loop):
+        if place()[0] == 0:
+            fill(folder)
+
+    found = part(workload, config, HYPER, save=Path(folder, "checkpoints"), stop=hooked(full, room), save_every=2)
+    last = CheckpointFolder(Path(folder, "checkpoints")).all()[0]
+    return found, kept, (last.step, check(last, None))
+
+
+@pytest.mark.parametrize(("config", "ranks"), [({"micro_batch": 4}, 1), ({"dp": 2, "zero": 1}, 2), ({"tp": 2}, 2)])
+def test_it_ends_the_save_and_not_the_training(small, config, ranks):
+    workload = small("llama", global_batch=8)
+    found = on_small_disk(8 << 20, trained, workload, config, ranks=ranks)
+    (one, kept, last), *_ = found if ranks > 1 else [found]
+    told = {line["step"]: line["failure"] for line in one.of("checkpoint")}
+    assert {step for step, failure in told.items() if failure} == {6, 8}
+    assert "No space left on device" in told[6] and "\n" not in told[6]
+    assert ("rank " in told[6]) is (ranks > 1)
+    assert one.step == 12 and not one.failure and last == (12, "")
+    # What failed left nothing, and the one before stayed whole.
+    assert kept == {"names": ["step-00000002", "step-00000004"], "whole": [4, 2]}
+    if ranks == 1:
+        assert one.losses == part(workload, config, HYPER).losses
+
+
+def test_one_rank_alone_whose_disk_refuses_is_named_and_none_goes_on_with_half(two, small, tmp_path):
+    def limited(loop):
+        if place()[0] == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    def lifted(loop):
+        if place()[0] == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def run(workload):
+        return part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", stop=hooked(limited, lifted), save_every=2)
+
+    found = two.run(run, small("llama"))
+    told = {line["step"]: line["failure"] for line in found[0].of("checkpoint")}
+    assert {step for step, failure in told.items() if failure} == {6, 8}
+    assert told[6].startswith("rank 1: ") and "File too large" in told[6]
+    assert [each.failure for each in found] == ["", ""]
+    assert [each.step for each in CheckpointFolder(tmp_path / "here").all()] == [12, 10, 4]
+    assert not list((tmp_path / "here").glob(".*"))
+
+
+def last_fails(folder, workload):
+    def full(loop):
+        if loop.step == 11:
+            fill(folder)
+        return False
+
+    found = part(workload, {"micro_batch": 4}, HYPER, save=Path(folder, "checkpoints"), stop=full, save_every=6)
+    return found, [each.step for each in CheckpointFolder(Path(folder, "checkpoints")).all()]
+
+
+def test_a_last_save_that_fails_is_told_at_the_end(small):
+    found, kept = on_small_disk(8 << 20, last_fails, small("llama"))
+    assert found.step == 12 and "No space left on device" in found.failure
+    assert found.of("end")[0]["failure"] == found.failure
+    assert kept == [6]
+
+
+def full_log(folder, workload):
+    from redline.runners.train import _logging
+
+    with _logging(Path(folder), None) as log:
+        log({"kind": "step", "step": 1})
+        fill(folder)
+        for _ in range(50):
+            log({"kind": "step", "step": 2, "text": "x" * 200})
+        free(folder)
+        log({"kind": "step", "step": 3})
+    return Path(folder, "log.jsonl").read_text()
+
+
+def test_a_log_that_cannot_be_written_ends_no_training(small, capfd):
+    lines = on_small_disk(1 << 20, full_log, small("llama")).splitlines()
+    whole = []
+    for line in lines:
+        try:
+            whole.append(json.loads(line)["step"])
+        except ValueError:
+            continue
+    assert whole[0] == 1
+    assert "the log cannot be written (No space left on device)" in capfd.readouterr().out
+    assert 3 in whole
+
+
+def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
+    """A folder that is no folder on any rank: each save fails at once, on both, and steps go on."""
+    (tmp_path / "file").write_text("")
+
+    def run(workload):
+        from redline.training.checkpoint.saver import Saver
+        from redline.training.checkpoint.state import State
+        from trainings import built
+
+        group = dist.new_group(backend="gloo")
+        saver = Saver(CheckpointFolder(tmp_path / "file" / "below"), place()[0], group)
+        saver.save(State(built(workload, {"tp": 2}, HYPER)), 3, {})
+        saved = saver.wait()
+        saver.close()
+        return saved
+
+    found = two.run(run, small("llama"), timeout=60)
+    assert all("Not a directory" in each.failure for each in found)
+    assert found[0].failure == found[1].failure

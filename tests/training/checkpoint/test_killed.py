@@ -1,0 +1,158 @@
+"""`kill -9` at any moment of a save leaves the checkpoint before it, whole, and nothing that passes for one."""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from redline.models.layouts.dcp import dcp_tensors
+from redline.schedule.parallel.sharding import local
+from redline.training.checkpoint.folder import CheckpointFolder
+from redline.training.checkpoint.restoring import check, latest
+from redline.training.checkpoint.saver import Saver
+from redline.training.checkpoint.state import State
+from redline.training.hyperparameters import Hyperparameters
+from trainings import built
+
+KEEP = 2
+MANY = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def training(small):
+    """One that has taken a step, so that its optimizer has a state."""
+    found = built(small("llama", num_hidden_layers=3), {"micro_batch": 8}, Hyperparameters())
+    batch = found.micro_batches(found.workload.batch(8, 0))
+    found.passes(batch)
+    found.update()
+    return found
+
+
+def saving(training, where, told, rank=0, group=None):
+    """Saves checkpoints as fast as it can, every tensor of each full of the number of its step; tells of those that are
+    done."""
+    folder = CheckpointFolder(where, KEEP)
+    found = latest(folder, group, lambda note: os.write(told, note.encode() + b"\n"))
+    if rank == 0:
+        folder.prepare()
+    state, saver = State(training), Saver(folder, rank, group)
+    step = found.step if found else 0
+    while True:
+        step += 1
+        with torch.no_grad():
+            for tensor, _ in state.tensors().values():
+                local(tensor.detach()).fill_(step)
+        before = saver.save(state, step, {"samples": 8 * step})
+        if before is not None and rank == 0:
+            os.write(told, (before.failure or str(before.step)).encode() + b"\n")
+
+
+def forked(function, *args):
+    """A process that does this until it is killed; what it says comes out of the pipe."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reads)
+            function(*args, writes)
+        finally:
+            os._exit(1)
+    os.close(writes)
+    return pid, reads
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+    return os.WTERMSIG(os.waitpid(pid, 0)[1])
+
+
+def said(reads):
+    """What a process has said until its end."""
+    with os.fdopen(reads, "rb") as file:
+        return file.read().decode().split()
+
+
+def killed_once(training, where, chance):
+    """Ends such a process at some moment behind its first checkpoint; the last step that it told of."""
+    pid, reads = forked(lambda told: saving(training, where, told))
+    first = os.read(reads, 64).decode().split()
+    time.sleep(chance.uniform(0, 0.15))
+    assert kill(pid) == signal.SIGKILL, "it ended by itself"
+    return int((first + said(reads))[-1])
+
+
+def holds(where, told):
+    """What must be so after every kill; what kind of rest was left."""
+    folder = CheckpointFolder(where, KEEP)
+    notes = []
+    found = latest(folder, None, notes.append)
+    # Not even one that is passed over: what has a checkpoint's name is one.
+    assert notes == [] and [each for each in folder.all() if check(each, None)] == []
+    assert found.step >= told and found.manifest["samples"] == 8 * found.step
+    assert len(folder.all()) <= KEEP + 1
+    tensors = dcp_tensors(found.path)
+    assert len(tensors) > 60
+    mixed = [name for name, each in tensors.items() if not (each.read() == found.step).all()]
+    assert mixed == []
+    return {each.name.rpartition(".")[2] for each in folder.path.iterdir() if each.name.startswith(".")}
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=MANY)])
+def test_a_kill_at_any_moment_leaves_the_last_checkpoint_whole(training, tmp_path, times):
+    chance, rests, told = random.Random(times), Counter(), 0
+    for _ in range(times):
+        again = killed_once(training, tmp_path / "here", chance)
+        assert again > told, "it went on from the last one"
+        told = again
+        rests.update(holds(tmp_path / "here", told))
+    # Most moments are in the middle of a save; without any, this would have tried nothing.
+    assert rests["saving"] >= times / 4
+    CheckpointFolder(tmp_path / "here", KEEP).prepare()
+    assert [each.name for each in (tmp_path / "here").iterdir() if each.name.startswith(".")] == []
+
+
+def ranks_saving(training, where, store, rank):
+    def run(told):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        saving(training, where, told, rank, dist.new_group(backend="gloo"))
+
+    return forked(run)
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(40, marks=MANY)])
+def test_a_kill_of_either_of_two_ranks(training, tmp_path, times):
+    chance, told = random.Random(times), 0
+    for number in range(times):
+        store = str(tmp_path / f"store{number}")
+        (first, reads), (second, other) = (ranks_saving(training, tmp_path / "here", store, rank) for rank in (0, 1))
+        begun = os.read(reads, 64).decode().split()
+        time.sleep(chance.uniform(0, 0.15))
+        victims = [first, second] if chance.random() < 0.5 else [second, first]
+        kill(victims[0])
+        time.sleep(chance.choice([0, 0.02, 0.1]))  # the other may find out, or be in the middle of something itself
+        try:
+            os.kill(victims[1], signal.SIGKILL)
+        finally:
+            os.waitpid(victims[1], 0)
+        steps = [int(each) for each in begun + said(reads) if each.isdigit()]
+        os.close(other)
+        assert steps[0] > told
+        told = steps[-1]
+        holds(tmp_path / "here", told)
+
+
+def test_what_is_not_named_by_a_step_is_no_checkpoint_and_stays(tmp_path):
+    """People keep things beside: what redline did not make it does not remove."""
+    (tmp_path / "step-7-of-mine").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000003").write_text("a file")
+    folder = CheckpointFolder(tmp_path)
+    folder.prepare()
+    assert folder.all() == []
+    assert sorted(each.name for each in Path(tmp_path).iterdir()) == ["notes.txt", "step-00000003", "step-7-of-mine"]

@@ -1,0 +1,235 @@
+"""What a training's future depends on is in its checkpoint, whatever optimizer, adapters or buffers it has."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from redline.errors import WorkloadError
+from redline.models import Workload
+from redline.models.layouts.dcp import dcp_tensors
+from redline.models.lora import Lora, with_lora
+from redline.training.checkpoint.folder import CheckpointFolder
+from redline.training.checkpoint.saver import shared_out
+from redline.training.checkpoint.state import State
+from redline.training.checkpoint.storage import parts_of
+from redline.training.data import FromWorkload
+from redline.training.hyperparameters import Hyperparameters
+from trainings import built, part, unequal
+
+HYPER = Hyperparameters(steps=6, lr=1e-2, warmup=2)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps of each parameter numbers as Python has them, and nothing as a tensor."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                kept = self.state[each]
+                kept["count"] = kept.get("count", 0) + 1
+                kept["scale"] = kept.get("scale", 1.0) * 0.9
+                kept["odd"] = kept["count"] % 2 == 1
+                assert type(kept["count"]) is int and type(kept["odd"]) is bool
+                with torch.no_grad():
+                    each -= group["lr"] * kept["scale"] * (1 + kept["odd"]) * each.grad.sign()
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "SGD with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-3, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=False),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
+    "numbers": lambda params: Counting(params, lr=1e-3),
+}
+
+
+def with_optimizer(workload, name):
+    return replace(workload, optimizer=OPTIMIZERS[name])
+
+
+def goes_on_bit_for_bit(workload, config, where, hyper=HYPER, run=lambda function: function()):
+    """Whether a training that is taken up at its checkpoint ends as the one that never stopped."""
+    whole = run(lambda: part(workload, config, hyper))
+    run(lambda: part(workload, config, hyper, until=3, save=where))
+    again = run(lambda: part(workload, config, hyper, begin=where))
+    one = (whole, again) if isinstance(whole, type(again)) and not isinstance(whole, list) else (whole[0], again[0])
+    assert one[1].found == 3 and one[1].losses == one[0].losses[3:]
+    assert unequal(one[0].weights, one[1].weights) == []
+    return dcp_tensors(CheckpointFolder(where).all()[0].path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_bit_for_bit(small, tmp_path, name):
+    held = goes_on_bit_for_bit(with_optimizer(small("llama"), name), {"micro_batch": 8}, tmp_path)
+    keys = {each.rpartition("/")[2] for each in held if each.startswith("optimizer/")}
+    assert (
+        keys
+        == {
+            "SGD": set(),
+            "SGD with momentum": {"momentum_buffer"},
+            "Adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+            "AdamW": {"step", "exp_avg", "exp_avg_sq"},
+            "AdamW fused": {"step", "exp_avg", "exp_avg_sq"},
+            "Adafactor": {"step", "row_var", "col_var", "variance"},
+            "RMSprop": {"step", "square_avg", "grad_avg"},
+            "numbers": {"count:int", "scale:float", "odd:bool"},
+        }[name]
+    )
+
+
+@pytest.mark.parametrize(("name", "config"), [
+    ("SGD with momentum", {"tp": 2}), ("AdamW fused", {"dp": 2, "zero": 3}), ("numbers", {"tp": 2}),
+    ("RMSprop", {"dp": 2, "zero": 1}),
+])  # fmt: skip
+def test_and_on_parts_in_any_other_strategy(two, small, tmp_path, name, config):
+    workload = with_optimizer(small("llama"), name)
+    alone = part(workload, {"micro_batch": 8}, HYPER)
+    found = two.run(lambda: part(workload, config, HYPER, until=3, save=tmp_path))[0]
+    again = part(workload, {"micro_batch": 8}, HYPER, begin=tmp_path)
+    assert found.losses + again.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert again.found == 3 and len(again.losses) == 3
+
+
+def test_fused_and_not_are_one_kind_of_state(small, tmp_path):
+    part(with_optimizer(small("llama"), "AdamW fused"), {"micro_batch": 8}, HYPER, until=3, save=tmp_path)
+    again = part(with_optimizer(small("llama"), "AdamW"), {"micro_batch": 8}, HYPER, begin=tmp_path)
+    whole = part(with_optimizer(small("llama"), "AdamW"), {"micro_batch": 8}, HYPER)
+    assert again.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+
+
+def test_a_state_that_parts_do_not_make_up_is_refused_before_anything_is_written(two, small, tmp_path):
+    workload = with_optimizer(small("llama"), "Adafactor")
+
+    def run():
+        steps = []
+        with pytest.raises(WorkloadError) as refused:
+            part(workload, {"tp": 2}, HYPER, save=tmp_path / "here", watch=steps.append)
+        (training,) = steps
+        assert {float(each["step"]) for each in training.optimizer.state.values()} == {1}, "at once"
+        return str(refused.value)
+
+    for text in two.run(run, timeout=60):
+        assert text.startswith("Adafactor keeps 'row_var' of model.embed_tokens.weight in a form that cannot")
+        assert text.endswith("checkpoints of it need tp=1 and zero of at most 1")
+    assert not list((tmp_path / "here").glob("step-*"))
+
+
+class Normed(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+
+
+def drawn(size, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=draw) + 1, torch.randint(0, 4, (size,), generator=draw)
+
+
+def entropy(output, batch):
+    return torch.nn.functional.cross_entropy(output, batch[1])
+
+
+def test_buffers_of_batch_norm_are_kept(tmp_path):
+    workload = Workload(name="normed", model=Normed, batch=drawn, loss=entropy, global_batch=8)
+    held = goes_on_bit_for_bit(workload, {"micro_batch": 4}, tmp_path)
+    assert held["model/1.running_mean"].read().any()
+    assert int(held["model/1.num_batches_tracked"].read()) == 6  # two micro-batches a step
+    assert held["model/1.num_batches_tracked"].dtype == torch.int64
+
+
+def test_of_adapters_only_they_have_a_state(small, tmp_path):
+    held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
+    states = [name for name in held if name.startswith("optimizer/")]
+    assert states and all(".lora_" in name for name in states)
+    assert len({name.removeprefix("model/") for name in held if name.startswith("model/")}) > len(states) / 3
+
+
+def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path):
+    held = goes_on_bit_for_bit(small("llama"), {"micro_batch": 8, "offload": "optimizer"}, tmp_path)
+    plain = tmp_path / "plain"
+    part(small("llama"), {"micro_batch": 8}, HYPER, until=3, save=plain)
+    assert held.keys() == dcp_tensors(CheckpointFolder(plain).all()[0].path).keys()
+
+
+def test_dropout_goes_on_bit_for_bit(small, tmp_path):
+    """What is dropped follows from the seed, the step and the place, none of which a checkpoint needs to hold."""
+    workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
+    goes_on_bit_for_bit(workload, {"micro_batch": 2}, tmp_path)
+    whole = part(workload, {"micro_batch": 2}, HYPER)
+    assert whole.losses != part(small("gpt2"), {"micro_batch": 2}, HYPER).losses, "nothing was dropped"
+
+
+@pytest.mark.parametrize(
+    "config", [{"dp": 2, "zero": 1}, {"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], ids=str
+)
+def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
+    workload = small("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
+    goes_on_bit_for_bit(workload, config, tmp_path, run=two.run)
+
+
+@pytest.mark.parametrize("config", [{"dp": 2, "zero": 1}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_moving_averages_are_kept(two, small, tmp_path, config):
+    hyper = replace(HYPER, average=0.5)
+    workload = with_optimizer(small("llama"), "SGD with momentum")  # rounding stays rounding
+    whole = part(workload, {"micro_batch": 8}, hyper, save=tmp_path / "whole")
+    two.run(lambda: part(workload, config, hyper, until=3, save=tmp_path / "here"))
+    part(workload, {"micro_batch": 8}, hyper, begin=tmp_path / "here", save=tmp_path / "here")
+    one, other = (dcp_tensors(CheckpointFolder(tmp_path / each).all()[0].path) for each in ("whole", "here"))
+    names = [name for name in one if name.startswith("average/")]
+    assert len(names) == len([name for name in one if name.startswith("model/")])
+    for name in names:
+        torch.testing.assert_close(other[name].read(), one[name].read(), rtol=1e-5, atol=1e-7)
+        assert not torch.equal(one[name].read(), one[name.replace("average/", "model/")].read())
+    assert whole.step == 6
+
+
+def test_an_average_that_begins_later_begins_at_the_weights(small, tmp_path):
+    part(small("llama"), {"micro_batch": 8}, HYPER, until=3, save=tmp_path)
+    part(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.999999), begin=tmp_path, until=4, save=tmp_path)
+    here, before = (dcp_tensors(each.path) for each in CheckpointFolder(tmp_path).all())
+    for name in before:
+        if name.startswith("model/"):
+            torch.testing.assert_close(
+                here[name.replace("model/", "average/")].read(), before[name].read(), atol=1e-6, rtol=0
+            )
+
+
+# -- who writes what -----------------------------------------------------------------------------------------
+
+
+def written(workload, config):
+    """Of this rank: places and bytes of what it has."""
+    training = built(workload, config, HYPER)
+    training.passes(training.micro_batches(training.share(FromWorkload(workload), 0)))
+    training.update()
+    return {each.place: each.data.numel() * each.data.element_size() for each in parts_of(State(training).tensors())}
+
+
+@pytest.mark.parametrize("config", [{"dp": 2}, {"dp": 2, "zero": 1}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two, small, config):
+    everybody = two.run(lambda: written(small("llama"), config))
+    shares = shared_out(everybody)
+    times = Counter(place for share in shares for place in share)
+    assert set(times.values()) == {1} and times.keys() == everybody[0].keys() | everybody[1].keys()
+    assert all(share <= everybody[rank].keys() for rank, share in enumerate(shares))
+    loads = [sum(everybody[rank][place] for place in share) for rank, share in enumerate(shares)]
+    assert max(loads) <= 1.05 * sum(loads) / 2
+
+
+def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, small, tmp_path):
+    part(small("llama"), {"micro_batch": 8}, HYPER, until=2, save=tmp_path / "one")
+    two.run(lambda: part(small("llama"), {"dp": 2}, HYPER, until=2, save=tmp_path / "two"))
+    (one,), (both) = (
+        [
+            said["bytes"]
+            for name, said in CheckpointFolder(tmp_path / each).all()[0].manifest["files"].items()
+            if name[0] == "_"
+        ]
+        for each in ("one", "two")
+    )
+    assert sum(both) < 1.05 * one and max(both) < 0.55 * one

@@ -1,0 +1,1 @@
+from train_commands import here, run, start  # noqa: F401

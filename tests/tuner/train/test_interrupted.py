@@ -1,0 +1,149 @@
+"""Whatever ends a training, it goes on from its checkpoint as if nothing had happened, elsewhere and otherwise too."""
+
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+from processes import left_of
+from train_commands import PLAIN, SIZES, curve, lines_of, trained
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def steps_done(least):
+    return lambda line: line["kind"] == "checkpoint" and line["step"] >= least and not line["failure"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(here):
+    from train_commands import Command
+
+    arguments = trained("train", "llama", "uninterrupted", "--lr", "1e-3", steps=150)
+    code, text = Command(arguments, here).wait()
+    assert code == 0, text
+    return curve(here / "uninterrupted")
+
+
+def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, here, uninterrupted):
+    tuned = start("tune", "llama", *SIZES, "--devices", 2, "--trials", 2, "--measure-time", "50ms", "--out", "run")
+    code, text = tuned.wait()
+    assert code == 0, text
+    out = here / "killed"
+    command = start(*trained("train", "run", "killed", "--lr", "1e-3", "--save-every", 5, steps=150, devices=2))
+    command.until(out, steps_done(20))
+    command.signal(signal.SIGKILL)
+    command.wait()
+    assert left_of(command.began) == []
+    document = yaml.safe_load((out / "train.yaml").read_text())
+    winner = yaml.safe_load((here / "run" / "best.yaml").read_text())["best"]["configuration"]
+    (first,) = document["strategies"]
+    assert first["why"] == "the run's winner" and first["devices"] == 2
+    assert {name: value for name, value in first["configuration"].items() if name in winner} == {
+        **winner, "precision": "fp32", "fusion": False, "attention": "eager", "kernels": False,
+    }  # fmt: skip
+    # On one device, where it is planned anew, and killed again; then on two in a configuration that is asked for.
+    command = start("train", "killed", "--resume", "--devices", 1)
+    command.until(out, steps_done(60))
+    command.signal(signal.SIGKILL)
+    _, text = command.wait()
+    assert left_of(command.began) == []
+    assert "planned anew for 1 devices, after 2" in text and "going on from step-" in text
+    code, text = start("train", "killed", "--resume", "--devices", 2, *PLAIN, "--fix", "tp=2").wait()
+    assert code == 0, text
+    assert "trained: 150 steps" in text
+    strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
+    assert [each["devices"] for each in strategies] == [2, 1, 2] and strategies[2]["configuration"]["tp"] == 2
+    assert [each["step"] for each in strategies] == sorted(each["step"] for each in strategies)
+    found = curve(out)
+    assert found.keys() == uninterrupted.keys()
+    assert [found[step] for step in range(1, 151)] == pytest.approx(
+        [uninterrupted[step] for step in range(1, 151)], rel=2e-4
+    )
+    assert found[150] < found[1] - 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupt_ends_with_a_checkpoint_from_which_it_goes_on(start, here, uninterrupted, number):
+    name = f"interrupted-{number.name}"
+    command = start(*trained("train", "llama", name, "--lr", "1e-3", steps=150))
+    command.until(here / name, lambda line: line["step"] >= 10)
+    command.signal(number)
+    code, text = command.wait()
+    assert code == 130, text
+    assert left_of(command.began) == [] and "Traceback" not in text
+    assert f"go on: redline train {name} --resume" in text
+    last = lines_of(here / name)[-1]
+    assert last["kind"] == "end" and last["stopped"] and 10 <= last["step"] < 150
+    assert f"ended early: {last['step']} steps" in text
+    assert [each.name for each in (here / name / "checkpoints").iterdir()] == [f"step-{last['step']:08d}"]
+    code, text = start("train", name, "--resume").wait()
+    assert code == 0, text
+    found = curve(here / name)
+    assert [found[step] for step in range(1, 151)] == [uninterrupted[step] for step in range(1, 151)], "bit for bit"
+
+
+def test_a_second_interrupt_ends_at_once(start, here):
+    command = start("train", "work.py:slow", "--steps", 50, "--log-every", 1, "--devices", 1, "--out", "twice",
+                    "--fix", "micro_batch=1")  # fmt: skip
+    while not (here / "twice" / "logs").exists():
+        assert command.process.poll() is None, command.process.stdout.read()
+    time.sleep(15)  # in the middle of a step of 24 s
+    ranks = psutil.Process(command.process.pid).children(recursive=True)
+    command.signal(signal.SIGINT)
+    time.sleep(2)
+    assert command.process.poll() is None
+    before = time.monotonic()
+    command.signal(signal.SIGINT)
+    code, text = command.wait()
+    assert code == 130 and time.monotonic() - before < 10, text
+    assert "Ctrl-C again ends at once" in text and "Traceback" not in text
+    assert left_of(ranks) == []
+    assert not list((here / "twice" / "checkpoints").glob("step-*"))
+
+
+def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
+    out = here / "spiking"
+    arguments = ("train", "work.py:spiking", "--devices", 1, "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1,
+                 "--save-every", 4, "--fix", "micro_batch=8", "--out")  # fmt: skip
+    code, text = start(*arguments, "fixed").wait()
+    # Nothing is safer than what was asked for.
+    assert code == 3, text
+    assert "the training ran out of memory, and no configuration for 1 devices needs clearly less" in text
+    arguments = [each for each in arguments if each not in ("--fix", "micro_batch=8")]
+    code, text = start(*arguments, out.name).wait()
+    assert code == 0, text
+    strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
+    first, *rest = [each["configuration"]["micro_batch"] for each in strategies]
+    assert rest and max(rest) < first
+    assert "note: out of memory:" in text and "going on from step" in text and "trained: 60 steps" in text
+    assert strategies[-1]["step"] % 4 == 0 and 0 < strategies[-1]["step"] <= 20
+    assert curve(out).keys() == set(range(1, 61))
+    code, text = start("train", "work.py:net", "--devices", 1, "--steps", 60, "--log-every", 1, "--out", "never").wait()
+    assert code == 0, text
+    assert curve(out) == pytest.approx(curve(here / "never"), rel=1e-5)
+
+
+def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "3",
+                "-m", "redline.train"]  # fmt: skip
+    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1, "--save-every", 4,
+                 "--out", "launched"]  # fmt: skip
+    code, text = start(*arguments, launcher=launcher).wait()
+    assert code == 0, text
+    strategies = yaml.safe_load((here / "launched" / "train.yaml").read_text())["strategies"]
+    micro = [each["configuration"]["micro_batch"] for each in strategies]
+    assert len(micro) > 1 and micro == sorted(micro, reverse=True) and micro[-1] < micro[0]
+    assert not (here / "launched" / "out-of-memory.json").exists()
+    assert max(curve(here / "launched")) == 60 and "note: out of memory" in text
+
+
+def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
+    code, text = start(
+        "train", "work.py:broken", "--devices", 1, "--steps", 60, "--save-every", 4, "--out", "broke"
+    ).wait()
+    assert code == 1, text
+    assert "no such token" in text and "--resume goes on from the latest checkpoint" in text and "Traceback" not in text
+    assert "KeyError" in (here / "broke" / "logs" / "0.log").read_text()

@@ -1,0 +1,170 @@
+"""What `redline train` and `redline convert` cannot do they refuse, saying what was given, which rule, and what to do."""
+
+import json
+
+import pytest
+from train_commands import SIZES, trained
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def finished(here):
+    """A training of six steps."""
+    from train_commands import Command
+
+    code, text = Command(trained("train", "llama", "finished", "--average", "0.9", steps=6), here).wait()
+    assert code == 0, text
+    return "finished"
+
+
+def refused(run, said, *arguments, expected=2):
+    code, out, err = run(*arguments)
+    text = " ".join((out + err).split())
+    assert code == expected, text
+    assert all(each in text for each in said), text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        (b"", (), ["is empty"]),
+        (b"caf\xe9 au lait " * 50, (), ["UTF-8"]),
+        (b"short", (), ["is too short: a sample has 16 tokens, but the data has", "a smaller sequence length"]),
+        (b"one sample alone " * 1, ("--held-out", "0.5"), ["of which none can be held out"]),
+        (
+            b"some more text here " * 10,
+            ("--held-out", "0.1", "--eval-every", "5"),
+            ["are held out; give a larger --held-out"],
+        ),
+        (None, (), ["no-such.txt"]),
+    ],
+    ids=["empty", "not UTF-8", "too short", "none to hold out", "too few held out", "not there"],
+)
+def test_data_that_is_of_no_use(run, here, tmp_path, content, more, said):
+    path = here / "given.txt" if content is not None else here / "no-such.txt"
+    if content is not None:
+        path.write_bytes(content)
+    refused(run, said, "train", "llama", "--data", path, *SIZES, "--devices", 1, *more, "--out", tmp_path / "out")
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
+    small = json.loads((here / "llama" / "config.json").read_text()) | {"vocab_size": 100}
+    (here / "narrow").mkdir(exist_ok=True)
+    (here / "narrow" / "config.json").write_text(json.dumps(small))
+    said = ["text by bytes needs a vocabulary of at least 25", "but the model has 100; give a tokenizer"]
+    refused(run, said, "train", "narrow", "--data", "corpus.txt", *SIZES, "--devices", 1, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--lr", "0.5"), ["has lr=the default, and cannot go on with 0.5", "start another one for that"]),
+        (("--data", "work.py"), ["has paths=['corpus.txt'], and cannot go on with ['work.py']"]),
+        (("--global-batch", "16"), ["has global_batch=8, and cannot go on with 16"]),
+        (("--average", "0.5"), ["has average=0.9, and cannot go on with 0.5"]),
+        (("--log-every", "0"), ["log_every must be a whole number of at least 1, but got 0"]),
+        (("--devices", "0"), ["devices must be a whole number of at least 1, but got 0"]),
+    ],
+    ids=["lr", "data", "global batch", "average", "plan", "devices"],
+)
+def test_a_training_does_not_go_on_as_another(run, finished, more, said):
+    refused(run, said, "train", finished, "--resume", *more)
+
+
+def test_a_folder_that_is_taken(run, finished):
+    said = ["'finished' holds a training already; go on with it by --resume, or give another --out"]
+    refused(run, said, *trained("train", "llama", finished))
+
+
+def test_a_folder_that_holds_none(run, here):
+    refused(run, ["'llama' holds no training: train.yaml cannot be read"], "train", "llama", "--resume")
+    refused(run, ["'llama' holds no training; give the --out of `redline train`"], "convert", "llama", "out")
+
+
+def test_data_that_has_changed(run, here, finished):
+    before = (here / "corpus.txt").read_text()
+    try:
+        (here / "corpus.txt").write_text(before[1:])
+        refused(run, ["the data is another than the training in 'finished' had so far"], "train", finished, "--resume")
+    finally:
+        (here / "corpus.txt").write_text(before)
+
+
+def test_runs_that_name_nothing_to_train(run, here, tmp_path):
+    (tmp_path / "best.yaml").write_text("best: null\nwhy: every trial ran out of memory\n")
+    said = ["names no winner: every trial ran out of memory"]
+    refused(run, said, "train", tmp_path / "best.yaml", expected=3)
+    (tmp_path / "best.yaml").write_text(
+        "best: {configuration: {micro_batch: 1}, throughput: 3.0}\ntrains: {workload: {command: python x.py}}\n"
+    )
+    refused(run, ["is of a command; redline trains models"], "train", tmp_path / "best.yaml")
+    (tmp_path / "best.yaml").write_text("- 1\n")
+    refused(run, ["is no best.yaml of redline"], "train", tmp_path / "best.yaml")
+
+
+def test_a_learning_rate_for_an_optimizer_of_its_own_is_refused(run, here, tmp_path):
+    (here / "own.py").write_text(
+        "import sys; sys.path.insert(0, '.')\nimport torch\nfrom dataclasses import replace\nfrom work import net\n"
+        "own = replace(net, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))\n"
+    )
+    said = ["has an optimizer of its own, whose learning rate --lr does not set"]
+    refused(run, said, "train", "own.py:own", "--lr", "0.1", "--out", tmp_path / "out")
+
+
+# -- convert -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--to", "hff"), ["unknown layout 'hff'; did you mean 'hf'?"]),
+        (("--dtype", "fp8"), ["unknown dtype 'fp8'"]),
+        (
+            ("--to", "megatron", "--dtype", "bfloat16"),
+            ["--dtype is for a Hugging Face checkpoint, and has no effect on megatron"],
+        ),
+        (("--step", 5), ["'finished' has no checkpoint of step 5; there are: 6"]),
+        (("--merge",), ["'finished' has no adapters; it was of all weights"]),
+        (("--to", "peft"), ["'finished' has no adapters; it was of all weights"]),
+        (
+            ("--to", "peft", "--merge"),
+            ["--merge makes plain weights, and peft's checkpoints are adapters; give --to hf"],
+        ),
+    ],
+    ids=str,
+)
+def test_conversions_that_cannot_be(run, here, finished, more, said):
+    refused(run, said, "convert", finished, "nowhere", *more)
+    assert not (here / "nowhere").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--average",), ("--dtype", "bfloat16")], ids=str)
+def test_a_checkpoint_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, finished, tmp_path, more):
+    import torch
+    from redline.models.layouts.dcp import dcp_tensors
+    from redline.training.checkpoint.folder import CheckpointFolder
+    from transformers import AutoModelForCausalLM
+
+    code, out, err = run("convert", finished, tmp_path / "hf", *more)
+    assert code == 0, out + err
+    dtype = torch.bfloat16 if "--dtype" in more else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
+    held = dcp_tensors(CheckpointFolder(here / finished / "checkpoints").all()[0].path)
+    kind = "average" if more == ("--average",) else "model"
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, held[f"{kind}/{name}"].read().to(dtype)), name
+    found = model.generate(torch.tensor([[72, 101, 108]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert found.shape == (1, 7)
+
+
+def test_a_damaged_checkpoint_is_not_converted(run, here, finished, tmp_path):
+    (path,) = (here / finished / "checkpoints").iterdir()
+    data = (path / "__0_0.distcp").read_bytes()
+    try:
+        (path / "__0_0.distcp").write_bytes(data[:-1])
+        refused(run, ["is damaged: it has", "bytes, and had"], "convert", finished, tmp_path / "hf")
+    finally:
+        (path / "__0_0.distcp").write_bytes(data)
