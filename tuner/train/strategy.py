@@ -68,7 +68,7 @@ class Source:
         )
 
 
-def read_source(given: str | Path) -> Source:
+def read_source(given: str | Path, *, of_model: bool = True) -> Source:
     """What a run's folder, its best.yaml, or a model's name says.
 
     Args:
