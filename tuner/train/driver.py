@@ -123,6 +123,8 @@ class Driver:
         self.data: Mapping[str, Any] = {}
         """What the samples say of themselves."""
         self._failed: list[Config] = []
+        self._last: Mapping[str, Any] = {}
+        """What the log says of the end."""
 
     @property
     def step(self) -> int:
@@ -315,11 +317,23 @@ class Driver:
         while not over:
             over = future.done()
             for line in reader.lines():
+                if line.get("kind") == "end":
+                    self._last = line
                 self.listener.line(line)
             if not over:
                 time.sleep(LOOK_S)
 
     def _ended(self, measured: Measurement) -> Trained:
+        """What came of it.
+
+        Raises:
+            TrainingFailed: its last step could not be saved.
+        """
+        if failure := self._last.get("failure"):
+            raise TrainingFailed(
+                f"the training came to step {self._last.get('step')}, which could not be saved: {failure}; the latest checkpoint "
+                f"is that of step {self.step}, and --resume goes on from there"
+            )
         predicted = self.source.predicted if self.strategy.config == self.source.config else None
         return Trained(
             folder=self.path,
