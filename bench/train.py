@@ -196,10 +196,20 @@ def steady(folder: Path, name: str) -> float:
 
 
 def overhead(folder: Path) -> float:
-    """Share of time that a training with a checkpoint a minute would lose to them: what it stands still, and how much
-    longer steps take while one is written."""
-    stalls = [each["stalled"] for each in lines(folder) if each["kind"] == "checkpoint"]
-    return statistics.median(stalls) / 60
+    """Share of time that a training with a checkpoint a minute would lose to them: what it stands still, and by how much
+    steps take longer while one is written. The median over checkpoints."""
+    saves = {each["step"]: each for each in lines(folder) if each["kind"] == "checkpoint" and not each["failure"]}
+    times = {each["step"]: each["step_ms"] / 1e3 for each in lines(folder) if each["kind"] == "step"}
+    usual = statistics.median(times.values())
+    costs = []
+    for step, save in saves.items():
+        lost, left, after = save["stalled"], save["seconds"] - save["stalled"], step + 1
+        while left > 0 and after in times:
+            lost += times[after] - usual
+            left -= times[after]
+            after += 1
+        costs.append(lost)
+    return statistics.median(costs) / 60
 
 
 def changes(folder: Path) -> list[tuple[int, str]]:
@@ -258,7 +268,7 @@ def drawn(expected: dict[int, list[float]], found: dict[int, list[float]], marks
         parts.append(
             f'<line x1="{x}" x2="{x}" y1="{top}" y2="{height - bottom}" stroke="#888" stroke-dasharray="4 3"/>'
         )
-        parts.append(f'<text x="{float(x) + 4:.1f}" y="{top + 12}" fill="#555">{name}</text>')
+        parts.append(f'<text x="{float(x) + 4:.1f}" y="{top - 6}" fill="#555">{name}</text>')
     parts.append(f'<text x="{width - 20}" y="{height - 6}" text-anchor="end" fill="#555">optimizer step</text>')
     parts.append(
         f'<text x="{width - 20}" y="{top + 30}" text-anchor="end" fill="#b37a00">loss, never stopped (wide)</text>'
