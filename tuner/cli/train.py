@@ -40,8 +40,9 @@ def train(as_json: bool, **options: Any) -> int:
 
     options["fix"] = fixes_of(options["fix"]) or None
     request = TrainRequest(**options)
+    from ..ranks import Place
     from ..train.driver import train as start
-    from ..train.launched import Place, train_rank
+    from ..train.launched import train_rank
     from .train_progress import listening
 
     end_in_order()

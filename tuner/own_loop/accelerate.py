@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import UsageError, WorkloadError
 from ..budget import parse_memory
+from ..ranks import Joined, decided, place
 from .decision import Decided, Wanted, decide
 from .given import Asked, Given, given
-from .ranks import Joined, decided, place
 
 if TYPE_CHECKING:
     import torch

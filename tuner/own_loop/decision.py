@@ -13,8 +13,8 @@ from ...models.spaces import make_space
 from ...reading import path_of
 from ...space import Config
 from ..planning import plan
+from ..ranks import Place
 from ..same_training import with_samples_of
-from ..train.launched import Place
 from ..train.strategy import read_source
 from .optimisations import Followed, follow, read_list
 

@@ -1,17 +1,17 @@
-"""The ranks of somebody's own loop: what a launcher started, and how rank 0 tells the others what it decided.
+"""Ranks that a launcher has started, torchrun or whatever sets the variables that it sets; how rank 0 tells the others what it
+decided.
 
 What rank 0 decides may take dry runs on the devices of this host. Until it has decided no rank touches them: the others wait
 at the launcher's store.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RedlineError, RunnerError
-from ..train.launched import Place
+from ..errors import RedlineError, RunnerError
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,28 @@ if TYPE_CHECKING:
 
 PATIENCE = timedelta(days=7)
 """How long ranks wait for rank 0 to decide: a search takes as long as it takes, and a launcher ends all ranks of a dead one."""
-_KEY = "redline.accelerate"
+_KEY = "redline"
+_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """This process among those that a launcher has started."""
+
+    rank: int
+    """Among all."""
+    local_rank: int
+    """On this host."""
+    size: int
+    """Ranks."""
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> "Place | None":
+        """What the launcher says; None where there is none."""
+        if not all(environment.get(name, "").isdigit() for name in _NAMES):
+            return None
+        rank, local_rank, size = (int(environment[name]) for name in _NAMES)
+        return Place(rank=rank, local_rank=local_rank, size=size)
 
 
 @dataclass(frozen=True, kw_only=True)
