@@ -77,6 +77,11 @@ class Saver:
         return pending.result()
 
     @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def ended(self) -> bool:
         """Whether a save has ended that `wait` has not told of."""
         return self._pending is not None and self._pending.done()

@@ -23,7 +23,7 @@ def hooked(full, room):
 
     def stop(loop):
         if loop.step in (FULL, ROOM):
-            while not loop.saver.ended:
+            while loop.saver.busy:
                 time.sleep(0.001)
             (full if loop.step == FULL else room)(loop)
         return False
