@@ -3,7 +3,6 @@
 train.yaml      what is trained, how, on what, and since which step in which configuration
 log.jsonl       a line for every so many steps, and for evaluations, checkpoints and whatever happened on the way
 checkpoints/    the last few
-frozen/         weights that are not trained, where only adapters are
 data/           the corpus as tokens
 logs/           what ranks printed, a file for every start
 stop            while it is there the training ends at its next step, with a checkpoint
@@ -18,7 +17,7 @@ from ..errors import StudyError
 from ..reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_yaml, read_inside
 from ..writing import cannot_write, write_yaml
 
-DOCUMENT, LOG, CHECKPOINTS, FROZEN = "train.yaml", "log.jsonl", "checkpoints", "frozen"
+DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
 DATA, LOGS, STOP = "data", "logs", "stop"
 FORMAT = 1
 LONGEST_LINE = 1 << 20

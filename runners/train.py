@@ -12,12 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import TrainingFailed, WorkloadError
+from ..errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.find import find_weights
 from ..results import Measurement, Status
-from ..results.trained import CHECKPOINTS, DATA, FROZEN, LOG, STOP
+from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
 from ..training import Training
 from ..training.checkpoint.folder import CheckpointFolder
@@ -132,7 +132,6 @@ class TrainRank:
         log: Callable[[Mapping[str, Any]], None],
     ) -> tuple[int, int]:
         """Puts the weights in place; steps that are done, and samples that they took."""
-        once = CheckpointFolder(self.folder / FROZEN, keep=1)
 
         def say(note: str) -> None:
             log({"kind": "note", "text": note})
@@ -140,33 +139,14 @@ class TrainRank:
         found = latest(folder, group, say)
         if training.world.rank == 0:
             folder.prepare(found)
-            once.prepare()
         if found is None:
             if self.weights is not None:
                 self._begin_with(self.weights, state, log)
-            self._keep(state, once, training.world.rank, group)
             return 0, 0
-        restore(state, found, latest(once, group, say))
+        restore(state, found)
         training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
         log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
         return found.step, int(found.manifest["samples"])
-
-    @staticmethod
-    def _keep(state: State, once: CheckpointFolder, rank: int, group: "torch.distributed.ProcessGroup | None") -> None:
-        """Saves what no step will change.
-
-        Raises:
-            TrainingFailed: it cannot be saved.
-        """
-        frozen = state.frozen
-        if frozen is None:
-            return
-        saver = Saver(once, rank, group)
-        saver.save(frozen, 0, {})
-        saved = saver.wait()
-        saver.close()
-        if saved is not None and saved.failure:
-            raise TrainingFailed(f"the weights that are not trained cannot be saved: {saved.failure}")
 
     def _begin_with(self, path: str, state: State, log: Callable[[Mapping[str, Any]], None]) -> None:
         architecture = self.workload.model

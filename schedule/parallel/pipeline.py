@@ -134,9 +134,13 @@ class Pipeline:
         anchor = torch.zeros(size, 1, device=self.device)
         first, last = 0 in self.mine, self.num_stages - 1 in self.mine
         with torch.enable_grad():
+            if self.loss is None:
+                target = self._factors(factors, size)
+            elif target is None:
+                target = anchor
             self.schedule.step(
                 *((anchor,) if first else ()),
-                target=(self._factors(factors, size) if self.loss is None else target) if last else None,
+                target=target if last else None,
                 losses=losses if last else None,
                 return_outputs=False,
                 **kwargs,

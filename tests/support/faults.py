@@ -112,8 +112,8 @@ def one_micro_batch_is_left_out(training):
     passes = training._passes
 
     class Without:
-        def __call__(self, batches, device, watch=None):
-            return passes([batches[0]] * len(batches), device, watch)
+        def __call__(self, batches, device, watch=None, factors=None):
+            return passes([batches[0]] * len(batches), device, watch, factors)
 
     return replaced(training, "_passes", Without())
 

@@ -20,6 +20,7 @@ from ...errors import StudyError
 from ...writing import write_atomic
 
 MANIFEST = "manifest.json"
+FROZEN = "frozen"
 FORMAT = 1
 SEAL = "sha256"
 """By which a manifest holds the checksum of itself."""
@@ -59,6 +60,11 @@ class Checkpoint:
         if document != _sealed(document) or document.get("step") != self.step:
             raise StudyError(f"'{self.path}' is damaged: its {MANIFEST} is not as it was when saved")
         return document
+
+    @property
+    def frozen(self) -> "Checkpoint | None":
+        """What no step changes of the same training; None where all is here."""
+        return next(iter(CheckpointFolder(self.path.parent).frozen.all()), None)
 
     def files(self) -> tuple[str, ...]:
         """Names of what it consists of, beside the manifest."""
@@ -119,6 +125,11 @@ class CheckpointFolder:
             return sorted((Checkpoint(each) for each in found), key=lambda each: -each.step)
         return []
 
+    @property
+    def frozen(self) -> "CheckpointFolder":
+        """Where what no step changes is kept, once for all of them."""
+        return CheckpointFolder(self.path / FROZEN, keep=1)
+
     def beside(self, step: int) -> Path:
         """Where the checkpoint of a step is written until it is whole."""
         return self.path / f".step-{step:08d}.saving"
@@ -165,6 +176,8 @@ class CheckpointFolder:
         for each in self.path.iterdir():
             if each.name.startswith("."):
                 shutil.rmtree(each, ignore_errors=True)
+        if found is None:
+            shutil.rmtree(self.frozen.path, ignore_errors=True)
         for later in self.all():
             if found is not None and later.step > found.step:
                 aside = later.path.with_name(f"damaged-{later.path.name}")

@@ -43,30 +43,27 @@ def check(found: Checkpoint, group: "ProcessGroup | None") -> str:
     """What is wrong with a checkpoint, on every rank alike; empty where nothing is."""
     rank, ranks = _place(group)
     try:
-        found.check(found.files()[rank::ranks])
+        for each in (found, found.frozen):
+            if each is not None:
+                each.check(each.files()[rank::ranks])
         failure = ""
     except StudyError as error:
         failure = str(error)
     return next(filter(None, _gathered(failure, group)), "")
 
 
-def restore(state: State, found: Checkpoint, frozen: Checkpoint | None = None) -> None:
+def restore(state: State, found: Checkpoint) -> None:
     """Puts a checkpoint's tensors in the place of a training's.
-
-    Args:
-        state: of the training.
-        found: the checkpoint.
-        frozen: where what no step changes is kept; None where all is in the checkpoint.
 
     Raises:
         WorkloadError: it is of another model.
     """
-    state.load(stored_in(found, frozen))
+    state.load(stored_in(found))
 
 
-def stored_in(found: Checkpoint, frozen: Checkpoint | None = None) -> LazyTensors:
-    """The tensors of a checkpoint, and those that no step changes."""
-    kept = {} if frozen is None else dcp_tensors(frozen.path)
+def stored_in(found: Checkpoint) -> LazyTensors:
+    """The tensors of a checkpoint, those that no step changes too."""
+    kept = {} if found.frozen is None else dcp_tensors(found.frozen.path)
     return {**kept, **dcp_tensors(found.path)}
 
 

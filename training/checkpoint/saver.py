@@ -51,6 +51,8 @@ class Saver:
         self._buffers: dict[Any, torch.Tensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
+        self._kept = False
+        """Whether what no step changes is kept."""
 
     def save(self, state: State | Frozen, step: int, facts: Mapping[str, Any]) -> Saved | None:
         """Copies the state and begins to save it; waits for the save before, and tells how that ended.
@@ -62,6 +64,9 @@ class Saver:
         """
         begin = time.perf_counter()
         before = self.wait()
+        if failure := self._keep(state):
+            self._pending = self._thread.submit(Saved, step=step, seconds=0.0, stalled=0.0, failure=failure)
+            return before
         parts = parts_of(state.tensors())
         self._share_out(parts)
         copies = self._copied([each for each in parts if self._mine is None or each.place in self._mine])
@@ -89,6 +94,25 @@ class Saver:
     def close(self) -> None:
         """Ends the thread, behind what it is at."""
         self._thread.shutdown()
+
+    def _keep(self, state: State | Frozen) -> str:
+        """Sees that what no step changes is kept; why it is not, on every rank alike."""
+        frozen = state.frozen
+        if frozen is None or self._kept:
+            return ""
+        self._kept = bool(self._gathered(bool(self.folder.frozen.all()))[0])
+        if self._kept:
+            return ""
+        if self._rank == 0:
+            self.folder.frozen.path.mkdir(parents=True, exist_ok=True)
+        self._gathered(None)
+        once = Saver(self.folder.frozen, self._rank, self._group)
+        once.save(frozen, 0, {})
+        saved = once.wait()
+        once.close()
+        assert saved is not None, "it was saved just now"
+        self._kept = not saved.failure
+        return saved.failure
 
     def _share_out(self, parts: Sequence[Part]) -> None:
         """Decides who writes what, again where any rank has something new."""

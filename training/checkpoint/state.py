@@ -208,6 +208,8 @@ class Frozen:
 
     parameters: Located
     """This rank's parts."""
+    frozen: None = None
+    """There are none besides."""
 
     def tensors(self) -> Located:
         """They themselves."""

@@ -13,9 +13,9 @@ from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
 from ...models.request import Asked
 from ...reading import path_of
-from ...results.trained import CHECKPOINTS, FROZEN, holds_training, read_document
+from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
-from ...training.checkpoint.restoring import stored_in
+from ...training.checkpoint.restoring import check, stored_in
 from ...training.checkpoint.state import AVERAGE, MODEL
 from .request import TrainRequest
 from .strategy import Source
@@ -85,11 +85,9 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Che
             "folders of checkpoints, which torch.distributed.checkpoint reads"
         )
     found = _checkpoint(path, request.step)
-    found.check(found.files())
-    frozen = next(iter(CheckpointFolder(path / FROZEN).all()), None)
-    if frozen is not None:
-        frozen.check(frozen.files())
-    weights, architecture = _weights(found, stored_in(found, frozen), request.average), workload.model
+    if damage := check(found, None):
+        raise StudyError(damage)
+    weights, architecture = _weights(found, stored_in(found), request.average), workload.model
     if isinstance(architecture, AdaptedArchitecture):
         if request.merge:
             weights = merged(weights, architecture)

@@ -146,7 +146,8 @@ def test_of_adapters_only_they_have_a_state(small, tmp_path):
     held = goes_on_bit_for_bit(with_lora(small("llama"), Lora(r=4)), {"micro_batch": 8}, tmp_path)
     states = [name for name in held if name.startswith("optimizer/")]
     assert states and all(".lora_" in name for name in states)
-    assert len({name.removeprefix("model/") for name in held if name.startswith("model/")}) > len(states) / 3
+    # What is not trained is kept once, and not in every checkpoint.
+    assert all(".lora_" in name for name in held if name.startswith("model/"))
 
 
 def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path):

@@ -115,7 +115,6 @@ def test_a_cache_that_cannot_be_written_is_said(samples, write, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"paths": ()}, r"data needs at least one file or folder, but got \(\)"),
         ({"paths": "a.txt"}, r"but got 'a\.txt'"),
         ({"packing": "pack"}, r"unknown packing 'pack'; did you mean 'packed'\? Known: documents, packed, padded"),
         ({"train_on": "user"}, r"unknown train_on 'user'.* Known: all, assistant"),
