@@ -176,7 +176,7 @@ class CheckpointFolder:
         for each in self.path.iterdir():
             if each.name.startswith("."):
                 shutil.rmtree(each, ignore_errors=True)
-        if found is None:
+        if not self.all():  # of another training, which never came to a checkpoint
             shutil.rmtree(self.frozen.path, ignore_errors=True)
         for later in self.all():
             if found is not None and later.step > found.step:
