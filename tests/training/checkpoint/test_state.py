@@ -1,5 +1,6 @@
 """What a training's future depends on is in its checkpoint, whatever optimizer, adapters or buffers it has."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -148,6 +149,20 @@ def test_of_adapters_only_they_have_a_state(small, tmp_path):
     assert states and all(".lora_" in name for name in states)
     # What is not trained is kept once, and not in every checkpoint.
     assert all(".lora_" in name for name in held if name.startswith("model/"))
+
+
+def test_what_is_not_trained_is_written_once_and_again_for_another_training(small, tmp_path):
+    workload, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
+    frozen = where / "frozen" / "step-00000000"
+    part(workload, {"micro_batch": 8}, HYPER, until=2, save=where)
+    first, written = (frozen / "manifest.json").read_bytes(), frozen.stat().st_mtime_ns
+    part(workload, {"micro_batch": 4}, HYPER, until=4, begin=where, save=where)
+    assert (frozen / "manifest.json").read_bytes() == first and frozen.stat().st_mtime_ns == written
+    for each in CheckpointFolder(where).all():
+        shutil.rmtree(each.path)
+    part(workload, {"micro_batch": 8}, HYPER, until=2, save=where, seed=1)
+    assert (frozen / "manifest.json").read_bytes() != first
+    assert CheckpointFolder(where).all()[0].frozen is not None
 
 
 def test_an_optimizer_on_the_host_is_kept_too(small, tmp_path):
