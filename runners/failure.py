@@ -46,6 +46,8 @@ _NO_THREAD = re.compile(
     r"can't start new thread|libgomp: Thread creation failed[^\n]*"
     r"|OpenBLAS blas_thread_init: pthread_create failed[^\n]*"
 )
+# oneDNN where it has no room for the code that it generates, and with the same words where a machine forbids such code.
+_NO_PRIMITIVE = re.compile(r"\A\s*could not create a primitive\s*\Z")
 _REQUESTED = re.compile(r"(?:tried|unable) to allocate (?P<amount>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 # gloo and NCCL when the other side of a connection is gone.
@@ -94,12 +96,16 @@ def requested_in(line: str) -> float | None:
     return float(match["amount"]) * _UNITS[match["unit"].lower()] / MIB if match else None
 
 
-def is_thread_refused(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that a thread could not be started.
+def may_be_oom(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, is what a want of memory may look like, among other causes.
 
-    That may be for want of memory or of a further thread's number; the exception does not tell.
+    A thread that could not be started: for want of memory or of a further thread's number. A primitive that oneDNN
+    could not create: for want of memory, or where a process may not generate code.
     """
-    return any(isinstance(each, RuntimeError) and _NO_THREAD.search(text_of(each)) for each in _chain(error))
+    return any(
+        isinstance(each, RuntimeError) and (_NO_THREAD.search(text_of(each)) or _NO_PRIMITIVE.search(text_of(each)))
+        for each in _chain(error)
+    )
 
 
 def requested_mib(error: BaseException) -> float | None:

@@ -59,8 +59,8 @@ class MemoryMeter(ABC):
         """Times the allocator flushed its cache to serve a request."""
         return 0
 
-    def refuses_threads(self) -> bool:
-        """Whether the limit leaves no room for the stack of another thread."""
+    def is_full(self) -> bool:
+        """Whether the limit leaves no room for as little as the stack of another thread."""
         return False
 
 
@@ -84,7 +84,7 @@ class HostMemoryMeter(MemoryMeter):
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
-    def refuses_threads(self) -> bool:
+    def is_full(self) -> bool:
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
         # What glibc takes for a thread (`man 3 pthread_create`).
         stack, _ = resource.getrlimit(resource.RLIMIT_STACK)

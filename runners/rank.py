@@ -146,8 +146,8 @@ def _failed(rank: int, job: Job, meter: MemoryMeter, context: RankContext | None
     needed = None
     reason = failure.one_line(error)
     out_of_memory = failure.is_oom(error)
-    if not out_of_memory and failure.is_thread_refused(error) and meter.refuses_threads():
-        out_of_memory, reason = True, f"{reason}, as its stack does not fit under the limit"
+    if not out_of_memory and failure.may_be_oom(error) and meter.is_full():
+        out_of_memory, reason = True, f"{reason}, as not even a thread's stack fits under the limit"
     if out_of_memory:
         # While the traceback still holds the frames, what they hold is still there to be counted.
         held, requested = meter.held_mib(), failure.requested_mib(error)

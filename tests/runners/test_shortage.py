@@ -1,6 +1,7 @@
 """A killed rank is an OOM only where something says that memory was short; real processes, real kills."""
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import signal
@@ -238,8 +239,6 @@ def test_what_a_process_took_since_memory_was_last_looked_at_counts(host, mib, s
 
 def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
     def program(context):
-        import mmap
-
         held = [mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
         for _ in range(100):  # the first may find stacks that threads before them left
             threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -253,6 +252,25 @@ def test_a_thread_that_finds_no_room_for_its_stack_is_oom(bench):
 def test_a_thread_that_does_not_start_for_another_reason_is_a_crash(bench):
     def program(context):
         raise RuntimeError("can't start new thread")
+
+    assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
+    assert bench.run(program).status is Status.CRASH
+
+
+def test_a_primitive_that_finds_no_room_for_its_code_is_oom(bench):
+    def program(context):
+        _held = mmap.mmap(-1, 62 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # oneDNN's words. Really without room for them it may as well end the process by SIGSEGV.
+        raise RuntimeError("could not create a primitive")
+
+    outcome = bench.run(program, memory_limit_mib=64)
+    assert outcome.status is Status.OOM
+    assert "could not create a primitive" in outcome.reason and "fits under the limit" in outcome.reason
+
+
+def test_a_primitive_that_cannot_be_created_for_another_reason_is_a_crash(bench):
+    def program(context):
+        raise RuntimeError("could not create a primitive")
 
     assert bench.run(program, memory_limit_mib=512).status is Status.CRASH
     assert bench.run(program).status is Status.CRASH

@@ -218,7 +218,7 @@ def test_dry_runs_decide_where_they_are_asked_for(tiny, tmp_path):
 @pytest.mark.slow
 def test_dry_runs_that_all_fail_say_what_would_fit(tiny):
     with pytest.raises(NothingFound, match=r"none of 1 trials succeeded: 1 oom.*(would not be enough|What would fit)"):
-        plan(tiny, devices=1, memory_limit_mib=8.0, trials=1, fixed={"fusion": False})
+        plan(tiny, devices=1, memory_limit_mib=40.0, trials=1, fixed={"fusion": False})
 
 
 def chain(workload, config, devices, **more):
