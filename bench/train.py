@@ -1,13 +1,14 @@
 """A training that is killed and taken up in other strategies, beside one that never stopped, as its user sees it.
 
-    python bench/train.py                      # ten minutes of training and as many of comparison, on two cores
+    python bench/train.py                      # half an hour on two cores: ten minutes of training, and as it was never stopped
     python bench/train.py --steps 60 --out build/train --svg docs/images/train.svg
 
 A small Llama is made into a Hugging Face checkpoint and fine-tuned on English prose that Python ships (the topics of
-`pydoc`), by the commands that its user types: `redline tune` measures each strategy, `redline train` begins under tp=2, is
-killed (SIGKILL), goes on under zero=3, is killed, and ends under pp=2; `redline convert` exports it, transformers loads it
-and writes some text. Prints how far the losses lie from those of the same training without an interruption, the throughput
-of each part against that of its dry run, and what checkpoints cost; `--svg` draws both curves.
+`pydoc`), by the commands that its user types: `redline train` begins under tp=2, is killed (SIGKILL), goes on under zero=3, is
+killed, and ends under pp=2; `redline convert` exports it, transformers loads it and writes some text. Then dry runs of each
+strategy and short trainings in it take turns. Prints how far the losses lie from those of the same training without an
+interruption, what checkpoints cost, and the throughput of trainings over that of the dry runs before them (median and each);
+`--svg` draws both curves.
 """
 
 import argparse
@@ -42,8 +43,9 @@ COMMON = ("precision=fp32", "fusion=false", "kernels=false", "checkpoint_ratio=0
 STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "tp=2": ("tp=2", "pp=1", "sequence_parallel=false"),
     "zero=3": ("zero=3", "tp=1", "pp=1"),
-    "pp=2": ("pp=2", "tp=1"),
+    "pp=2": ("pp=2", "tp=1", "virtual_stages=1", "pipeline_schedule=1f1b"),
 }
+STEPS_OF_A_TURN = 120
 SAVES = 6
 """Checkpoints of a part at least, when it is killed at two thirds of it."""
 
@@ -51,7 +53,8 @@ SAVES = 6
 def main() -> int:
     """Runs all of it; 1 where a promise does not hold."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps; 0 for the turns alone")
+    parser.add_argument("--turns", type=int, default=5, help="turns of dry run and training in each strategy")
     parser.add_argument("--out", type=Path, default=Path("build/train"))
     parser.add_argument("--svg", type=Path, help="where the curves are drawn")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -60,7 +63,20 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     base = prepare(out)
-    dry = {name: dry_run(out, base, name) for name in STRATEGIES}
+    figures: dict[str, Any] = {"machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+    if steps:
+        figures |= interrupted(out, base, steps, options.svg)
+    if options.turns:
+        ratios = {name: sorted(in_turns(out, base, name, turn) for turn in range(options.turns)) for name in STRATEGIES}
+        figures["throughput_over_dry_run"] = {name: [statistics.median(each), each] for name, each in ratios.items()}
+    print(json.dumps(figures, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str, Any]:
+    """The training that is killed twice, beside the one that is not."""
     whole = out / "whole"
     train(out, base, whole, "tp=2", steps)
     parts = out / "parts"
@@ -69,27 +85,25 @@ def main() -> int:
         train(out, base, parts, name, steps, resume=number > 1, kill_at=None if last else steps * number // 3)
     expected, found = curve(whole), curve(parts)
     pairs = [(expected[step][0], loss) for step, losses in found.items() for loss in losses]
-    worst = max(abs(loss - other) / other for other, loss in pairs)
-    rates = {name: steady(parts, name) / dry[name] for name in STRATEGIES}
-    cost = overhead(parts)
+    if svg:
+        svg.write_text(drawn(expected, found, changes(parts)), encoding="utf-8")
     exported = out / "hf"
     run("convert", parts, exported, "--to", "hf")
-    text = generated(exported)
-    figures = {
+    return {
         "steps": steps,
         "loss": [expected[1][0], expected[steps][0]],
-        "largest_departure": worst,
-        "throughput_over_dry_run": rates,
-        "checkpoint_share_of_time": cost,
-        "generated": text,
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "largest_departure": max(abs(loss - other) / other for other, loss in pairs),
+        "checkpoint_share_of_time": overhead(parts),
+        "generated": generated(exported),
     }
-    print(json.dumps(figures, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if options.svg:
-        options.svg.write_text(drawn(expected, found, changes(parts)), encoding="utf-8")
-    return 0
+
+
+def in_turns(out: Path, base: Path, name: str, turn: int) -> float:
+    """The throughput of a short training over that of a dry run just before it."""
+    folder = out / f"turn-{name.replace('=', '')}-{turn}"
+    dry = dry_run(out, base, name)
+    train(out, base, folder, name, STEPS_OF_A_TURN)
+    return steady(folder) / dry
 
 
 def prepare(out: Path) -> Path:
@@ -126,6 +140,7 @@ def dry_run(out: Path, base: Path, name: str) -> float:
     """Tokens per second that `redline tune` measures of a strategy."""
     fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
     folder = out / f"tune-{name.replace('=', '')}"
+    shutil.rmtree(folder, ignore_errors=True)
     sizes = ("--seq-len", 128, "--global-batch", 16, "--devices", 2)
     run("tune", base, "--runner", "local", "--trials", 1, "--measure-time", "10s", *sizes, *fixed, "--out", folder)
     import yaml
@@ -183,15 +198,9 @@ def curve(folder: Path) -> dict[int, list[float]]:
     return out
 
 
-def steady(folder: Path, name: str) -> float:
-    """Tokens per second in the later two thirds of a part, the median of steps."""
-    part: list[list[float]] = [[]]
-    for each in lines(folder):
-        if each["kind"] == "resumed":
-            part.append([])
-        elif each["kind"] == "step":
-            part[-1].append(each["tokens_per_second"])
-    rates = part[list(STRATEGIES).index(name)]
+def steady(folder: Path) -> float:
+    """Tokens per second in the later two thirds of a training, the median of steps."""
+    rates = [each["tokens_per_second"] for each in lines(folder) if each["kind"] == "step"]
     return statistics.median(rates[len(rates) // 3 :])
 
 
@@ -200,9 +209,9 @@ def overhead(folder: Path) -> float:
     steps take longer while one is written. The median over checkpoints."""
     saves = {each["step"]: each for each in lines(folder) if each["kind"] == "checkpoint" and not each["failure"]}
     times = {each["step"]: each["step_ms"] / 1e3 for each in lines(folder) if each["kind"] == "step"}
-    usual = statistics.median(times.values())
     costs = []
     for step, save in saves.items():
+        usual = statistics.median(times[each] for each in range(step - 20, step + 20) if each in times)
         lost, left, after = save["stalled"], save["seconds"] - save["stalled"], step + 1
         while left > 0 and after in times:
             lost += times[after] - usual
