@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import redline
 from redline.errors import UsageError
 from redline.runners.command.command import Command
 from redline.runners.command.launchers import LAUNCHERS
@@ -255,6 +257,12 @@ def test_a_launcher_has_standard_values_for_standard_knobs(name):
 
     table = knob_arrays(list(space_of(name, devices=1)), TrainingSetup())
     assert set(table.precision.tolist()) <= {"fp32", "bf16"} and set(table.fusion.tolist()) <= {True, False}
+
+
+def test_the_launchers_are_those_of_the_documentation():
+    page = (Path(redline.__file__).parent / "docs" / "launchers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \|", page.partition("\n| `--launcher` |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`([\w-]+)`", row)) == sorted(LAUNCHERS)
 
 
 def test_what_makes_a_run_short_is_not_what_one_trains_with():
