@@ -56,18 +56,11 @@ def declare(space: Space, total: int, device: Device, devices: int, support: Sup
     if devices == 1:
         return Spread(replicas=(1,), default_dp=1)
     degrees = divisors(devices)
-    refused: dict[str, dict[int, str]] = {"tp": {}, "pp": {}}
-    for degree in degrees[1:]:
-        refused["tp"][degree] = support.tp(degree) or _beyond_host(degree, devices, device)
-        refused["pp"][degree] = support.pp(degree)
-    ways = [
-        (tp, pp)
-        for tp, pp in product(degrees, degrees)
-        if devices % (tp * pp) == 0
-        and not refused["tp"].get(tp)
-        and not refused["pp"].get(pp)
-        and (any_batch or total % (devices // (tp * pp)) == 0)
-    ]
+    refused = {
+        "tp": {degree: support.tp(degree) or _beyond_host(degree, devices, device) for degree in degrees[1:]},
+        "pp": {degree: support.pp(degree) for degree in degrees[1:]},
+    }
+    ways = _ways(devices, refused, None if any_batch else total)
     if not ways:
         raise SpaceError(_cannot_share(total, devices, refused))
     default_tp, default_pp = min(ways, key=lambda way: (way[0] * way[1], way[1]))
@@ -82,16 +75,7 @@ def declare(space: Space, total: int, device: Device, devices: int, support: Sup
             space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
     dps = sorted({devices // (tp * pp) for tp, pp in ways})
     if dps[-1] > 1:
-        space.choice(
-            "zero",
-            [0, 1, 2, 3],
-            when=dp > 1,
-            others=(),
-            help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
-            # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
-            # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
-            monotone_memory=0,
-        )
+        _zero(space)
     _hsdp(space, ways, devices, device)
     if any(tp > 1 for tp, _ in ways):
         space.flag(
@@ -108,6 +92,31 @@ def declare(space: Space, total: int, device: Device, devices: int, support: Sup
                 "ZeRO 2 and 3 reduce them",
             )
     return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
+
+
+def _ways(devices: int, refused: dict[str, dict[int, str]], total: int | None) -> list[tuple[int, int]]:
+    """The pairs of tp and pp that are possible, whose replicas share `total` samples; None lets any number share."""
+    return [
+        (tp, pp)
+        for tp, pp in product(divisors(devices), repeat=2)
+        if devices % (tp * pp) == 0
+        and not refused["tp"].get(tp)
+        and not refused["pp"].get(pp)
+        and (total is None or total % (devices // (tp * pp)) == 0)
+    ]
+
+
+def _zero(space: Space) -> None:
+    space.choice(
+        "zero",
+        [0, 1, 2, 3],
+        when=space["dp"] > 1,
+        others=(),
+        help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
+        # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
+        # takes more than ZeRO 1 does; on a CPU what is gathered can take more than sharding saves.
+        monotone_memory=0,
+    )
 
 
 def no_hsdp(devices: int, device: Device) -> str:

@@ -1,6 +1,6 @@
 """What is asked about a training: what is trained, on how many devices, and what of it may vary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from ..device import Device
 from ..errors import UsageError
 from ..space import Space
-from .foreign import ForeignSpace, Source, find_source, narrow
+from .foreign import FORMATS, ForeignSpace, Source, find_source, narrow
 from .global_batch import free_accumulation, shared
 from .resolve import workload as resolve_workload
 from .spaces import checked_allowance, declare, fix_knob, make_space, nothing_allowed
@@ -30,6 +30,16 @@ class Asked:
     """What stands for its value there."""
     many: bool = False
     """Whether it can be given there several times."""
+
+
+def either(names: Iterable[str]) -> str:
+    """Names as a help text lists them.
+
+    >>> either(["ray", "local", "slurm"])
+    'ray, local or slurm'
+    """
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +94,9 @@ class SpaceRequest:
 
     Args:
         space: knobs and constraints, also as a YAML file; by default the workload's own for the devices at hand.
-        taken_from: another tool's space, in the place of `space`: a file of FlagScale's or Paddle's auto-tuner, of DeepSpeed
-            or of a W&B sweep, or `file.py:name` or an object with a space of Optuna's or Ray Tune's. What of it cannot be
-            carried over is said.
+        taken_from: another tool's space, in the place of `space`: its file, such as that of a W&B sweep, or `file.py:name` or an
+            object with a space of Python, such as Optuna's; of a tool in `redline.models.foreign.FORMATS`. What of it cannot
+            be carried over is said.
         allow: `lossy` adds values that trade accuracy for speed to the default space, such as bf16 without
             fp32 master weights; the best without them stands beside the winner.
         override: values of knobs, in place of the space's.
@@ -100,7 +110,7 @@ class SpaceRequest:
     taken_from: Annotated[
         Any,
         Asked(
-            "Another tool's space: FlagScale, Paddle, DeepSpeed, a W&B sweep; Optuna or Ray Tune in Python.",
+            f"Another tool's space: {either(each.name for each in FORMATS)}.",
             flag="from",
             metavar="FILE[:NAME]",
         ),

@@ -87,16 +87,7 @@ def default_space(
     facts = _schedule_facts(workload)
     total = workload.global_batch
     spread = parallel.declare(space, total, device, devices, facts.parallel, any_batch=grad_accum is not None)
-    sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
-    share = max(1, total // spread.default_dp)
-    usual = [size for size in sizes if grad_accum is not None or share % size == 0]
-    micro = space.choice(
-        "micro_batch",
-        sizes,
-        default=min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
-        help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica",
-        monotone_memory=1,
-    )
+    _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
     if "checkpoint_ratio" in facts.followed and facts.blocks:
         _checkpointing(space, facts.blocks)
     float8 = not (float8_obstacle(device) or facts.parallel.float8(1))
@@ -109,12 +100,7 @@ def default_space(
         _kernels(space, device)
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
-    together = micro * space["dp"] if devices > 1 else micro
-    if grad_accum is not None:
-        space.choice("grad_accum", grad_accum, help="micro-batches per optimizer step", monotone_memory=0)
-    else:
-        accumulate = space.derive("grad_accum", total // together, help="micro-batches per optimizer step")
-        space.require(together * accumulate == total, f"global batch {total}")
+    _accumulation(space, total, grad_accum)
     own_loss = workload.loss is not None
     parallel.compose(space, device, devices, facts.parallel, seq_len=workload.seq_len, own_loss=own_loss)
     if max(spread.replicas) > 1 and "lossy" in allow:
@@ -127,6 +113,31 @@ def default_space(
             help="what gradients travel in between replicas; bf16 is lossy",
         )
     return space
+
+
+def _micro_batch(space: Space, workload: Workload, spread: parallel.Spread, *, any_batch: bool) -> None:
+    total = workload.global_batch
+    sizes = sorted({size for dp in spread.replicas for size in micro_batches(max(1, total // dp))})
+    share = max(1, total // spread.default_dp)
+    usual = [size for size in sizes if any_batch or share % size == 0]
+    space.choice(
+        "micro_batch",
+        sizes,
+        default=min(usual, key=lambda size: abs(size - TRAINER_MICRO_BATCH)),
+        help=f"{'sequences' if workload.seq_len else 'samples'} in one forward pass of one replica",
+        monotone_memory=1,
+    )
+
+
+def _accumulation(space: Space, total: int, values: Sequence[int] | None) -> None:
+    """Adds `grad_accum`: of these values, or what the global batch leaves of replicas and micro-batches."""
+    words = "micro-batches per optimizer step"
+    if values is not None:
+        space.choice("grad_accum", values, help=words, monotone_memory=0)
+        return
+    together = space["micro_batch"] * space["dp"] if "dp" in space.by_name else space["micro_batch"]
+    accumulate = space.derive("grad_accum", total // together, help=words)
+    space.require(together * accumulate == total, f"global batch {total}")
 
 
 def _checkpointing(space: Space, blocks: int) -> None:

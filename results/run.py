@@ -86,54 +86,42 @@ class RunFolder:
         """
         path = path_of(path)
         created = make_folder(path)
-        lock = None
-        try:
+        with contextlib.ExitStack() as undo:
             lock = FolderLock(path)
+            undo.callback(lock.release)
+            if created:
+                undo.callback(_remove, path, ".lock")
             resumed = cls.resumable(path, asked, storage=storage, resume=resume)
             document, notes = (
                 request.resume(path, asked, storage) if resumed else (request.begin(path, asked, storage), [])
             )
-        except BaseException:
-            if lock is not None:
-                if created:
-                    _remove(path, ".lock")
-                lock.release()
-            raise
-        ledger = None
-        try:
             if not resumed:
-                # Before the ledger, so that a run killed in between can be resumed.
-                write_yaml(path / RUN, document)
-            ledger = Ledger.open(
-                storage or path / LEDGER,
-                name=document["study"],
-                metadata={"run": document["run"]},
-                knobs=knobs,
-                make_config=make_config,
-                exist_ok=resumed,
-                lossy=lossy_of(document),
-            )
-            # Trials of before may have knobs that are not asked for any more.
-            stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
-            rows = table.Table(path / TABLE, {**knobs, **stray})
-            folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
-            if (path / LOGS).is_symlink():
-                raise StudyError(
-                    f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it"
+                undo.callback(_remove, path, RUN, LEDGER, TABLE, LOGS)
+            try:
+                if not resumed:
+                    # Before the ledger, so that a run killed in between can be resumed.
+                    write_yaml(path / RUN, document)
+                ledger = Ledger.open(
+                    storage or path / LEDGER,
+                    name=document["study"],
+                    metadata={"run": document["run"]},
+                    knobs=knobs,
+                    make_config=make_config,
+                    exist_ok=resumed,
+                    lossy=lossy_of(document),
                 )
-            (path / LOGS).mkdir(exist_ok=True)
-            rows.write()
-            if resumed:
-                write_yaml(path / RUN, document)
-        except BaseException as error:
-            if ledger is not None:
-                ledger.close()
-            if not resumed:
-                _remove(path, RUN, LEDGER, TABLE, LOGS, *([".lock"] if created else []))
-            lock.release()
-            if isinstance(error, OSError):
+                undo.callback(ledger.close)
+                # Trials of before may have knobs that are not asked for any more.
+                stray = {name: None for trial in ledger.trials() for name in trial.config if name not in knobs}
+                rows = table.Table(path / TABLE, {**knobs, **stray})
+                folder = cls(path, document, ledger, rows, lock, resumed=resumed, notes=notes, warn=warn)
+                _make_logs(path)
+                rows.write()
+                if resumed:
+                    write_yaml(path / RUN, document)
+            except OSError as error:
                 raise cannot_write(path, error) from error
-            raise
+            undo.pop_all()
         return folder
 
     @staticmethod
@@ -309,6 +297,17 @@ class RunFolder:
                 self._behind = reason
             else:
                 self._behind = None
+
+
+def _make_logs(path: Path) -> None:
+    """Makes the folder of logs.
+
+    Raises:
+        StudyError: a link stands in its place.
+    """
+    if (path / LOGS).is_symlink():
+        raise StudyError(f"'{path / LOGS}' is a symbolic link, and links in a run's folder are not followed; remove it")
+    (path / LOGS).mkdir(exist_ok=True)
 
 
 def _remove(path: Path, *names: str) -> None:

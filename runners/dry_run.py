@@ -92,6 +92,28 @@ class _Turns:
         self._turn.done()
 
 
+class _Steps:
+    """Optimizer steps of a training, and what is told of them; losses are read only at the end: reading waits for the
+    device."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.first: Any = None
+        """Loss of the first."""
+        self.last: Any = None
+        """Loss of the latest."""
+        self.seen: StepPart | None = None
+        """What the first that was not skipped computed."""
+
+    def __call__(self) -> None:
+        if self.seen is None:
+            self.last, self.seen = first_step(self._training)
+        else:
+            self.last = self._training.step()
+        if self.first is None:
+            self.first = self.last
+
+
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
     """A program for the ranks of one trial. Call it with the rank's context."""
@@ -110,26 +132,9 @@ class DryRun:
     """How it is soaked afterwards; None for not at all."""
 
     def __call__(self, context: RankContext) -> DryRunReport:
-        import torch
-
         begin = time.perf_counter()
         compilation = Compilation(context.compiling, elsewhere=context.world_size > context.local_world_size)
-        device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
-        if context.world_size > 1:
-            context.phase("rendezvous")
-            join(context)
-        context.phase("build")
-        training = Training(
-            self.workload,
-            self.config,
-            device,
-            seed=self.seed,
-            rank=context.rank,
-            world_size=context.world_size,
-            collective_timeout_s=context.collective_timeout_s,
-        )
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        training = self._built(context)
         seconds_build = time.perf_counter() - begin
 
         context.phase("probe")
@@ -138,20 +143,9 @@ class DryRun:
             probe = take(training)
         compiled_in_probe = compilation.seconds
 
-        first: Any = None
-        last: Any = None
-        seen: StepPart | None = None
-
-        def step() -> None:
-            nonlocal first, last, seen
-            if seen is None:
-                last, seen = first_step(training)
-            else:
-                last = training.step()
-            first = last if first is None else first  # read only at the end: reading waits for the device
-
+        steps = _Steps(training)
         context.phase("first steps")
-        clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
+        clock: Clock = CudaClock() if context.device_type == "cuda" else HostClock()
         watch = Watch()
         turns = None if context.turn is None else _Turns(context.turn)
 
@@ -160,7 +154,7 @@ class DryRun:
             watch.restart()  # compilers are processes of their own, but no load of others
 
         timing = measure(
-            step,
+            steps,
             clock,
             self.plan if self.soak is None else self.soak.measuring(self.plan),
             best_step_ms=self._best_step_ms(training),
@@ -177,10 +171,10 @@ class DryRun:
             samples_per_step=training.samples_per_step,
             tokens_per_step=training.tokens_per_step,
             flops_per_step=training.flops_per_step(),
-            loss=float(first),
-            last_loss=float(last) if soaked is None else soaked.loss,
+            loss=float(steps.first),
+            last_loss=float(steps.last) if soaked is None else soaked.loss,
             probe=probe,
-            first=seen,
+            first=steps.seen,
             seconds_build=seconds_build,
             seconds_compile=compiled_in_probe + timing.seconds_compile,
             seconds_warmup=timing.seconds_warmup,
@@ -194,6 +188,28 @@ class DryRun:
             turns=tuple(map(TurnReport, timing.turns_ms, turns.loads[1:])) if turns else (),
             soak=soaked,
         )
+
+    def _built(self, context: RankContext) -> Training:
+        """The training, on this rank's device and among the other ranks."""
+        import torch
+
+        device = torch.device(context.device_type, context.local_rank if context.device_type == "cuda" else None)
+        if context.world_size > 1:
+            context.phase("rendezvous")
+            join(context)
+        context.phase("build")
+        training = Training(
+            self.workload,
+            self.config,
+            device,
+            seed=self.seed,
+            rank=context.rank,
+            world_size=context.world_size,
+            collective_timeout_s=context.collective_timeout_s,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return training
 
     def _soaked(self, training: Training, context: RankContext, compilation: Compilation) -> SoakReport | None:
         if self.soak is None:

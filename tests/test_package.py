@@ -1,6 +1,8 @@
 """What is packaged, what is public, and what an import costs."""
 
 import configparser
+import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,14 @@ def test_import_is_quick_because_it_loads_next_to_nothing():
     loaded = {name.partition(".")[0] for name in out.split()}
     assert loaded - set(sys.stdlib_module_names) == {"redline", "lazy_loader"}
     assert [name for name in out.split() if name.startswith("redline.")] == []
+
+
+def test_every_package_has_the_names_that_it_lists():
+    packages = [each for each in pkgutil.walk_packages([str(ROOT)], "redline.") if each.ispkg]
+    rooms = [each.name for each in packages if each.name.split(".")[1] not in OUTSIDE]
+    modules = [importlib.import_module(name) for name in rooms]
+    missing = [f"{m.__name__}.{name}" for m in modules for name in getattr(m, "__all__", ()) if not hasattr(m, name)]
+    assert missing == [] and "redline.models.families" in rooms
 
 
 @pytest.mark.parametrize("name", [name for name in redline.__all__ if name != "__version__"])

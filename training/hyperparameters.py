@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import UsageError, unknown
-from ..models.request import Asked
+from ..models.request import Asked, either
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Hyperparameters:
     """Optimizer steps in all, by which the learning rate falls."""
     lr: Annotated[float | None, Asked("Highest learning rate.  [default: 1e-4]", type=float)] = None
     """Highest learning rate; None for 1e-4, or for that of the workload's own optimizer."""
-    lr_schedule: Annotated[str, Asked("How it falls: constant, linear, cosine or wsd.", metavar="NAME")] = "cosine"
+    lr_schedule: Annotated[str, Asked(f"How it falls: {either(LR_SCHEDULES)}.", metavar="NAME")] = "cosine"
     """How it falls behind the warm-up: `constant`, `linear`, `cosine`, or `wsd`: stable, then linear over the last `decay`."""
     warmup: Annotated[int, Asked("Steps over which it rises.", type=int, metavar="N")] = 0
     """Steps over which it rises linearly."""

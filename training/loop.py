@@ -267,7 +267,7 @@ class Loop:
             "seconds": now - self._begun,
             "seconds_left": (self.until - self.step) * seconds,
         }
-        if self.saver is not None and self.saver.ended:
+        if self.saver is not None and not self.saver.busy:
             self._told(self.saver.wait())
         self._steady.append(line["step_ms"])
         self._log(line)

@@ -10,15 +10,18 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 from ..errors import UsageError, unknown
 from ..models import Workload
-from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest
+from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
 from ..runners.command.command import Command
+from ..runners.places import PLACES
 from ..runners.slurm import nodes
 from .budget import Budget, parse_duration, parse_memory
 from .listener import SearchListener
+from .loggers import logger_names
+from .samplers import sampler_names
 
 DEFAULT_TRIALS = 16
 DEFAULT_PATIENCE = 5
-RUNNERS = ("ray", "local", "slurm", "simulate")
+RUNNERS = (*PLACES, "simulate")
 IN_PROCESS = "function"
 """The runner of a callable that is not isolated."""
 
@@ -64,7 +67,7 @@ class SearchRequest:
             metavar="N",
         ),
     ] = None
-    sampler: Annotated[str, Asked("Who proposes: bayes, random, grid, tpe, gp or hebo.")] = "bayes"
+    sampler: Annotated[str, Asked(f"Who proposes: {either(sampler_names())}.")] = "bayes"
     prior: Any = None
     warm_start: Annotated[
         str | Path | Sequence[str | Path],
@@ -116,7 +119,7 @@ class RunRequest:
 
     runner: Annotated[
         str | None,
-        Asked("Who runs the trials: ray, local, slurm in an allocation, or simulate.  [default: ray]", metavar="NAME"),
+        Asked(f"Who runs the trials: {either(RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
     hardware: Annotated[
@@ -165,7 +168,7 @@ class OutputRequest:
         out: folder for the run's files; None keeps none.
         resume: go on with the run in `out`.
         storage: URL of an Optuna storage for the ledger, in place of `study.log`.
-        log_to: trackers that each trial is written to: `mlflow`, `tensorboard`, `wandb`; needs `out`.
+        log_to: trackers that each trial is written to, see `redline.tuner.loggers.logger_names()`; needs `out`.
         listener: hears of progress.
     """
 
@@ -180,7 +183,7 @@ class OutputRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked("Log each trial to mlflow, tensorboard or wandb; repeatable.", metavar="TRACKER", many=True),
+        Asked(f"Log each trial to {either(logger_names())}; repeatable.", metavar="TRACKER", many=True),
     ] = ()
     listener: SearchListener | None = None
 

@@ -11,10 +11,11 @@ from ..models.architecture import Architecture
 from ..models.families.standard import StandardSchedule
 from ..models.flops import flops_of
 from ..results import Trial
-from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, SlurmRunner, TimingPlan, TrialTerms
+from ..runners import FunctionRunner, Runner, TimingPlan, TrialTerms
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
+from ..runners.places import runner_on
 from ..runners.work import Work
 from ..space import Space
 from .predicting import simulator
@@ -162,29 +163,3 @@ def make_runner(
         made.close()
         raise
     return made
-
-
-def runner_on(
-    name: str,
-    work: Work,
-    terms: TrialTerms,
-    *,
-    concurrency: int | None = None,
-    address: str | None = None,
-    agent: HostAgent | None = None,
-) -> Runner:
-    """The runner of a name: `local`, `slurm` or `ray`.
-
-    Args:
-        name: which.
-        work: what its processes do.
-        terms: what holds for all of it.
-        concurrency: how much of it at once; None for what the devices allow.
-        address: of a Ray cluster.
-        agent: for `local`, one that was started beforehand.
-    """
-    if name == "local":
-        return LocalRunner(work, terms, concurrency=concurrency, agent=agent)
-    if name == "slurm":
-        return SlurmRunner(work, terms, concurrency=concurrency)
-    return RayRunner(work, terms, concurrency=concurrency, address=address)

@@ -16,7 +16,7 @@ from ..models.resolve import workload as resolve_workload
 from ..models.spaces import declare, lossy_of_space
 from ..runners.command.command import Command
 from ..runners.command.foreign import completed
-from ..runners.command.launchers import find_launcher
+from ..runners.command.launchers.launcher import find_launcher
 from ..runners.command.trained import Trained
 from ..runners.command.work import SPLITS, Commands
 from ..space import Config, Space

@@ -12,7 +12,8 @@ from ..device import Device
 from ..estimator import Estimator, Hardware, Link, Shape, TrainingSetup, find_hardware
 from ..estimator.facts.model_facts import FLASH
 from ..estimator.hardware import recognise
-from ..estimator.setup import OFFLOADS, PRECISIONS
+from ..estimator.setup import OFFLOADS
+from ..results.standard import STANDARD
 from ..space import Config, Space
 from .samplers.prior import Vague
 
@@ -41,23 +42,17 @@ CPU = Hardware(
 """What a rank on a CPU is like, by the order of magnitude."""
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-STANDARD: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("tp", "pp", "dp", "micro_batch", "grad_accum"), _count),
-    **dict.fromkeys(("sequence_parallel", "fusion", "kernels", "fused_optimizer"), _flag),
-    "zero": lambda value: not _flag(value) and value in (0, 1, 2, 3),
-    "checkpoint_ratio": lambda value: isinstance(value, int | float) and not _flag(value) and 0 <= value <= 1,
-    "precision": lambda value: value in PRECISIONS,
+KNOWN: Mapping[str, Callable[[Any], bool]] = {
+    **{
+        name: STANDARD[name].can_be
+        for name in (
+            "tp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels", "fused_optimizer", "zero",
+            "checkpoint_ratio", "precision",
+        )
+    },
     "attention": lambda value: value in ("eager", *FLASH),
     "offload": lambda value: value in OFFLOADS,
-}
+}  # fmt: skip
 """Knobs whose effect is known, and which values they can have."""
 DEGREES = ("tp", "pp", "dp")
 
@@ -73,7 +68,7 @@ def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior |
     known = [
         knob.name
         for knob in space.knobs
-        if knob.name in STANDARD and (knob.derived or all(map(STANDARD[knob.name], knob.values)))
+        if knob.name in KNOWN and (knob.derived or all(map(KNOWN[knob.name], knob.values)))
     ]
     vary = [name for name in known if not (knob := space.by_name[name]).derived and len(knob.values) > 1]
     return VaguePrior(known, devices, hardware) if len(vary) > 1 else None
@@ -137,7 +132,7 @@ class VaguePrior(Vague):
     def _columns(self, configs: Sequence[Config]) -> dict[str, Any]:
         """The standard knobs, each of all configurations; None where one has none, or none that it can have."""
         columns: dict[str, Any] = {
-            name: [value if name in config and STANDARD[name](value := config[name]) else None for config in configs]
+            name: [value if name in config and KNOWN[name](value := config[name]) else None for config in configs]
             for name in self._names
         }
         tp, pp = (np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in ("tp", "pp"))

@@ -73,14 +73,13 @@ def trace_step(
     with torch.random.fork_rng(devices=[]), quiet():
         model = fake_model(workload, config, fake).train()
     with fake:
+        inputs = each_tensor(batch, fake.from_tensor)
         if precision == "bf16_pure":
             cast(model, torch.bfloat16)
+            inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
         recorder = Recorder(model, set(blocks), split, samples, workload.seq_len)
         stand_ins = StandIns(model, () if every_block else tuple(blocks), recorder)
         step = ForwardPass(workload, model)
-        inputs = each_tensor(batch, fake.from_tensor)
-        if precision == "bf16_pure":
-            inputs = each_tensor(inputs, lambda each: each.bfloat16() if each.is_floating_point() else each)
         half = HALVES.get(precision)
         autocast = torch.autocast("cpu", getattr(torch, half)) if half else nullcontext()
         with ExitStack() as stack:

@@ -26,10 +26,10 @@ __all__ = [
     "Regions",
     "StandardSchedule",
     "Support",
-    "columns",
+    "column_parallel",
     "generic_schedule",
     "indices_of",
-    "rows",
+    "row_parallel",
     "schedule_of",
 ]
 

@@ -4,8 +4,9 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from .lazy import Box, LazyTensor, LazyTensors, Stored
 from .weights import LazyWeights
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA = ".metadata"
@@ -175,6 +177,24 @@ def _placing() -> Any:
     return Placing
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor that is to be written."""
+
+    name: str
+    """The tensor's."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    """Where the box begins in it."""
+    size: tuple[int, ...]
+    """Of the box."""
+    dtype: "torch.dtype"
+    """Of the tensor."""
+    read: "Callable[[], torch.Tensor]"
+    """Gives what is there, when it is written."""
+
+
 def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | None = None) -> None:
     """Writes tensors, and other objects, as one rank; one piece of at most `PIECE_BYTES` is in memory at a time.
 
@@ -187,15 +207,15 @@ def write_dcp(tensors: LazyTensors, folder: Path, objects: Mapping[str, Any] | N
 
     # A file for each piece: of those that share a file, torch keeps all in memory until the file is closed.
     writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, overwrite=False)
-    planner = _pieces()(tensors, objects or {})
+    planner = save_planner([each for name, tensor in tensors.items() for each in _pieces(name, tensor)], objects or {})
     with warnings.catch_warnings():
         # It says that there is one process, which is what was meant.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
 
 
-def _pieces() -> Any:
-    """The planner that saves lazy tensors."""
+def save_planner(pieces: Sequence[Piece], objects: Mapping[str, Any] | None = None) -> Any:
+    """What has torch.distributed.checkpoint write these pieces, and objects as `torch.save` writes them."""
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -207,52 +227,50 @@ def _pieces() -> Any:
         WriteItemType,
     )
 
-    class Pieces(DefaultSavePlanner):
-        def __init__(self, tensors: LazyTensors, objects: Mapping[str, Any]) -> None:
-            super().__init__(flatten_state_dict=False)
-            self.tensors = tensors
-            self.bytes = {name: _saved(each) for name, each in objects.items()}
+    at = {(each.name, tuple(each.offset)): each for each in pieces}
+    saved = {name: _saved(each) for name, each in (objects or {}).items()}
 
+    def item(each: Piece) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.size))
+        about = TensorWriteData(chunk, TensorProperties(dtype=each.dtype), torch.Size(each.shape))
+        return WriteItem(MetadataIndex(each.name, chunk.offsets), WriteItemType.SHARD, tensor_data=about)
+
+    class Planner(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            items = [
+            others = [
                 WriteItem(
-                    index=MetadataIndex(name), type=WriteItemType.BYTE_IO,
-                    bytes_io_data=BytesIOWriteData(nbytes=len(each.getvalue())),
+                    MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(each.getvalue()))
                 )
-                for name, each in self.bytes.items()
-            ]  # fmt: skip
-            for name, each in self.tensors.items():
-                for number, box in enumerate(pieces(each)):
-                    start = torch.Size([side.start for side in box])
-                    chunk = ChunkStorageMetadata(start, torch.Size([side.stop - side.start for side in box]))
-                    about = TensorWriteData(chunk, TensorProperties(dtype=each.dtype), each.shape)
-                    index = MetadataIndex(name, start, number)
-                    items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=about))
-            self.plan = SavePlan(items)
+                for name, each in saved.items()
+            ]
+            self.plan = SavePlan([*others, *map(item, at.values())])
             return self.plan
 
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-            if write_item.tensor_data is None:
-                return self.bytes[write_item.index.fqn]
-            chunk = write_item.tensor_data.chunk
-            box = tuple(slice(first, first + count) for first, count in zip(chunk.offsets, chunk.sizes))
-            return self.tensors[write_item.index.fqn].read(box)
+            index = write_item.index
+            return at[index.fqn, tuple(index.offset)].read() if index.offset is not None else saved[index.fqn]
 
-    return Pieces
+    return Planner(flatten_state_dict=False)
 
 
-def pieces(tensor: LazyTensor) -> Iterable[Box]:
+def _pieces(name: str, tensor: LazyTensor) -> Iterable[Piece]:
+    for box in boxes(tensor):
+        offset, size = tuple(each.start for each in box), tuple(each.stop - each.start for each in box)
+        yield Piece(name, tensor.shape, offset, size, tensor.dtype, partial(tensor.read, box))
+
+
+def boxes(tensor: LazyTensor) -> Iterable[Box]:
     """Boxes that make up a tensor, each at most `PIECE_BYTES` or one entry of the first two dimensions."""
-    boxes: list[Box] = [()]
+    found: list[Box] = [()]
     rest = tensor.nbytes
     for size in tensor.shape[:2]:
         if rest <= PIECE_BYTES or size == 0:
             break
         step = max(1, PIECE_BYTES * size // rest)
-        boxes = [(*box, slice(at, min(size, at + step))) for box in boxes for at in range(0, size, step)]
+        found = [(*box, slice(at, min(size, at + step))) for box in found for at in range(0, size, step)]
         rest = rest // size * step
     whole = [slice(0, size) for size in tensor.shape]
-    return [(*box, *whole[len(box) :]) for box in boxes]
+    return [(*box, *whole[len(box) :]) for box in found]
 
 
 def _saved(value: Any) -> io.BytesIO:

@@ -1,58 +1,16 @@
 """What an export starts from: a configuration, its sizes, and a record of the knobs carried over."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UsageError
 from ..columns import fold
 from ..lossy import LOSSY, lossy_values
-from ..meaning import FORMATS, REDUCED, Exchange, Formats, exchange_of, formats_of, order_of
+from ..meaning import Exchange, Formats, exchange_of, formats_of, order_of
 from ..measurement import Trial
+from ..standard import MOST_DEVICES, STANDARD, is_whole
 from .hosts import Hosts
 
-NEUTRAL: Mapping[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "dp": 1,
-    "zero": 0,
-    "hsdp": 1,
-    "sequence_parallel": False,
-    "pipeline_schedule": None,
-    "virtual_stages": 1,
-    "micro_batch": 1,
-    "grad_accum": 1,
-    "checkpoint_ratio": 0,
-    "precision": "fp32",
-    "attention": None,
-    "fusion": False,
-    "fused_optimizer": None,
-    "kernels": False,
-    "offload": "none",
-    "reduce_dtype": "fp32",
-}
-"""The standard knobs at the value that asks nothing of a framework."""
-
-MOST_DEVICES = 1 << 20
-"""Of one training."""
-
-_STANDARD: Mapping[str, Callable[[Any], bool]] = {
-    "zero": lambda value: _is_whole(value) and 0 <= value <= 3,
-    "hsdp": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
-    "sequence_parallel": lambda value: isinstance(value, bool),
-    "pipeline_schedule": lambda value: value is None or isinstance(value, str),
-    "virtual_stages": lambda value: _is_whole(value) and 1 <= value <= MOST_DEVICES,
-    "checkpoint_ratio": lambda value: (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    ),
-    "precision": lambda value: value in FORMATS,
-    "attention": lambda value: value is None or isinstance(value, str),
-    "fusion": lambda value: isinstance(value, bool),
-    "fused_optimizer": lambda value: value is None or isinstance(value, bool),
-    "kernels": lambda value: isinstance(value, bool),
-    "offload": lambda value: isinstance(value, str),
-    "reduce_dtype": lambda value: value in REDUCED,
-}
-"""Which values the standard knobs can have: a callable's space may call other things by their names."""
 _SHAPE = ("family", "layers", "hidden", "heads", "intermediate", "vocabulary")
 """What has to be known of a model's shape."""
 
@@ -80,7 +38,7 @@ class Setup:
         self.trial = trial
         self.config = dict(trial.config)
         self._standard = {
-            name: value for name, value in self.config.items() if name not in _STANDARD or _STANDARD[name](value)
+            name: value for name, value in self.config.items() if name not in STANDARD or STANDARD[name].can_be(value)
         }
         self.target = target
         self.notes: list[str] = []
@@ -177,7 +135,7 @@ class Setup:
     def knob(self, name: str) -> Any:
         """The value of a standard knob, neutral where the configuration does not have it."""
         self._used.add(name)
-        return self._standard.get(name, NEUTRAL[name])
+        return self._standard.get(name, STANDARD[name].neutral)
 
     @property
     def formats(self) -> Formats:
@@ -192,7 +150,7 @@ class Setup:
 
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""
-        return name in self._standard and self._standard[name] != NEUTRAL.get(name)
+        return name in self._standard and (name not in STANDARD or self._standard[name] != STANDARD[name].neutral)
 
     def note(self, sentence: str) -> None:
         """States that something could not be carried over, and what to do instead."""
@@ -201,7 +159,7 @@ class Setup:
     def note_unless_neutral(self, name: str, instead: str) -> None:
         """States that a knob has no counterpart, where it asks for something."""
         value = self.knob(name)
-        if value != NEUTRAL[name]:
+        if value != STANDARD[name].neutral:
             self.note(f"{name}={words(value)} has no counterpart here: {instead}")
 
     def take_all(self) -> dict[str, Any]:
@@ -226,8 +184,8 @@ class Setup:
         return tuple(self.notes)
 
     def _size(self, name: str) -> int:
-        value = self.config.get(name, NEUTRAL[name])
-        if not _is_whole(value) or value < 1:
+        value = self.config.get(name, STANDARD[name].neutral)
+        if not is_whole(value) or value < 1:
             raise UsageError(
                 f"cannot export trial {self.trial.number}: {name} must be a whole number of at least 1, "
                 f"but is {value!r}"
@@ -250,10 +208,6 @@ class Setup:
         if steps is not None:
             return None if share is None else share // steps, steps
         return share, None if share is None else 1
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def ending(trial: Trial) -> str:

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from ...errors import UsageError, unknown
 from ...models.foreign import find_source
-from ...models.request import Asked
+from ...models.request import Asked, either
 from ...reading import LARGEST_DOCUMENT, Refused, parse_yaml, path_of, read_named
+from .launchers import LAUNCHERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,7 @@ class Command:
     command: Annotated[str | Sequence[str], Asked("A command to tune, with {knob} for values.", metavar="COMMAND")]
     launcher: Annotated[
         str | None,
-        Asked(
-            "What it starts: trainer, accelerate, deepspeed, lightning, llamafactory, axolotl, litgpt, torchtitan, megatron, "
-            "megatron-bridge or nemo.",
-            metavar="NAME",
-        ),
+        Asked(f"What it starts: {either(LAUNCHERS)}.", metavar="NAME"),
     ] = None
     model: Annotated[
         str | None,

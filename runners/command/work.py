@@ -20,8 +20,7 @@ from .command import Command
 from .comparison import Comparison
 from .events import check_installed, of_events
 from .files import read_files
-from .launchers import find_launcher
-from .launchers.launcher import Launcher
+from .launchers.launcher import Launcher, find_launcher
 from .objective import PREFERRED, Requirement, objective_of
 from .reading import lines_for
 from .run import RunTerms

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import redline
 from redline.errors import UsageError
 from redline.runners.command.command import Command
-from redline.runners.command.launchers import LAUNCHERS, find_launcher
+from redline.runners.command.launchers import LAUNCHERS
+from redline.runners.command.launchers.launcher import find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
 from without_triton import WITHOUT_TRITON
@@ -21,7 +24,7 @@ NOTHING = Command(command="")
 
 def space_of(name, devices=4, **more):
     space = Space()
-    for knob, values in {**LAUNCHERS[name].values(NOTHING, devices), **more}.items():
+    for knob, values in {**find_launcher(name).values(NOTHING, devices), **more}.items():
         space.choice(knob, values)
     return space
 
@@ -29,7 +32,7 @@ def space_of(name, devices=4, **more):
 def words(name, command, devices=4, render=(), config=None, samples="8", **more):
     asked = Command(command=command, launcher=name, render=render, samples=samples)
     space = Space()
-    for knob, values in {**LAUNCHERS[name].values(asked, devices), **more}.items():
+    for knob, values in {**find_launcher(name).values(asked, devices), **more}.items():
         space.choice(knob, values)
     work = Commands(asked, space, devices=devices)
     return shlex.split(work.rendered(space.config(**(config or {})), 0, Path("/trial")))
@@ -147,7 +150,7 @@ def test_a_knob_that_a_launcher_does_not_know_needs_a_place():
 
 
 def test_what_only_matters_on_several_devices_does_not_vary_on_one():
-    assert "zero" not in LAUNCHERS["deepspeed"].values(NOTHING, 1) and "zero" in LAUNCHERS["deepspeed"].values(
+    assert "zero" not in find_launcher("deepspeed").values(NOTHING, 1) and "zero" in find_launcher("deepspeed").values(
         NOTHING, 2
     )
 
@@ -243,8 +246,8 @@ print("RESULT", made.micro_batch_size, made.tensor_model_parallel_size, made.tra
 
 
 def test_lossy_values_are_tried_where_they_are_allowed():
-    assert LAUNCHERS["litgpt"].values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
-    assert LAUNCHERS["litgpt"].values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
+    assert find_launcher("litgpt").values(NOTHING, 1)["precision"] == ["fp32", "bf16"]
+    assert find_launcher("litgpt").values(NOTHING, 1, lossy=True)["precision"] == ["fp32", "bf16", "bf16_pure"]
 
 
 @pytest.mark.parametrize("name", list(LAUNCHERS))
@@ -254,6 +257,12 @@ def test_a_launcher_has_standard_values_for_standard_knobs(name):
 
     table = knob_arrays(list(space_of(name, devices=1)), TrainingSetup())
     assert set(table.precision.tolist()) <= {"fp32", "bf16"} and set(table.fusion.tolist()) <= {True, False}
+
+
+def test_the_launchers_are_those_of_the_documentation():
+    page = (Path(redline.__file__).parent / "docs" / "launchers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \|", page.partition("\n| `--launcher` |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`([\w-]+)`", row)) == sorted(LAUNCHERS)
 
 
 def test_what_makes_a_run_short_is_not_what_one_trains_with():

@@ -7,8 +7,16 @@ from inspect import signature
 import pytest
 import redline as rl
 from redline.errors import UsageError
+from redline.models.foreign import FORMATS
+from redline.models.layouts.find import LAYOUTS
+from redline.results.export.launch import LAUNCHES
+from redline.runners.command.launchers import LAUNCHERS
+from redline.runners.places import PLACES
+from redline.training.hyperparameters import LR_SCHEDULES
 from redline.tuner.cli.main import redline
-from redline.tuner.request import SECTIONS, Request
+from redline.tuner.loggers import logger_names
+from redline.tuner.request import RUNNERS, SECTIONS, Request
+from redline.tuner.samplers import sampler_names
 
 PYTHON_ONLY = {"prior", "isolate", "listener"}
 
@@ -39,6 +47,27 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
     for each in fields(Request):
         if each.name in options and each.name != "target" and not options[each.name].multiple:
             assert parsed[each.name] == each.default, each.name
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "names"),
+    [
+        ("tune", "sampler", sampler_names()),
+        ("tune", "runner", RUNNERS),
+        ("tune", "launcher", LAUNCHERS),
+        ("tune", "log_to", logger_names()),
+        ("tune", "taken_from", [each.name for each in FORMATS]),
+        ("train", "runner", PLACES),
+        ("train", "log_to", logger_names()),
+        ("train", "lr_schedule", LR_SCHEDULES),
+        ("convert", "to", LAYOUTS),
+        ("export", "launch", LAUNCHES),
+    ],
+)
+def test_the_help_of_an_option_names_all_that_it_takes(command, option, names):
+    (help_of,) = (each.help for each in redline.get_command(None, command).params if each.name == option)
+    assert len(list(names)) > 2
+    assert [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", help_of)] == []
 
 
 def test_what_is_given_is_what_is_not_the_default():

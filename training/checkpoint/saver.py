@@ -86,11 +86,6 @@ class Saver:
         """Whether a save is under way."""
         return self._pending is not None and not self._pending.done()
 
-    @property
-    def ended(self) -> bool:
-        """Whether a save has ended that `wait` has not told of."""
-        return self._pending is not None and self._pending.done()
-
     def close(self) -> None:
         """Ends the thread, behind what it is at."""
         self._thread.shutdown()

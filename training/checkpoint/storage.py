@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...models.layouts.dcp import Piece, save_planner
 from .state import Located
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class Part:
         """By which it is known among all parts of all ranks."""
         return self.name, self.offset
 
+    @property
+    def piece(self) -> Piece:
+        """It as `save_planner` takes it."""
+        return Piece(self.name, self.shape, self.offset, self.data.shape, self.data.dtype, lambda: self.data)
+
 
 def parts_of(tensors: Located) -> list[Part]:
     """The parts that this rank has of tensors."""
@@ -53,9 +59,8 @@ def write(folder: Path, parts: Sequence[Part], group: "ProcessGroup | None") -> 
     """
     from torch.distributed import checkpoint
 
-    checkpoint.save(
-        {}, storage_writer=_writer(folder), planner=_save_planner(parts), process_group=group, no_dist=group is None
-    )
+    planner = save_planner([each.piece for each in parts])
+    checkpoint.save({}, storage_writer=_writer(folder), planner=planner, process_group=group, no_dist=group is None)
 
 
 def _writer(folder: Path) -> Any:
@@ -76,36 +81,3 @@ def _writer(folder: Path) -> Any:
                 raise OSError(cause.errno, cause.strerror) from error
 
     return Writer(folder)
-
-
-def _save_planner(parts: Sequence[Part]) -> Any:
-    import torch
-    from torch.distributed.checkpoint import DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    at = {each.place: each for each in parts}
-
-    class Planner(DefaultSavePlanner):
-        """Plans to write these parts."""
-
-        def create_local_plan(self) -> SavePlan:
-            items = [
-                WriteItem(
-                    index=MetadataIndex(each.name, torch.Size(each.offset)),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=ChunkStorageMetadata(offsets=torch.Size(each.offset), sizes=each.data.shape),
-                        properties=TensorProperties.create_from_tensor(each.data),
-                        size=torch.Size(each.shape),
-                    ),
-                )
-                for each in at.values()
-            ]
-            self.plan = SavePlan(items)
-            return self.plan
-
-        def lookup_object(self, index: MetadataIndex) -> Any:
-            return at[index.fqn, tuple(index.offset or ())].data
-
-    return Planner(flatten_state_dict=False)

@@ -2,6 +2,9 @@
 
 import click
 
+from ...models.request import either
+from ...results.listing import FORMATS
+
 EXAMPLES = """\b
 Examples:
   redline compare runs/gpt2 runs/gpt2-2
@@ -11,7 +14,7 @@ Examples:
 
 @click.command(epilog=EXAMPLES, short_help="Compare the winners of runs of one space.")
 @click.argument("runs", nargs=-1, required=True)
-@click.option("--format", "form", default="table", show_default=True, help="table, csv, json or markdown.")
+@click.option("--format", "form", default="table", show_default=True, help=f"{either(FORMATS)}.")
 def compare(runs: tuple[str, ...], form: str) -> None:
     """Compare the winners of the runs in folders RUNS: knob by knob, number by number, with the first one as base.
 

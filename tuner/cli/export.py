@@ -2,6 +2,9 @@
 
 import click
 
+from ...models.request import either
+from ...results.export.launch import LAUNCHES
+
 EXAMPLES = """\b
 Examples:
   redline export runs/gpt2 --to accelerate -o accelerate.yaml
@@ -31,7 +34,7 @@ def _targets(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 @click.option(
     "--launch",
     metavar="HOW",
-    help="In place of the target's file what starts a training with it: torchrun, slurm or kubernetes.",
+    help=f"In place of the target's file what starts a training with it: {either(LAUNCHES)}.",
 )
 @click.option("--storage", metavar="URL", help="Where the run keeps its trials, if not in RUN (tune --storage).")
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_targets, help="List the targets.")

@@ -9,8 +9,10 @@ from typing import Any
 from ...device import detect
 from ...errors import StudyError, UsageError, unknown
 from ...models import Workload
+from ...models.families.standard import BLOCK_KNOBS
 from ...models.spaces import make_space
 from ...reading import path_of
+from ...results.standard import STANDARD
 from ...space import Config
 from ..planning import plan
 from ..ranks import Place
@@ -148,9 +150,5 @@ def _planned(workload: Workload, wanted: Wanted, size: int, like: Config | None 
     return Decided(config=planned.config, why=planned.why, predicted=measured if measured is not None else estimated)
 
 
-KNOBS = (
-    "tp", "pp", "dp", "zero", "hsdp", "sequence_parallel", "virtual_stages", "pipeline_schedule", "micro_batch", "grad_accum",
-    "checkpoint_ratio", "checkpoint_blocks", "gathered_blocks", "precision", "reduce_dtype", "attention", "fusion", "kernels",
-    "fused_optimizer", "offload",
-)  # fmt: skip
+KNOBS = (*STANDARD, *BLOCK_KNOBS)
 """The standard knobs, whether or not they vary on the devices at hand."""

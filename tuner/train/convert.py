@@ -11,7 +11,7 @@ from ...models.layouts.find import LAYOUTS
 from ...models.layouts.lazy import LazyTensors
 from ...models.layouts.weights import LazyWeights, Weights
 from ...models.lora import AdaptedArchitecture
-from ...models.request import Asked
+from ...models.request import Asked, either
 from ...reading import path_of
 from ...results.trained import CHECKPOINTS, holds_training, read_document
 from ...training.checkpoint.folder import Checkpoint, CheckpointFolder
@@ -31,7 +31,7 @@ class ConvertRequest:
         UsageError: a value is none that is known, or means nothing for the layout.
     """
 
-    to: Annotated[str, Asked("Whose checkpoint: hf, peft, megatron or torchtitan.", metavar="LAYOUT")] = "hf"
+    to: Annotated[str, Asked(f"Whose checkpoint: {either(LAYOUTS)}.", metavar="LAYOUT")] = "hf"
     """Whose checkpoint it becomes."""
     step: Annotated[int | None, Asked("Of which step.  [default: the latest]", type=int, metavar="N")] = None
     """Of which step; None for the latest."""

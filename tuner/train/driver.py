@@ -26,6 +26,7 @@ from ...results.trained import (
     write_document,
 )
 from ...runners import TrialTerms
+from ...runners.places import runner_on
 from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank
 from ...space import Config
@@ -35,7 +36,6 @@ from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ...writing import make_folder
 from ..loggers import logging_training_to
-from ..running import runner_on
 from .chosen import Strategy
 from .listener import Begun, TrainListener
 from .request import MAY_CHANGE, OF_A_START, TrainRequest

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import UsageError, unknown
-from ...models.request import Asked
+from ...models.request import Asked, either
+from ...runners.places import PLACES
 from ...training.data import DataPlan
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ..budget import parse_memory
-
-RUNNERS = ("local", "ray", "slurm")
+from ..loggers import logger_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class LaunchRequest:
         devices: how many; by default as many as the configuration is for, or as before. For others it is planned anew.
         memory_limit: of a device, MiB or as in `8GiB`; for another one than before it is planned anew.
         tune_trials: dry runs for planning anew; 0 takes the estimate's word for it.
-        runner: who places the ranks: `local`, `ray` or `slurm`.
+        runner: who places the ranks, a name in `redline.runners.places.PLACES`.
         ray_address: a Ray cluster to join.
         weights: a checkpoint of another tool to begin with, such as a Hugging Face model's folder.
         lora: train adapters only, such as `r=16`.
         seq_len: tokens of a sample, in place of the run's.
         global_batch: samples of an optimizer step, in place of the run's.
         fix: knobs of the configuration, in place of the winner's.
-        log_to: trackers that the training is written to: `mlflow`, `tensorboard`, `wandb`.
+        log_to: trackers that the training is written to, see `redline.tuner.loggers.logger_names()`.
     """
 
     source: str | Path = field(kw_only=False)
@@ -54,9 +54,7 @@ class LaunchRequest:
     tune_trials: Annotated[
         int, Asked("Dry runs for planning anew; 0 takes the estimate's word for it.", type=int, metavar="K")
     ] = 0
-    runner: Annotated[str, Asked("Who places the ranks: local, ray, or slurm in an allocation.", metavar="NAME")] = (
-        "local"
-    )
+    runner: Annotated[str, Asked(f"Who places the ranks: {either(PLACES)}.", metavar="NAME")] = "local"
     ray_address: Annotated[
         str | None, Asked("A Ray cluster to join.  [default: RAY_ADDRESS, or a local one]", metavar="ADDRESS")
     ] = None
@@ -78,7 +76,7 @@ class LaunchRequest:
     ] = None
     log_to: Annotated[
         str | Sequence[str] | None,
-        Asked("Log the training to mlflow, tensorboard or wandb; repeatable.", metavar="TRACKER", many=True),
+        Asked(f"Log the training to {either(logger_names())}; repeatable.", metavar="TRACKER", many=True),
     ] = ()
 
     @cached_property
@@ -98,8 +96,8 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
     def __post_init__(self) -> None:
         for section in (LoopPlan, Hyperparameters, DataPlan):
             section.__post_init__(self)
-        if self.runner not in RUNNERS:
-            raise UsageError(unknown("runner", self.runner, RUNNERS))
+        if self.runner not in PLACES:
+            raise UsageError(unknown("runner", self.runner, PLACES))
         for name in ("devices", "seq_len", "global_batch"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -1,45 +1,16 @@
-"""Launchers that are known, one a file."""
+"""Launchers that are known, one a file; each is imported when it is asked for, by `launcher.find_launcher`."""
 
-from ....errors import UsageError, unknown
-from . import (
-    accelerate,
-    axolotl,
-    bridge,
-    deepspeed,
-    lightning,
-    litgpt,
-    llamafactory,
-    megatron,
-    nemo,
-    torchtitan,
-    trainer,
-)
-from .launcher import Launcher
-
-LAUNCHERS: dict[str, Launcher] = {
-    each.LAUNCHER.name: each.LAUNCHER
-    for each in (
-        trainer,
-        accelerate,
-        deepspeed,
-        lightning,
-        llamafactory,
-        axolotl,
-        litgpt,
-        torchtitan,
-        megatron,
-        bridge,
-        nemo,
-    )
+LAUNCHERS = {
+    "trainer": "trainer",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "lightning": "lightning",
+    "llamafactory": "llamafactory",
+    "axolotl": "axolotl",
+    "litgpt": "litgpt",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+    "megatron-bridge": "bridge",
+    "nemo": "nemo",
 }
-
-
-def find_launcher(name: str) -> Launcher:
-    """The launcher of a name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in LAUNCHERS:
-        raise UsageError(unknown("launcher", name, LAUNCHERS))
-    return LAUNCHERS[name]
+"""What `--launcher` takes, to the file."""

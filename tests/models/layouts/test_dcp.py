@@ -20,11 +20,11 @@ def test_pieces_make_up_a_tensor_once_and_stay_within_the_limit(monkeypatch):
     for limit, most in ((1 << 20, BIG.numel()), (256, 64), (40, 10), (8, 4)):
         monkeypatch.setattr(dcp, "PIECE_BYTES", limit)
         count = torch.zeros_like(BIG)
-        for box in dcp.pieces(lazy(BIG)):
+        for box in dcp.boxes(lazy(BIG)):
             assert BIG[box].numel() <= max(most, 4)
             count[box] += 1
         assert bool((count == 1).all())
-    assert list(dcp.pieces(lazy(SMALL))) == [()]
+    assert list(dcp.boxes(lazy(SMALL))) == [()]
 
 
 def test_torch_loads_what_is_written_and_we_what_torch_saved(tmp_path, monkeypatch):

@@ -1,0 +1,44 @@
+"""Where trials and trainings run, by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UsageError, unknown
+from .dispatch import DryRunner
+from .host import HostAgent
+from .local import LocalRunner
+from .ray_runner import RayRunner
+from .slurm import SlurmRunner
+from .work import TrialTerms, Work
+
+PLACES: Mapping[str, type[DryRunner]] = {each.name: each for each in (RayRunner, LocalRunner, SlurmRunner)}
+
+
+def runner_on(
+    name: str,
+    work: Work,
+    terms: TrialTerms,
+    *,
+    concurrency: int | None = None,
+    address: str | None = None,
+    agent: HostAgent | None = None,
+) -> DryRunner:
+    """The runner of a name.
+
+    Args:
+        name: one of `PLACES`.
+        work: what its processes do.
+        terms: what holds for all of it.
+        concurrency: how much of it at once; None for what the devices allow.
+        address: for `ray`, of a cluster.
+        agent: for `local`, one that was started beforehand.
+
+    Raises:
+        UsageError: there is no such runner, or it has fewer devices than a trial needs.
+        MissingDependency: what it needs is not installed.
+    """
+    if name not in PLACES:
+        raise UsageError(unknown("runner", name, PLACES))
+    own: Mapping[str, Mapping[str, Any]] = {"ray": {"address": address}, "local": {"agent": agent}}
+    make: Any = PLACES[name]
+    return make(work, terms, concurrency=concurrency, **own.get(name, {}))
