@@ -51,7 +51,8 @@ def test_a_best_yaml_decides(tmp_path):
 def test_the_best_yaml_of_a_workload_of_ones_own_serves_its_model(tmp_path):
     """Of which it knows no name: the loop has it."""
     own = redline.Workload(model=Net, batch=lambda size, seed: (torch.ones(size, 6),), loss=own_sum, global_batch=8)
-    result = redline.tune(own, fix={"micro_batch": 2}, trials=1, devices=1, out=tmp_path / "run")
+    asked = {"runner": "local", "measure_time": 0.1, "trials": 1, "devices": 1}
+    result = redline.tune(own, fix={"micro_batch": 2}, out=tmp_path / "run", **asked)
     (tmp_path / "elsewhere").mkdir()
     copied = tmp_path / "elsewhere" / "best.yaml"
     copied.write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
@@ -67,9 +68,8 @@ def own_sum(output, batch):
 def test_a_best_yaml_that_was_copied_says_what_to_train(tmp_path):
     from redline.tuner.train.strategy import read_source
 
-    redline.tune(
-        "llama-tiny", seq_len=32, global_batch=4, fix={"precision": "fp32"}, trials=1, devices=1, out=tmp_path / "run"
-    )
+    asked = {"runner": "simulate", "hardware": "h100", "trials": 1, "devices": 1}
+    redline.tune("llama-tiny", seq_len=32, global_batch=4, fix={"precision": "fp32"}, out=tmp_path / "run", **asked)
     (tmp_path / "best-of-all.yaml").write_bytes((tmp_path / "run" / "best.yaml").read_bytes())
     assert read_source(tmp_path / "best-of-all.yaml") == read_source(tmp_path / "run")
 
