@@ -43,7 +43,10 @@ POISONS = {
 }
 
 
-@pytest.mark.parametrize(("poison", "code"), POISONS.values(), ids=POISONS)
+@pytest.mark.parametrize(
+    ("poison", "code"),
+    [pytest.param(*each, id=how, marks=[pytest.mark.slow] * (how != "segfaults")) for how, each in POISONS.items()],
+)
 def test_a_value_that_ends_the_process_is_a_crash_after_the_second_time(tmp_path, poison, code):
     assert study(tmp_path, poison).returncode == code
     assert study(tmp_path, poison).returncode == code

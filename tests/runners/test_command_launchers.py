@@ -17,6 +17,7 @@ from redline.runners.command.launchers import LAUNCHERS
 from redline.runners.command.launchers.launcher import find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
+from tiers import tiered
 from without_triton import WITHOUT_TRITON
 
 NOTHING = Command(command="")
@@ -190,7 +191,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("name", list(PARSED))
+@pytest.mark.parametrize("name", tiered(["trainer"], ["lightning", "accelerate"]))
 def test_its_own_parser_takes_what_is_said(name, tmp_path):
     script = tmp_path / "launch"
     script.write_text("import sys\n" + PARSED[name].replace("sys.argv[2:]", "sys.argv[1:]"))
@@ -204,6 +205,7 @@ def test_its_own_parser_takes_what_is_said(name, tmp_path):
     assert f"RESULT {EXPECTED[name]}" in out.stdout, out.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_torchtitans_own_parser_takes_what_is_said(tmp_path):
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")

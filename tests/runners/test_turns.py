@@ -196,6 +196,7 @@ def test_a_longer_measurement_has_more_turns_and_a_shorter_one_no_fewer(seconds,
     assert [job.turns for job in jobs] == [turns]
 
 
+@pytest.mark.slow
 def test_turns_outlast_what_keeps_a_core_busy_for_a_while(bench, tmp_path):
     """Turns in which others compute do not count: they go on until enough have passed without, or patience ends."""
     notes = tmp_path / "notes"
@@ -211,7 +212,7 @@ def test_patience_ends(bench, tmp_path):
     notes = tmp_path / "notes"
     with beside(notes, 60.0):
         take_turns(
-            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.1, turns=5, turns_s=6.0, patience_s=4.0
+            bench, [Program(name, str(notes)) for name in "ab"], turn_s=0.05, turns=5, turns_s=3.0, patience_s=2.0
         )
     turns = noted(notes)
     assert len(turns) > 2 * 5 and turns[-1][2] - turns[0][1] < 30.0

@@ -10,6 +10,7 @@ from redline.models import Workload, flops_of, workload
 from redline.models.lora import Lora, with_lora
 from redline.models.spaces import default_space
 from redline.training import Training
+from tiers import tiered
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -48,16 +49,20 @@ def test_adapters_start_as_nothing_and_then_train(small):
 
 @pytest.mark.parametrize(
     ("family", "config"),
-    [
-        ("llama", {"zero": 0}),
-        ("llama", {"zero": 1}),
-        ("llama", {"zero": 3}),
-        ("llama", {"pp": 2}),
-        ("llama", {"tp": 2}),
-        ("llama", {"tp": 2, "sequence_parallel": True}),
-        ("gpt2", {"tp": 2}),
-        ("bert", {"tp": 2, "sequence_parallel": True}),
-    ],
+    tiered(
+        [
+            ("llama", {"zero": 3}),
+            ("llama", {"pp": 2}),
+            ("gpt2", {"tp": 2}),
+            ("bert", {"tp": 2, "sequence_parallel": True}),
+        ],
+        [
+            ("llama", {"zero": 0}),
+            ("llama", {"zero": 1}),
+            ("llama", {"tp": 2}),
+            ("llama", {"tp": 2, "sequence_parallel": True}),
+        ],
+    ),
     ids=str,
 )
 def test_adapters_train_alike_on_two_ranks(two, small, seed, family, config):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from redline.errors import WorkloadError
 from redline.training import Training
+from tiers import diagonal, tiered
 
 CPU = torch.device("cpu")
 
@@ -35,14 +36,13 @@ def held(workload, config):
     return state, weights, training.samples_per_step
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "zero"), diagonal(["gpt2", "llama"], range(4)))
 def test_replicas_train_as_one_at_every_stage_of_zero(two, small, seed, family, zero):
     """GPT-2 has tied weights."""
     check(two, small(family), {"zero": zero, "micro_batch": 2, "grad_accum": 2}, seed)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", tiered(["gpt2"], ["llama"]))
 def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
     configs = [{"zero": zero, "micro_batch": 2, "grad_accum": 2} for zero in range(4)]
     found = [two.run(held, small(family), each) for each in configs]
@@ -54,8 +54,7 @@ def test_each_stage_of_zero_cuts_what_it_is_said_to_cut(two, small, family):
     assert weights == [2 * whole, 2 * whole, whole, whole]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2])
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("zero", "micro_batch"), diagonal([2, 3], [1, 2]))
 def test_groups_of_replicas_train_as_one(four, small, seed, zero, micro_batch):
     check(four, small("llama"), {"zero": zero, "hsdp": 2, "micro_batch": micro_batch}, seed)
 
@@ -154,17 +153,19 @@ def test_groups_of_replicas_gather_within_and_sum_with_the_others_once_a_step(fo
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"tp": 2},
-        {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5},
-        {"pp": 2},
-        {"pp": 2, "pipeline_schedule": "gpipe", "checkpoint_ratio": 1.0},
-        {"pp": 2, "grad_accum": 1, "micro_batch": 8},
-    ],
+    ("family", "config"),
+    diagonal(
+        ["gpt2", "bert"],
+        [
+            {"tp": 2},
+            {"tp": 2, "sequence_parallel": True, "checkpoint_ratio": 0.5},
+            {"pp": 2},
+            {"pp": 2, "pipeline_schedule": "gpipe", "checkpoint_ratio": 1.0},
+            {"pp": 2, "grad_accum": 1, "micro_batch": 8},
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_pieces_and_stages_train_as_one(two, small, seed, family, config):
     check(two, small(family), {"micro_batch": 2, "grad_accum": 4, **config}, seed)
 
@@ -182,14 +183,16 @@ def test_two_axes_at_once_train_as_one(four, small, seed, config):
     check(four, small("llama"), {"micro_batch": 2, **config}, seed)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
-@pytest.mark.parametrize("config", [{"tp": 2}, {"pp": 2}, {"zero": 0}, {"zero": 1}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    diagonal(["bf16", "bf16_pure"], [{"tp": 2}, {"pp": 2}, {"zero": 0}, {"zero": 1}, {"zero": 3}]),
+    ids=str,
+)
 def test_lower_precisions_go_with_every_way_of_spreading(two, small, seed, config, precision):
     check(two, small("llama"), {"micro_batch": 2, "precision": precision, **config}, seed)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
-@pytest.mark.parametrize("kind", ["interleaved", "zbv"])
+@pytest.mark.parametrize(("kind", "precision"), diagonal(["interleaved", "zbv"], ["bf16", "bf16_pure"]))
 def test_lower_precisions_go_with_several_stages_a_rank(two, small, seed, kind, precision):
     knobs = {"pp": 2, "virtual_stages": 2, "pipeline_schedule": kind, "grad_accum": 4, "micro_batch": 2}
     check(two, small("gpt2"), {**knobs, "precision": precision}, seed)

@@ -20,6 +20,7 @@ from redline.schedule import build, create_schedule, deferred, full_state_dict
 from redline.schedule.deferred import stray
 from redline.training import Training
 from redline.training.training import seeded
+from tiers import diagonal
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -319,8 +320,9 @@ def test_an_lstm_trains_with_the_weights_it_shows():
     assert all(each is mine for each, mine in zip(training.model.lstm._flat_weights, training.model.lstm.parameters()))
 
 
-@pytest.mark.parametrize("spread", [{"tp": 2}, {"pp": 2}, {"zero": 3}], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "spread"), diagonal(["gpt2", "llama"], [{"tp": 2}, {"pp": 2}, {"zero": 3}]), ids=str
+)
 def test_ranks_have_their_parts_of_the_constructor_s_weights(two, small, family, spread):
     made = small(family)
 

@@ -164,7 +164,9 @@ def test_the_reproducing_line_carries_what_was_set_and_fixed(tmp_path):
     pairs = list(itertools.pairwise(words))
     assert ("--set", "micro_batch=4,48") in pairs and ("--fix", "attention=eager") in pairs
     assert ("--fix", f"micro_batch={result.best.config['micro_batch']}") in pairs
-    parsed = group.get_command(None, "tune").make_context("tune", words[2:])
+    parsed = group.get_command(None, "tune").make_context(
+        "tune", words[2:], parent=group.make_context("redline", ["tune"])
+    )
     assert parsed.params["override"] == ("micro_batch=4,48", "precision=fp32")
 
 

@@ -21,25 +21,15 @@ TEXT = "Full throughput, no out of memory. " * 400
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three trials on one device."""
+    """A run of one trial on one device."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "redline.tuner.cli",
-            "tune",
-            "gpt2-tiny",
-            "--trials",
-            "3",
-            "--runner",
-            "local",
-        ),
-        *("--set", "micro_batch=4,8", "--fix", "fusion=false", "--seq-len", "32", "--global-batch", "8"),
-        *("--measure-time", "100ms", "--memory-limit", "2GiB", "--out", str(folder)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main([
+            *("tune", "gpt2-tiny", "--trials", "1", "--runner", "local", "--measure-time", "100ms"),
+            *("--set", "micro_batch=4,8", "--fix", "fusion=false", "--seq-len", "32", "--global-batch", "8"),
+            *("--memory-limit", "2GiB", "--out", str(folder)),
+        ])  # fmt: skip
+    assert ended.value.code == 0
     return folder
 
 

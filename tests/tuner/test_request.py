@@ -43,7 +43,7 @@ def test_the_command_line_has_every_field_but_those_for_python_alone():
         *("workload", "as_json", "command_file", "dry"),
         *(each.name for each in fields(rl.Command)),
     }
-    parsed = command.make_context("tune", ["gpt2-tiny"]).params
+    parsed = command.make_context("tune", ["gpt2-tiny"], parent=redline.make_context("redline", ["tune"])).params
     for each in fields(Request):
         if each.name in options and each.name != "target" and not options[each.name].multiple:
             assert parsed[each.name] == each.default, each.name

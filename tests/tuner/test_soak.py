@@ -117,11 +117,14 @@ def tuned(tmp_path):
     return tune
 
 
-def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak_only(tuned):
+@pytest.mark.slow
+def test_memory_that_runs_out_on_varied_lengths_is_not_found_without_a_soak(tuned):
     found, rows, _ = tuned("hoarder", memory_limit="120MiB")
     assert found.winner.config["micro_batch"] == 16
     assert {row["status"] for row in rows.values()} == {"ok"}
 
+
+def test_memory_that_runs_out_on_varied_lengths_is_found_by_a_soak(tuned):
     found, rows, out = tuned("hoarder", memory_limit="120MiB", soak=True)
     assert found.winner.config["micro_batch"] == 2
     assert (rows[16]["status"], rows[2]["status"]) == ("oom", "ok")

@@ -1,8 +1,10 @@
 """What `redline train` and `redline convert` cannot do they refuse, saying what was given, which rule, and what to do."""
 
+import contextlib
 import json
 
 import pytest
+from redline.tuner.cli import main
 from train_commands import SIZES, trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -11,10 +13,9 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def finished(here):
     """A training of six steps."""
-    from train_commands import Command
-
-    code, text = Command(trained("train", "llama", "finished", "--average", "0.9", steps=6), here).wait()
-    assert code == 0, text
+    with contextlib.chdir(here), pytest.raises(SystemExit) as ended:
+        main([str(each) for each in trained("train", "llama", "finished", "--average", "0.9", steps=6)])
+    assert ended.value.code == 0
     return "finished"
 
 
