@@ -142,7 +142,7 @@ class Command:
             assert self.process.poll() is None, self.process.stdout.read()
             assert time.monotonic() < end, "the log does not come to that"
             time.sleep(0.02)
-        self.began = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        self.began = processes_of(self.process.pid)
 
     def signal(self, number):
         os.kill(self.process.pid, number)
@@ -171,6 +171,11 @@ def start(here):
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
+
+
+def processes_of(pid):
+    """A process and all that it has started."""
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def lines_of(folder):
