@@ -31,7 +31,7 @@ def test_a_training_to_its_end(here, columns):  # noqa: F811
     live = whole(shown, columns)
     assert "training llama on " in shown.text and "configuration: " in shown.text and "data: corpus.txt: " in shown.text
     seen = {int(found[1]) for line in live if (found := re.search(r" (\d+)/30", line))}
-    assert 30 in seen and len(seen) > 2, "it never moved"
+    assert {0, 30} <= seen
     # The line that stays says how it ended; of what was drawn before it nothing is left.
     kept = [line for line in shown.lines if re.match(r"step [━╸╺ ]", line)]
     assert len(kept) == 1 and "30/30" in kept[0]
