@@ -150,8 +150,11 @@ def why_nothing(trials: Sequence[Trial]) -> str:
     finished = [trial for trial in trials if not trial.pending]
     if not finished:
         return "no trial has finished"
-    if any(trial.first is not None for trial in finished):
-        return "every trial that succeeded failed when it was measured again; its log (.again.log) says how"
+    again = [trial.measured for trial in finished if trial.first is not None]
+    if again:
+        logs = list(dict.fromkeys(each.log for each in again if each.log))
+        told = f"; {' and '.join(logs)} {'say' if len(logs) > 1 else 'says'} how" if logs else ""
+        return f"every trial that succeeded failed when it was measured again{told}"
     found = counts(finished)
     listing = ", ".join(f"{count} {status}" for status, count in found.items() if count)
     said = [f"none of {len(finished)} trials succeeded: {listing}."]

@@ -16,6 +16,7 @@ from ..errors import WorkloadError
 from ..models import Workload
 from ..models.architecture import Architecture
 from ..models.layouts.find import find_weights
+from ..models.layouts.weights import Weights
 from ..results import Measurement, Status
 from ..results.trained import CHECKPOINTS, DATA, LOG, STOP
 from ..space import Config
@@ -141,24 +142,29 @@ class TrainRank:
             folder.prepare(found)
         if found is None:
             if self.weights is not None:
-                self._begin_with(self.weights, state, log)
+                weights = weights_to_begin_with(self.workload, self.weights)
+                for note in weights.notes:
+                    log({"kind": "note", "text": note})
+                state.load_weights(weights)
             return 0, 0
         restore(state, found)
         training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
         log({"kind": "resumed", "step": found.step, "checkpoint": found.path.name})
         return found.step, int(found.manifest["samples"])
 
-    def _begin_with(self, path: str, state: State, log: Callable[[Mapping[str, Any]], None]) -> None:
-        architecture = self.workload.model
-        if not isinstance(architecture, Architecture):
-            raise WorkloadError(
-                f"{self.workload.name} is built by code of its own, which can load '{path}' itself: checkpoints of other tools "
-                "are read for Hugging Face models"
-            )
-        weights = find_weights(path, architecture)
-        for note in weights.notes:
-            log({"kind": "note", "text": note})
-        state.load_weights(weights)
+
+def weights_to_begin_with(workload: Workload, path: str) -> Weights:
+    """The weights of another tool's checkpoint, none of which is read yet.
+
+    Raises:
+        WorkloadError: it is of another model, or cannot be read.
+    """
+    if not isinstance(workload.model, Architecture):
+        raise WorkloadError(
+            f"{workload.name} is built by code of its own, which can load '{path}' itself: checkpoints of other tools "
+            "are read for Hugging Face models"
+        )
+    return find_weights(path, workload.model)
 
 
 class Trainings(Work):

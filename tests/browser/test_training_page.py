@@ -39,7 +39,13 @@ def folder(tmp_path_factory, made):
     root = tmp_path_factory.mktemp("trainings") / "all"
     made.eventful(root / "train" / "llama")
     made.write_training(
-        root / "plain", [made.step_line(10, 5.0), {"kind": "end", "step": 10, "stopped": False}], steps=10
+        root / "plain",
+        [
+            made.step_line(5, 6.0, mfu=0.25),
+            made.step_line(10, 5.0, mfu=0.5),
+            {"kind": "end", "step": 10, "stopped": False},
+        ],
+        steps=10,
     )
     (root / "damaged").mkdir()
     (root / "damaged" / DOCUMENT).write_text("format: 1\nasked: [")
@@ -153,6 +159,22 @@ def test_a_change_of_configuration_a_restart_and_a_failed_checkpoint_are_marked(
     assert latest.get_attribute("data-strategy") == "2"
     assert latest.locator(".knob.changed").inner_text().split("\n") == ["zero", "3 was 0"]
     assert tab.locator("#course svg.chart").count() == 4
+
+
+def test_how_much_of_the_peak_was_used_is_a_curve_where_it_is_known(tab, address):
+    show(tab, address, "plain")
+    charts = tab.locator("#course svg.chart")
+    assert charts.count() == 5
+    chart = charts.filter(has_text="MFU, %")
+    assert chart.locator("path.curve.train").count() == 1
+    ticks = chart.evaluate(
+        """(svg) => [...svg.querySelectorAll("text.tick[text-anchor=end]")].map((each) => [+each.textContent, +each.getAttribute("y") - 4])"""
+    )
+    (low, at_low), (high, at_high) = ticks[0], ticks[-1]
+    drawn = chart.locator("path.curve.train").get_attribute("d").strip("M").split("L")
+    heights = [float(each.split()[1]) for each in drawn]
+    shown = [low + (each - at_low) / (at_high - at_low) * (high - low) for each in heights]
+    assert shown == pytest.approx([25, 50], abs=0.5)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

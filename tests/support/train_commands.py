@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -24,6 +25,7 @@ GPT2 = {
 SIZES = ["--seq-len", "16", "--global-batch", "8"]
 PLAIN = ["--fix", "precision=fp32", "--fix", "fusion=false", "--fix", "attention=eager", "--fix", "kernels=false"]
 WORKLOADS = """
+import pathlib
 import time
 
 import torch
@@ -62,6 +64,11 @@ class Bursting(Net):
 
 class Slow(Net):
     pause = 3.0
+
+    def forward(self, x):
+        if x.device.type != "meta":
+            pathlib.Path(__file__).with_name("slow-began").touch()
+        return super().forward(x)
 
 
 class Broken(Net):
@@ -134,15 +141,27 @@ class Command:
             env={**os.environ, "COLUMNS": "200"},
         )
         self.began = []
+        self._lines = []
+        self._reader = threading.Thread(target=lambda: self._lines.extend(self.process.stdout), daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self):
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    def until_holds(self, holds, timeout=240):
+        """Waits until something is so."""
+        end = time.monotonic() + timeout
+        while not holds():
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, f"it does not come to that:\n{self.text}"
+            time.sleep(0.02)
 
     def until(self, folder, holds, timeout=240):
         """Waits until the log of a training holds a line like this, and notes which processes are at it."""
-        end = time.monotonic() + timeout
-        while not any(holds(each) for each in lines_of(folder)):
-            assert self.process.poll() is None, self.process.stdout.read()
-            assert time.monotonic() < end, "the log does not come to that"
-            time.sleep(0.02)
-        self.began = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        self.until_holds(lambda: any(holds(each) for each in lines_of(folder)), timeout)
+        self.began = processes_of(self.process.pid)
 
     def signal(self, number):
         os.kill(self.process.pid, number)
@@ -150,11 +169,12 @@ class Command:
     def wait(self, timeout=300):
         """Its exit code and what it printed."""
         try:
-            text, _ = self.process.communicate(timeout=timeout)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
-        return self.process.returncode, text
+        self._reader.join()
+        return self.process.returncode, self.text
 
 
 @pytest.fixture
@@ -171,6 +191,11 @@ def start(here):
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
+
+
+def processes_of(pid):
+    """A process and all that it has started."""
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
 def lines_of(folder):

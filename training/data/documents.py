@@ -1,20 +1,29 @@
 """Documents read from files, a piece at a time: never more than a few MiB of them are in memory."""
 
 import codecs
+import gzip
 import importlib
-from collections.abc import Iterator
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import MissingDependency, WorkloadError, unknown
 from ...reading import Refused, parse_json
-from .sources import Source
+from .sources import GZIP, Source
 
 Conversation = list[dict[str, Any]]
 PIECE = 1 << 20
 """Characters after which a text is cut, where a line begins."""
 ROWS = 1000
 """Of a table, read at once."""
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool",
+}  # fmt: skip
+"""Roles by the names that ShareGPT's conversations have for them."""
 
 
 class Piece(NamedTuple):
@@ -28,6 +37,8 @@ class Piece(NamedTuple):
     """Whether it ends with it."""
     where: str
     """For messages."""
+    read: float
+    """How much of its source is read with it, from 0 to 1."""
 
 
 def pieces_of(source: Source, field: str) -> Iterator[Piece]:
@@ -41,27 +52,35 @@ def pieces_of(source: Source, field: str) -> Iterator[Piece]:
         yield from _text(source.path)
         return
     rows = {"jsonl": _json_lines, "parquet": _parquet, "datasets": _datasets}[source.kind](source.path, field)
-    for where, value in rows:
+    for where, value, read in rows:
         content = _content(value, field, where)
         if content:
-            yield Piece(content, True, True, where)
+            yield Piece(content, True, True, where, read)
 
 
 def _content(value: Any, field: str, where: str) -> str | Conversation:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        for message in value:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-                known = (
-                    f"has the keys {', '.join(map(str, message))}" if isinstance(message, dict) else f"is {message!r}"
-                )
-                raise WorkloadError(
-                    f"{where}: each message of a conversation must have a role and a content, but one {known[:200]}"
-                )
-        return value
+        return [_message(each, where) for each in value]
     raise WorkloadError(
         f"{where}: '{field}' must hold a text or a conversation (a list of messages), but holds {type(value).__name__}"
+    )
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message with a role and a content, which ShareGPT's conversations call `from` and `value`."""
+    if isinstance(message, dict):
+        if isinstance(message.get("role"), str) and "content" in message:
+            return message
+        if isinstance(message.get("from"), str) and "value" in message:
+            role = SPEAKERS.get(message["from"])
+            if role is None:
+                raise WorkloadError(f"{where}: {unknown('speaker of a conversation', message['from'], SPEAKERS)}")
+            return {"role": role, "content": message["value"]}
+    found = f"has the keys {', '.join(map(str, message))}" if isinstance(message, dict) else f"is {message!r}"
+    raise WorkloadError(
+        f"{where}: each message of a conversation must have a role and a content, or a from and a value, but one {found[:200]}"
     )
 
 
@@ -75,14 +94,14 @@ def _missing(field: str, columns: list[str], where: str) -> WorkloadError:
 def _text(path: Path) -> Iterator[Piece]:
     """One document, cut where a line begins that does not begin with a space: tokenizers cut there too."""
     rest, first = "", True
-    for text in _decoded(path):
+    for text, read in _decoded(path):
         rest += text
         while len(rest) > 2 * PIECE:
             cut = _cut(rest)
-            yield Piece(rest[:cut], first, False, str(path))
+            yield Piece(rest[:cut], first, False, str(path), read)
             rest, first = rest[cut:], False
     if rest:
-        yield Piece(rest, first, True, str(path))
+        yield Piece(rest, first, True, str(path), 1.0)
 
 
 def _cut(text: str) -> int:
@@ -96,10 +115,10 @@ def _cut(text: str) -> int:
     return PIECE
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _decoded(path: Path) -> Iterator[tuple[str, float]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
-    with _opened(path) as file:
+    with _opened(path) as (file, share):
         while True:
             data = file.read(PIECE)
             begin = read - len(decoder.getstate()[0])
@@ -109,7 +128,7 @@ def _decoded(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise _not_utf8(str(path), error, begin) from None
             if text:
-                yield text.removeprefix("\ufeff") if not begin else text
+                yield text.removeprefix("\ufeff") if not begin else text, share()
             if not data:
                 return
 
@@ -121,9 +140,16 @@ def _not_utf8(where: str, error: UnicodeDecodeError, begin: int = 0) -> Workload
     )
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Callable[[], float]]]:
+    """A file's bytes, unpacked where gzip has packed them, and a function for how much of it is read, from 0 to 1."""
     try:
-        return path.open("rb")
+        with path.open("rb") as raw:
+            size = max(1, os.fstat(raw.fileno()).st_size)
+            packed = path.suffix.lower() == GZIP
+            yield gzip.GzipFile(fileobj=raw) if packed else raw, lambda: min(1.0, raw.tell() / size)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise WorkloadError(f"{path} cannot be unpacked by gzip: {_one_line(error)}") from None
     except OSError as error:
         raise WorkloadError(f"cannot read the data file {path}: {error.strerror}") from None
 
@@ -131,8 +157,8 @@ def _opened(path: Path) -> Any:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    with _opened(path) as file:
+def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
+    with _opened(path) as (file, share):
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -151,10 +177,10 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
                 )
             if field not in record:
                 raise _missing(field, list(record), where)
-            yield where, record[field]
+            yield where, record[field], share()
 
 
-def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
     parquet, arrow = _optional("pyarrow.parquet", "Parquet"), _optional("pyarrow", "Parquet")
     try:
         with parquet.ParquetFile(path) as table:
@@ -164,15 +190,15 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any]]:
             number = 0
             for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
                 for value in batch.column(0).to_pylist():
-                    yield f"{path}, row {number}", value
                     number += 1
+                    yield f"{path}, row {number - 1}", value, number / table.metadata.num_rows
     except (arrow.ArrowException, OSError) as error:
         raise WorkloadError(f"{path} cannot be read as Parquet: {_one_line(error)}") from None
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{path}, row {number}", error) from None
 
 
-def _datasets(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+def _datasets(path: Path, field: str) -> Iterator[tuple[str, Any, float]]:
     datasets, arrow = _optional("datasets", "datasets folders"), _optional("pyarrow", "datasets folders")
     number = 0
     try:
@@ -181,8 +207,8 @@ def _datasets(path: Path, field: str) -> Iterator[tuple[str, Any]]:
             raise _missing(field, table.column_names, str(path))
         for batch in table.select_columns([field]).with_format(None).iter(batch_size=ROWS):
             for value in batch[field]:
-                yield f"{path}, row {number}", value
                 number += 1
+                yield f"{path}, row {number - 1}", value, number / len(table)
     except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, WorkloadError):
             raise

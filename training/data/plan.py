@@ -29,15 +29,16 @@ class DataPlan:
             many=True,
         ),
     ] = ()
-    """Files or folders: text (`.txt`, `.md`), JSON lines (`.jsonl`, `.ndjson`, `.json`), Parquet, a folder of such or of
-    Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron by either or their prefix."""
+    """Files or folders: text (`.txt`, `.md`) and JSON lines (`.jsonl`, `.ndjson`, `.json`), either as it is or with `.gz`,
+    Parquet, a folder of such or of Hugging Face `datasets`, or tokens: nanoGPT's `.bin`, the `.bin` and `.idx` of Megatron
+    by either or their prefix."""
     tokenizer: Annotated[str | None, Asked("Folder of a Hugging Face tokenizer.  [default: bytes]", metavar="DIR")] = (
         None
     )
     """Folder of a Hugging Face tokenizer; None takes text by bytes. Of a `.bin` it says which token ends a document."""
     field: Annotated[str, Asked("Column with the text, or the messages.", metavar="NAME")] = "text"
-    """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content` there is a
-    conversation, written as text by the tokenizer's chat template."""
+    """Column with the text of JSON lines, Parquet and datasets; a list of messages with `role` and `content`, or
+    ShareGPT's `from` and `value`, there is a conversation, written as text by the tokenizer's chat template."""
     packing: Annotated[
         Packing | None,
         Asked(

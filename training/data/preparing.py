@@ -1,6 +1,7 @@
 """From what is asked of the data to samples: read, tokenised and checked once, then mapped into memory."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,10 +24,21 @@ from .token_files import TokenFile, indexed_tokens, plain_tokens
 
 FORMAT = 1
 """Of what is kept in the cache; another where tokens of the same files would be others."""
+HEARD_S = 0.5
+"""How often it is told how far reading is, s."""
+Heard = Callable[[float], None]
+"""Told which share of the data is read, from 0 to 1."""
 
 
 def prepare(
-    plan: DataPlan, *, seq_len: int, task: Task, vocab_size: int, cache: Path, pad_id: int | None = None
+    plan: DataPlan,
+    *,
+    seq_len: int,
+    task: Task,
+    vocab_size: int,
+    cache: Path,
+    pad_id: int | None = None,
+    heard: Heard = lambda share: None,
 ) -> Samples:
     """The samples of a plan.
 
@@ -40,6 +52,7 @@ def prepare(
         vocab_size: of the model.
         cache: a folder, on a disk that all ranks share or on one of each host.
         pad_id: of the model; None for the tokenizer's.
+        heard: told now and then how far that is.
 
     Raises:
         WorkloadError: the data cannot be read, is empty, shorter than a sample, not UTF-8, of another vocabulary, or the
@@ -56,7 +69,7 @@ def prepare(
             f"{sources[0].path}: text by bytes needs a vocabulary of at least {encoder_of(None).size} tokens, but the model "
             f"has {vocab_size}; give a tokenizer"
         )
-    store = TokenStore(_tokens(plan, sources, vocab_size, cache))
+    store = TokenStore(_tokens(plan, sources, vocab_size, cache, _now_and_then(heard)))
     about = store.about
     if about.largest >= vocab_size:
         whose = (
@@ -129,7 +142,7 @@ def _check_size(plan: DataPlan, layout: Layout, usable: Usable) -> None:
         )
 
 
-def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path) -> Path:
+def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path, heard: Heard) -> Path:
     """The folder of the tokens, made where it is not there."""
     stamps = [each.stamps() for each in sources]
     wanted = {
@@ -148,7 +161,7 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path)
 
     def make(folder: Path) -> dict[str, Any]:
         filled = _of_files if sources[0].kind in OF_TOKENS else _of_texts
-        made = filled(folder, plan, sources, vocab_size)
+        made = filled(folder, plan, sources, vocab_size, heard)
         if [each.stamps() for each in sources] != stamps:
             raise WorkloadError(f"the data in {', '.join(plan.paths)} changed while it was read; start again")
         return made
@@ -156,8 +169,31 @@ def _tokens(plan: DataPlan, sources: list[Source], vocab_size: int, cache: Path)
     return made_once(cache, wanted, make)
 
 
-def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int) -> dict[str, Any]:
-    pieces: Iterator[Piece] = (piece for source in sources for piece in pieces_of(source, plan.field))
+def _now_and_then(heard: Heard) -> Heard:
+    """The same, told every `HEARD_S` at most."""
+    last = time.monotonic()
+
+    def hear(share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= HEARD_S:
+            heard(share)
+            last = time.monotonic()
+
+    return hear
+
+
+def _pieces(sources: list[Source], field: str, heard: Heard) -> Iterator[Piece]:
+    """The documents of all sources, and how far reading them is."""
+    sizes = [sum(size for _, size, _ in each.stamps()) for each in sources]
+    total = max(1, sum(sizes))
+    for number, source in enumerate(sources):
+        for piece in pieces_of(source, field):
+            heard((sum(sizes[:number]) + piece.read * sizes[number]) / total)
+            yield piece
+
+
+def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
+    pieces = _pieces(sources, plan.field, heard)
     first = next(pieces, None)
     if first is None:
         raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty")
@@ -172,12 +208,12 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
     )  # fmt: skip
 
 
-def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int) -> dict[str, Any]:
+def _of_files(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: int, heard: Heard) -> dict[str, Any]:
     encoder = encoder_of(plan.tokenizer) if plan.tokenizer is not None else None
     files: list[tuple[TokenFile, np.ndarray | None]] = [
         indexed_tokens(each) if each.kind == "indexed" else (plain_tokens(each, vocab_size), None) for each in sources
     ]
     return write_about_tokens(
         folder, files, vocab_size=vocab_size, end_id=encoder.end_id if encoder else None,
-        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None,
+        pad_id=encoder.pad_id if encoder else None, mask_id=encoder.mask_id if encoder else None, heard=heard,
     )  # fmt: skip

@@ -22,6 +22,9 @@ KINDS: dict[str, Kind] = {
     ".idx": "indexed",
 }
 """Kinds by a file's ending; a `.bin` with an `.idx` beside it is `indexed`."""
+GZIP = ".gz"
+"""What stands behind the ending of a text or of JSON lines that gzip has compressed."""
+KINDS |= {f"{ending}{GZIP}": kind for ending, kind in KINDS.items() if kind in ("text", "jsonl")}
 OF_TOKENS = ("tokens", "indexed")
 _ABOUT_DATA = ("readme", "license", "dataset_info", "dataset_infos", "state")
 """Names, without ending, of files that lie beside data and are none."""
@@ -74,9 +77,9 @@ def _sources_at(path: Path) -> Iterator[Source]:
     if path.is_dir():
         yield from _in_folder(path)
     elif path.is_file():
-        kind = KINDS.get(path.suffix.lower())
+        kind = KINDS.get(_ending(path))
         if kind is None:
-            said = unknown("ending of a data file", path.suffix or "none", KINDS)
+            said = unknown("ending of a data file", _ending(path) or "none", KINDS)
             raise WorkloadError(f"{path}: {said}")
         yield _file(path, kind)
     elif path.with_name(path.name + ".idx").is_file():
@@ -107,7 +110,7 @@ def _in_folder(folder: Path) -> Iterator[Source]:
         yield Source(path=folder, kind="datasets")
         return
     files = [each for each in sorted(folder.rglob("*")) if each.is_file() and _is_data(each.relative_to(folder))]
-    found = list(dict.fromkeys(_file(each, KINDS[each.suffix.lower()]) for each in files))
+    found = list(dict.fromkeys(_file(each, KINDS[_ending(each)]) for each in files))
     if not found:
         raise WorkloadError(f"the folder {folder} holds no data: no file ends in {', '.join(KINDS)}")
     kinds = sorted({each.kind for each in found})
@@ -118,4 +121,11 @@ def _in_folder(folder: Path) -> Iterator[Source]:
 
 def _is_data(path: Path) -> bool:
     hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and path.suffix.lower() in KINDS and path.stem.lower() not in _ABOUT_DATA
+    ending = _ending(path)
+    return not hidden and ending in KINDS and path.name.lower().removesuffix(ending) not in _ABOUT_DATA
+
+
+def _ending(path: Path) -> str:
+    """The ending of a file's name, with what is before `.gz`."""
+    packed = path.suffix.lower() == GZIP
+    return "".join(path.suffixes[-2:] if packed else path.suffixes[-1:]).lower()

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ def write_about_tokens(
     end_id: int | None,
     pad_id: int | None,
     mask_id: int | None,
+    heard: Callable[[float], None],
 ) -> dict[str, Any]:
     """Looks through files of tokens, which stay where they are, and says what the store holds.
 
@@ -110,6 +111,7 @@ def write_about_tokens(
         end_id: the token that ends a document in files of which that is not known.
         pad_id: as in `About`.
         mask_id: as in `About`.
+        heard: told which share of the tokens is looked through, from 0 to 1.
 
     Raises:
         WorkloadError: a token is not of the vocabulary.
@@ -117,6 +119,7 @@ def write_about_tokens(
     """
     hashes = [hashlib.sha256() for _ in range(2)]
     known = end_id is not None or all(begins is not None for _, begins in files)
+    everything = max(1, sum(file.count for file, _ in files))
     total = documents = 0
     largest = -1
     with (folder / BOUNDARIES).open("wb") as boundary_file:
@@ -131,6 +134,7 @@ def write_about_tokens(
         for file, begins in files:
             last = 0
             for at, some in chunks(file, vocab_size):
+                heard((total + at) / everything)
                 hashes[0].update(np.ascontiguousarray(some).data.cast("B"))
                 largest = max(largest, int(some.max()))
                 if begins is None and known:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
@@ -12,6 +13,9 @@ from rich.text import Text
 from ...results.columns import fold, speed
 from ..train.listener import Begun, TrainListener
 from .progress import Terminal
+
+READING_S = 30.0
+"""How often a log is told how far reading the data is, s."""
 
 
 @contextlib.contextmanager
@@ -48,6 +52,10 @@ def _data_in_words(data: Mapping[str, Any]) -> str:
     held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
     tokenizer = f"tokenizer {data.get('tokenizer')}"
     return f"{' '.join(data['paths'])}: {', '.join(filter(None, (*counts, held, tokenizer)))}"
+
+
+def _reading_in_words(share: float) -> str:
+    return f"reading the data: {100 * share:.0f} %"
 
 
 def told(line: Mapping[str, Any], unit: str) -> str:
@@ -92,6 +100,7 @@ class _Lines(TrainListener):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._unit = stream, "tokens/s"
+        self._said_at = time.monotonic()
 
     def began(self, training: Begun) -> None:
         self._unit = training.unit or self._unit
@@ -100,6 +109,10 @@ class _Lines(TrainListener):
 
     def waiting(self, what: str) -> None:
         self._print(f"{what} ...")
+
+    def reading(self, share: float) -> None:
+        if time.monotonic() - self._said_at >= READING_S:
+            self._print(_reading_in_words(share))
 
     def line(self, line: Mapping[str, Any]) -> None:
         if text := told(line, self._unit):
@@ -112,6 +125,7 @@ class _Lines(TrainListener):
         """Nothing is left open."""
 
     def _print(self, line: str) -> None:
+        self._said_at = time.monotonic()
         print(fold(line), file=self._stream, flush=True)
 
 
@@ -149,6 +163,10 @@ class _Live(TrainListener):
             self._status.start()
         else:
             self._progress.update(self._task, numbers=what)
+
+    def reading(self, share: float) -> None:
+        if self._status is not None:
+            self._status.update(_reading_in_words(share))
 
     def line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "step" and self._task is not None:

@@ -28,7 +28,7 @@ from ...results.trained import (
 from ...runners import TrialTerms
 from ...runners.places import runner_on
 from ...runners.runner import Runner, TrialRequest
-from ...runners.train import Trainings, TrainRank
+from ...runners.train import Trainings, TrainRank, weights_to_begin_with
 from ...space import Config
 from ...training.checkpoint.folder import CheckpointFolder
 from ...training.data import DataPlan, training_data
@@ -140,12 +140,12 @@ class Driver:
         """Reads the data, and decides on a configuration.
 
         Raises:
-            UsageError: the data cannot be read, or is another than before.
+            UsageError: the data cannot be read, or is another than before; or the weights to begin with are another model's.
             NothingFound: no configuration fits on the devices.
         """
         self.listener.waiting("reading the data")
         plan = self.request.section(DataPlan)
-        samples = training_data(plan, self.workload, self.path / DATA)
+        samples = training_data(plan, self.workload, self.path / DATA, self.listener.reading)
         self.data = samples.describe()
         before = self.document.get("data", {}).get("digest", self.data["digest"])
         if before != self.data["digest"]:
@@ -157,6 +157,8 @@ class Driver:
                 f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
+        if self.request.weights is not None and not self.step:
+            weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
         self._take(self._begin())
 
     def safer(self, reason: str) -> None:
@@ -330,10 +332,11 @@ class Driver:
             TrainingFailed: its last step could not be saved.
         """
         if failure := self._last.get("failure"):
-            raise TrainingFailed(
-                f"the training came to step {self._last.get('step')}, which could not be saved: {failure}; the latest checkpoint "
-                f"is that of step {self.step}, and --resume goes on from there"
-            )
+            kept = "there is no checkpoint, and --resume begins anew"
+            if self.step:
+                kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
+            step = self._last.get("step")
+            raise TrainingFailed(f"the training came to step {step}, which could not be saved: {failure}; {kept}")
         predicted = self.source.predicted if self.strategy.config == self.source.config else None
         return Trained(
             folder=self.path,

@@ -17,6 +17,9 @@ class TrainListener:
     def waiting(self, what: str) -> None:
         """Something slow is being prepared."""
 
+    def reading(self, share: float) -> None:
+        """So much of the data is read, from 0 to 1; told now and then."""
+
     def line(self, line: Mapping[str, Any]) -> None:
         """A line of the log."""
 

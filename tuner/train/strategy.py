@@ -12,8 +12,7 @@ from ...errors import NothingFound, StudyError
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
 from ...reading import path_of
-from ...results import View
-from ...results.export import chosen_trial
+from ...results import View, summary
 from ...results.names import BEST, holds_run
 from ...space import Config
 from ..planning import plan, safer
@@ -91,7 +90,10 @@ def read_source(given: str | Path, *, of_model: bool = True) -> Source:
 
 def _of_run(path: Path, of_model: bool) -> Source:
     view = View(path, Config)
-    winner = chosen_trial(view.trials(), None)
+    trials = view.trials()
+    winner = summary.best(trials)
+    if winner is None:
+        raise NothingFound(f"'{path}' names no winner: {summary.why_nothing(trials)}")
     return _source((view.document or {}).get("asked", {}), winner.config, winner.throughput, str(path), of_model)
 
 

@@ -104,6 +104,7 @@ function courseFigure(training) {
     stepChart(training, { label: "Learning rate", name: "learning rate", low: 0, text: (value) => number(value, 4), lines: one("learning rate", curve("lr")) }),
     stepChart(training, { label: "Gradient norm", name: "gradient norm", low: 0, text: (value) => number(value, 4), lines: one("gradient norm", curve("grad_norm")) }),
     stepChart(training, { label: `Throughput, ${training.unit}`, name: "throughput", low: 0, text: (value) => rate(value, training.unit, 5), lines: one("throughput", speeds) }),
+    stepChart(training, { label: "MFU, %", name: "MFU", low: 0, by: 0.01, text: percent, lines: one("MFU", curve("mfu")) }),
     stepChart(training, { label: `Peak memory of a rank, ${unit.name}`, name: "peak memory", low: 0, by: unit.by, text: memory, lines: one("peak memory", memories) }),
   ].filter(Boolean);
   return charts.length ? section("course", "Learning rate, gradient, speed and memory", null, el("div", { class: "pair" }, charts)) : null;

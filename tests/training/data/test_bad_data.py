@@ -1,5 +1,7 @@
 """Data that cannot be trained on is refused in words, and nothing of it is kept."""
 
+import gzip
+
 import numpy as np
 import pytest
 from redline.errors import StudyError, WorkloadError
@@ -11,6 +13,10 @@ def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
         samples(*paths, **more)
     cache = tmp_path / "cache"
     assert not cache.exists() or not [each for each in cache.iterdir() if each.suffix != ".lock"]
+
+
+def damaged(data):
+    return data[:-8] + bytes([data[-8] ^ 0xFF]) + data[-7:]  # its checksum
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,13 @@ def refused(samples, tmp_path, said, *paths, error=WorkloadError, **more):
         ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
         ("a.parquet", b"nothing", r"a\.parquet cannot be read as Parquet"),
         ("a.csv", b"a,b", r"a\.csv: unknown ending of a data file '\.csv'.* Known: \.bin, .*\.jsonl"),
+        ("a.csv.gz", b"a,b", r"a\.csv\.gz: unknown ending of a data file '\.csv\.gz'.* Known: \.bin, .*\.jsonl\.gz"),
+        ("a.parquet.gz", b"a", r"unknown ending of a data file '\.parquet\.gz'"),
+        ("a.jsonl.gz", b"nothing", r"a\.jsonl\.gz cannot be unpacked by gzip: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], r"a\.txt\.gz cannot be unpacked by gzip: Compressed file ended before"),
+        ("a.jsonl.gz", damaged(gzip.compress(b'{"text": "abc"}\n' * 99)), r"a\.jsonl\.gz cannot be unpacked by gzip: CRC"),
+        ("a.txt.gz", gzip.compress(b"x" * 99 + b"\xc3("), r"a\.txt\.gz is not UTF-8 text: byte 0xc3 at position 99"),
+        ("a.txt.gz", gzip.compress(b""), r"the data in .*a\.txt\.gz is empty"),
         ("a.bin", b"abc", r"a\.bin has 3 bytes, and tokens of a vocabulary of 600 have 2 each"),
     ],
 )  # fmt: skip

@@ -80,6 +80,19 @@ def test_a_column_of_another_name_with_messages_is_a_conversation(samples, write
     assert one.describe()["documents"] == 2
 
 
+def test_conversations_of_sharegpt_s_form_are_those_that_they_say(samples, write, tokenizer_folder):
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = [[{"from": names[each["role"]], "value": each["content"]} for each in talk] for talk in (TALK, SHORT)]
+    folder, plan = tokenizer_folder(CHATML), {"seq_len": 100, "shuffle": False}
+    path = write("shared.jsonl", [{"conversations": each} for each in shared])
+    found = samples(path, field="conversations", tokenizer=folder, **plan)
+    path = write("talks.jsonl", [{"messages": each} for each in (TALK, SHORT)])
+    expected = samples(path, field="messages", tokenizer=folder, **plan)
+    assert found(0, 2)["input_ids"].equal(expected(0, 2)["input_ids"])
+    assert found(0, 2)["labels"].equal(expected(0, 2)["labels"])
+    assert (found(0, 2)["labels"] != -100).any(1).all()
+
+
 def test_a_sample_in_which_the_assistant_says_nothing_is_left_out(conversation):
     question = {"role": "user", "content": "So long a question that no answer is left of it. " * 10}
     made, tokenizer = conversation(CHATML, [question, SHORT[1]], SHORT, seq_len=40)
@@ -120,9 +133,13 @@ def test_without_a_template_a_conversation_is_refused(conversation, samples, wri
     [
         (
             {"messages": ["Hi"]},
-            r"line 2: each message of a conversation must have a role and a content, but one is 'Hi'",
+            r"line 2: each message of a conversation must have a role and a content, or a from and a value, but one is 'Hi'",
         ),
-        ({"messages": [{"from": "human", "value": "Hi"}]}, r"but one has the keys from, value"),
+        ({"messages": [{"who": "human", "value": "Hi"}]}, r"but one has the keys who, value"),
+        (
+            {"messages": [{"from": "humam", "value": "Hi"}]},
+            r"line 2: unknown speaker of a conversation 'humam'; did you mean 'human'\? Known: assistant, chatgpt, gpt, human",
+        ),
         ({"messages": 7}, r"line 2: 'messages' must hold a text or a conversation .*, but holds int"),
         ({"messages": None}, r"but holds NoneType"),
         ({"messages": "Hi"}, r"line 2: the data has conversations before this, and str here"),

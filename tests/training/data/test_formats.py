@@ -1,5 +1,6 @@
 """Every kind of file gives the documents that are in it."""
 
+import gzip
 import json
 import struct
 import tracemalloc
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from redline.errors import MissingDependency, WorkloadError
 from redline.models.data import BYTE_OFFSET
-from redline.training.data import documents
+from redline.training.data import documents, preparing
 from texts import TOPICS
 
 RECORDS = [{"id": number, "text": text[:300]} for number, text in enumerate(TOPICS[:25])]
@@ -51,6 +52,49 @@ def test_json_lines_parquet_and_datasets_hold_the_same(tokens, write, tmp_path):
     renamed = table.rename_column("text", "body")
     renamed.save_to_disk(tmp_path / "renamed")
     assert tokens(tmp_path / "renamed", field="body") == wanted
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.NDJSON.GZ", "folder/train-1.jsonl.gz"])
+def test_what_gzip_has_packed_is_what_was_packed(tokens, write, tmp_path, name):
+    lines = "".join(json.dumps(each) + "\n" for each in RECORDS).encode()
+    path = write(name, gzip.compress(lines[:999]) + gzip.compress(lines[999:]))  # as `cat a.gz b.gz` makes it
+    write("folder/README.md.gz", gzip.compress(b"about"))
+    assert tokens(tmp_path / "folder" if "/" in name else path) == (
+        by_bytes(each["text"] for each in RECORDS), len(RECORDS)
+    )  # fmt: skip
+    text = "\ufeffé" + TOPICS[0]
+    assert tokens(write("b.txt.gz", gzip.compress(text.encode()))) == (by_bytes([text[1:]]), 1)
+
+
+def test_how_much_is_read_grows_to_all_of_it(samples, write, tmp_path, monkeypatch):
+    import datasets
+    import pyarrow as arrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(preparing, "HEARD_S", 0.0)
+    monkeypatch.setattr(documents, "PIECE", 5000)
+    many = RECORDS * 20
+    lines = "".join(json.dumps(each) + "\n" for each in many).encode()
+    arrow.parquet.write_table(arrow.Table.from_pylist(many), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(many).save_to_disk(tmp_path / "saved")
+    np.arange(1, 500, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    np.arange(1, 500, dtype=np.uint16).tofile(tmp_path / "b.bin")
+    paths = [
+        [write("a.jsonl", lines), write("b.jsonl", lines)], [write("a.jsonl.gz", gzip.compress(lines))],
+        [tmp_path / "a.parquet"], [tmp_path / "saved"], [write("a.txt", lines)],
+        [tmp_path / "a.bin", tmp_path / "b.bin"],
+    ]  # fmt: skip
+    for number, some in enumerate(paths):
+        shares = []
+        samples(*some, heard=shares.append, cache=f"cache{number}")
+        assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1
+        if number < 5:
+            assert shares[-1] == 1 and len(shares) > 10
+        else:
+            assert shares == [0, 0.5]
+    # What is there is not read again.
+    samples(*paths[0], heard=shares.append, cache="cache0")
+    assert shares == [0, 0.5]
 
 
 def test_text_files_are_a_document_each_in_the_order_given(tokens, write):
