@@ -6,6 +6,8 @@ at the launcher's store.
 """
 
 import os
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +17,14 @@ from ..errors import RedlineError, RunnerError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 PATIENCE = timedelta(days=7)
 """How long ranks wait for rank 0 to decide: a search takes as long as it takes, and a launcher ends all ranks of a dead one."""
+START_S = 1800.0
+"""How long ranks wait for one that has not begun, s, as torch's stores do by default."""
 _KEY = "redline"
+_LOOK_S = 0.05
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -89,7 +94,8 @@ def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
     import torch
     import torch.distributed as dist
 
-    store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
+    found_store, rank, size = next(dist.rendezvous("env://", here.rank, here.size))
+    store = own_part(found_store, rank, size)
     if rank == 0:
         store.set(_KEY, _tried(decide))
     else:
@@ -102,6 +108,49 @@ def _at_the_store(here: Place, decide: Callable[[], Any]) -> Any:
         "nccl" if cuda else "gloo", store=dist.PrefixStore("redline", store), rank=rank, world_size=size
     )
     return found
+
+
+def own_part(store: "Store", rank: int, size: int) -> "Store":
+    """The part of a launcher's store that belongs to this start of the ranks alone.
+
+    torchrun's store outlives the ranks that it starts again, with what they wrote, and their number of restarts is not the
+    same on every host (https://github.com/pytorch/pytorch/issues/135712). So each process writes a name of its own; rank 0
+    says which names it sees, until all those have answered to the same list.
+
+    Raises:
+        RunnerError: one of the ranks does not come.
+    """
+    from torch.distributed import PrefixStore
+
+    own, until = uuid.uuid4().hex, time.monotonic() + START_S
+    store.set(f"{_KEY}/here/{rank}", own)
+    said, members = "", [""] * size
+    while time.monotonic() < until:
+        if rank == 0:
+            members = [_said(store, f"here/{each}") for each in range(size)]
+            if ",".join(members) != said:
+                said = ",".join(members)
+                store.set(f"{_KEY}/members", said)
+            if all(_said(store, f"answer/{each}") == said for each in members[1:] if each) and all(members):
+                store.set(f"{_KEY}/all/{own}", said)
+                return PrefixStore(f"{_KEY}/{own}", store)
+        else:
+            said = _said(store, "members")
+            members = said.split(",")
+            if members[rank : rank + 1] == [own]:
+                store.set(f"{_KEY}/answer/{own}", said)
+                if _said(store, f"all/{members[0]}") == said:
+                    return PrefixStore(f"{_KEY}/{members[0]}", store)
+        time.sleep(_LOOK_S)
+    missing = [str(each) for each, name in enumerate(members) if not name]
+    raise RunnerError(
+        f"rank {rank} waits for the others since {START_S:.0f} s; not there: {', '.join(missing) or 'unknown'}"
+    )
+
+
+def _said(store: "Store", key: str) -> str:
+    """What was written; empty where nothing was."""
+    return str(store.get(f"{_KEY}/{key}").decode()) if store.check([f"{_KEY}/{key}"]) else ""
 
 
 def _tried(decide: Callable[[], Any]) -> bytes:

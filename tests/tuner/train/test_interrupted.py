@@ -145,3 +145,27 @@ def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
     assert code == 1, text
     assert "no such token" in text and "--resume goes on from the latest checkpoint" in text and "Traceback" not in text
     assert "KeyError" in (here / "broke" / "logs" / "0.log").read_text()
+
+
+def test_under_torchrun_a_rank_that_is_killed_is_started_again_from_the_checkpoint(start, here):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                "--nproc-per-node", "2", "--max-restarts", "1", "-m", "redline.train"]  # fmt: skip
+    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--fix", "tp=2", "--steps", 300, "--log-every", 1,
+                 "--save-every", 5]  # fmt: skip
+    command = start(*arguments, "--out", "one-killed", launcher=launcher)
+    out = here / "one-killed"
+    command.until(out, steps_done(10))
+    ranks = [each for each in command.began if "redline.train" in each.cmdline() and each.ppid() == command.process.pid]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    code, text = command.wait()
+    assert code == 0, text
+    assert left_of(command.began) == []
+    (resumed,) = [each for each in lines_of(out) if each["kind"] == "resumed"]
+    assert resumed["step"] >= 10 and resumed["step"] % 5 == 0
+    (strategy,) = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
+    assert strategy["configuration"]["tp"] == 2 and strategy["step"] == 0
+    code, text = start("train", *arguments, "--devices", 2, "--out", "none-killed").wait()
+    assert code == 0, text
+    assert curve(out) == curve(here / "none-killed") and max(curve(out)) == 300, "bit for bit"
+    assert max(each["step"] for each in lines_of(out) if each["kind"] == "checkpoint") == 300

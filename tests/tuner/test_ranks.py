@@ -1,0 +1,66 @@
+"""Ranks that a launcher has started meet at its store, whatever an earlier start left there."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+from redline.errors import RunnerError
+from redline.tuner import ranks
+from redline.tuner.ranks import own_part
+
+
+@pytest.fixture
+def store():
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+
+def client(store):
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+
+def start(store, ranks_, size, found):
+    """One start: every rank writes under its part what it is, and reads what rank 0 wrote."""
+
+    def rank_of(number):
+        part = own_part(client(store), number, size)
+        if number == 0:
+            part.set("decided", found["word"])
+        part.wait(["decided"], timedelta(seconds=30))
+        found[number] = part.get("decided").decode()
+
+    threads = [threading.Thread(target=rank_of, args=(number,)) for number in ranks_]
+    for each in threads:
+        each.start()
+    return threads
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["rank 0 first", "rank 0 last"])
+def test_nothing_of_an_earlier_start_is_read(store, order):
+    for word in ("first", "second", "third"):
+        found = {"word": word}
+        for thread in start(store, order, 3, found):
+            thread.join(60)
+        assert found == {"word": word, 0: word, 1: word, 2: word}
+
+
+def test_a_rank_that_comes_late_is_waited_for_though_an_earlier_one_has_written(store):
+    found = {"word": "first"}
+    for thread in start(store, (0, 1), 2, found):
+        thread.join(60)
+    found = {"word": "second"}
+    early = start(store, (0,), 2, found)
+    early[0].join(1)
+    assert early[0].is_alive() and 0 not in found
+    for thread in (*early, *start(store, (1,), 2, found)):
+        thread.join(60)
+    assert found == {"word": "second", 0: "second", 1: "second"}
+
+
+def test_a_rank_that_never_comes_is_named(store, monkeypatch):
+    monkeypatch.setattr(ranks, "START_S", 0.3)
+    with pytest.raises(RunnerError, match=r"rank 0 waits for the others since 0 s; not there: 1, 2"):
+        own_part(store, 0, 3)
