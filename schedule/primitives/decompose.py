@@ -11,11 +11,11 @@ from ...errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.pattern import operation
 from ..graph.trace import Traced
+from ..parallel.exchange import syncs_of
+from ..parallel.partial import WithoutBias
 from ..parallel.sharding import shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
-from .kinds import WithoutBias
-from .sync import syncs_of
 
 KINDS = ("linear", "layer_norm", "attention")
 
@@ -58,7 +58,7 @@ def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -
     if "linear" in wanted and child is not None and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):
             return []
-        gathered = any(mode == "fwd_post" and op == "all_gather" for mode, op, _ in syncs_of(child))
+        gathered = any(each.mode == "fwd_post" and each.op == "all_gather" for each in syncs_of(child))
         if gathered and "bias" in shards_of(child):
             raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
         return [(_linear, node)]

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..._torch import parameters_of
 from ...errors import ScheduleError, unknown
+from ..graph.handover import used
 from ..parallel import collectives
 from ..parallel.collectives import Axis, through
-from ..parallel.exchange import InputSync, OutputSync, ParameterSync
+from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.sharding import shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -59,17 +59,17 @@ def sync(
     ranks = tensor_parallel(sch, "sync")
     _check_sync(sch, mode, op, axis, on)
     module = sch.module
+    what = Sync(mode=mode, op=op, axis=axis, on=on)
     if on == "parameters":
-        module.register_forward_pre_hook(ParameterSync(ranks))
+        module.register_forward_pre_hook(ParameterSync(what, ranks))
     elif mode == "fwd_pre":
-        module.register_forward_pre_hook(InputSync(_forward(op, axis or 0, ranks, mode), True), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(what, _forward(op, axis or 0, ranks, mode)), with_kwargs=True)
     elif mode == "bwd_post":
-        module.register_forward_pre_hook(InputSync(_backward(op, axis, ranks), False), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(what, _backward(op, axis, ranks)), with_kwargs=True)
     elif mode == "fwd_post":
-        module.register_forward_hook(OutputSync(_forward(op, axis or 0, ranks, mode)))
+        module.register_forward_hook(OutputSync(what, _forward(op, axis or 0, ranks, mode)))
     else:
-        module.register_forward_hook(OutputSync(_backward(op, axis, ranks)))
-    module.__dict__["_syncs"] = [*syncs_of(module), (mode, op, on)]
+        module.register_forward_hook(OutputSync(what, _backward(op, axis, ranks)))
 
 
 def check_synced(sch: ScheduledModule) -> None:
@@ -79,6 +79,7 @@ def check_synced(sch: ScheduledModule) -> None:
         ScheduleError: names the module.
     """
     root = sch.tree.module
+    alive, _ = used(root)
     for path, module in root.named_modules():
         if not shards_of(module):
             continue
@@ -91,17 +92,13 @@ def check_synced(sch: ScheduledModule) -> None:
         if output_of(module) != "partial":
             continue
         above = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] + [""]
-        syncs = [each for place in above for each in syncs_of(root.get_submodule(place))]
-        if not any(mode == "fwd_post" and (callable(op) or op in SUMS) for mode, op, _ in syncs):
+        around = [each for place in above if (each := root.get_submodule(place)) in alive]
+        syncs = [*module.__dict__.get("_handed_over", ()), *(sync for each in around for sync in syncs_of(each))]
+        if not any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs):
             raise ScheduleError(
                 f"build: '{path}' gives partial sums on each rank, and nothing adds them up; "
                 f"sch['{path}'].sync('fwd_post', 'all_reduce')"
             )
-
-
-def syncs_of(module: nn.Module) -> list[tuple[str, Any, str]]:
-    """The (mode, op, on) of every `sync` on a module."""
-    return module.__dict__.get("_syncs", [])
 
 
 def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
