@@ -1,6 +1,7 @@
 """A model's module tree, and what was applied to it."""
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,6 +172,17 @@ def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str
             if child is module:
                 out.append((parent, name, join(path, name)))
     return out
+
+
+def called_with_path(function: Callable[..., Any], module: nn.Module, path: str) -> Any:
+    """What a function makes of a module, and of its path where it takes one beside it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin that does not tell
+        return function(module)
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    second = len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "path")
+    return function(module, path) if second else function(module)
 
 
 def join(*parts: str) -> str:

@@ -15,7 +15,7 @@ from ..graph.editing import replace_subgraph
 from ..primitive import primitive
 from ..recording import recording_of
 from ..transfer import transfer
-from ..tree import ScheduledModule, places
+from ..tree import ScheduledModule, called_with_path, places
 
 
 @primitive
@@ -36,8 +36,9 @@ def replace(
     refused. Parameters that nothing uses any more leave the model.
 
     Args:
-        new: a module, or a factory that is called with the old module and returns one; the factory runs on
-            the old module's device, `meta` included. With `subgraph`, a module or function of its inputs.
+        new: a module, or a factory that is called with the old module, and with its path where it takes two, and
+            returns one; the factory runs on the old module's device, `meta` included. With `subgraph`, a module or
+            function of its inputs.
         subgraph: one match or a list of matches from `find`; None replaces the module itself.
         name: with `subgraph`, what a module is called among its neighbours, and an operation in the graph.
         together: one call of `new` stands for all subgraphs of the list: it is given the inputs of all, those that
@@ -74,10 +75,10 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
     held = [*old.parameters(), *old.buffers()]
     if held and recording_of(old) is None:
         with torch.device(held[0].device):
-            made = new(old)
+            made = called_with_path(new, old, sch.path)
     else:
         with noted(*held):
-            made = new(old)
+            made = called_with_path(new, old, sch.path)
     if not isinstance(made, nn.Module):
         raise ScheduleError(
             f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"
