@@ -48,7 +48,8 @@ def build(
     this order. Names in `state_dict` stay those of the original model.
 
     Args:
-        sch: the schedule, at its root.
+        sch: the schedule at its root, or at a module below that is to be trained by itself; of the rest of the model
+            nothing is built then, nor can be.
         optimizer: called with the parameters, returns the optimizer; without it None is returned for one.
         loss: `loss(output, target)`, for a model cut into pipeline stages that returns no loss itself.
         device: where to train; default: where the weights are, or the CPU for a model on the meta device.
@@ -63,20 +64,25 @@ def build(
         rank's part of it, and runs by `module.pipeline.step(**batch)`.
 
     Raises:
-        ScheduleError: not the root; built already; weights that nothing initialises; weights that differ between
+        ScheduleError: built already; weights that nothing initialises; weights that differ between
             ranks which are to hold them alike.
     """
-    tree = sch.tree
-    if sch.path:
-        raise ScheduleError(f"build: call it on the root's schedule, but it was called on '{sch.path}'")
-    if tree.built:
+    if sch.tree.built:
         raise ScheduleError("build: a schedule is built once, and this one already is")
+    whole, sch = sch, itself(sch)
+    tree = sch.tree
     for each in tree.deferred:
         find_module(tree.module, each.path)
     target = torch.device(device) if device is not None else home(tree.module)
     context = Context(device=target, optimizer=optimizer, loss=loss)
     prepare(sch, context, seed, init, broadcast)
+    whole.tree.built = True
     return complete(sch, context)
+
+
+def itself(sch: Schedule) -> Schedule:
+    """The schedule of a module as that of a model of its own, with what was applied at and below it."""
+    return Schedule(sch.tree.below(sch.path)) if sch.path else sch
 
 
 def prepare(sch: Schedule, context: Context, seed: int, init: Init | None = None, broadcast: bool = False) -> None:

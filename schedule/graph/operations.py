@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..._torch import TreeSpec, tree_unflatten
 from ..parallel.exchange import InputSync, OutputSync
 from .compiled import compiled
 from .trace import function_of
@@ -77,3 +78,20 @@ class TensorCall:
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         return self.function(value)
+
+
+class Unflatten:
+    """Puts the results of an exported graph into the form in which the module returns them."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+        self.__name__ = self.__qualname__ = "results"
+        self.__module__ = __name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unflatten) and self.spec == other.spec
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return tree_unflatten(leaves, self.spec)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..._torch import parameters_of
+from ..._torch import OpOverload, parameters_of
 from ...errors import TraceError
 from ..forward import layers_of
 from ..parallel.partial import WithoutBias
@@ -258,7 +258,8 @@ def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
     if node.op == "call_method":
         name = _SAME.get(node.target, node.target)
     elif node.op == "call_function":
-        name = getattr(node.target, "__name__", str(node.target)).removeprefix("_")
+        target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        name = getattr(target, "__name__", str(target)).removeprefix("_")
         name = _SAME.get(name, name)
     else:
         return None

@@ -27,6 +27,10 @@ class Sync:
     """The dimension it acts along."""
     on: str = "activations"
     """`activations` or `parameters`."""
+    join: int | None = None
+    """The dimension along which `all_to_all` joins."""
+    gradient: str | None = None
+    """What becomes of the gradient of `all_gather`, where that is said."""
 
 
 class InputSync:
