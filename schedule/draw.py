@@ -7,7 +7,7 @@ from torch import fx, nn
 from .calls import PrimitiveCall
 from .forward import layers_of
 from .graph.operations import Call, SubgraphCall, SyncCall
-from .graph.trace import Traced
+from .graph.trace import ITSELF, Traced
 
 
 def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
@@ -31,11 +31,15 @@ def draw(module: nn.Module, path: str, steps: Iterable[PrimitiveCall]) -> str:
 def _operations(module: nn.Module) -> list[str]:
     """What the schedule put into the graph of a module, as calls; modules are drawn as children."""
     return [
-        f"{node.target.__name__}({', '.join(each.name for each in node.args if isinstance(each, fx.Node))})"
+        f"{node.target.__name__}({', '.join(each.name for each in node.args if _shown(each))})"
         for layer in layers_of(module, Traced)
         for node in layer.graph.nodes
         if isinstance(node.target, Call | SubgraphCall | SyncCall)
     ]
+
+
+def _shown(given: object) -> bool:
+    return isinstance(given, fx.Node) and given.target != ITSELF
 
 
 def _children(module: nn.Module, path: str, applied: dict[str, list[str]], indent: str, lines: list[str]) -> None:
