@@ -176,7 +176,7 @@ def _forward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
     if op == "all_reduce":
         return partial(differentiable.all_reduce, axis=ranks)
     if op == "all_to_all":
-        return partial(differentiable.all_to_all, dim=axis, join=sync.join, axis=ranks)
+        return partial(differentiable.all_to_all, dim=axis, join=sync.join or 0, axis=ranks)
     if op == "all_gather":
         gradient = sync.gradient or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
         return partial(differentiable.all_gather, dim=axis, axis=ranks, gradient=gradient)
