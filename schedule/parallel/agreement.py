@@ -11,6 +11,7 @@ from ..._torch import buffers_of, call_of, parameters_of, set_call, tree_leaves
 from ...errors import ScheduleError
 from .checksums import NOTHING, Checksum, checksum
 from .collectives import Axis, axis_of
+from .planned import PlannedMesh
 from .sharding import shards_of, walk
 
 
@@ -28,8 +29,8 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
         ScheduleError: some differ, and the first rank's are not asked for, or no rank has the whole of them.
     """
     for name in ("tp", "dp"):
-        axis = axis_of(mesh, name)
-        if axis is None or axis.size == 1:
+        axis = _shared(mesh, name)
+        if axis is None:
             continue
         whole, known = _held(root, set(made), cut_too=name == "dp")
         known["the seed"] = (seed if made else 0, len(made))
@@ -49,6 +50,14 @@ def check_weights(root: nn.Module, mesh: Any, made: Collection[torch.Tensor], se
                 f"build: the {axis.size} ranks of the {axis.name} axis must begin with the same values, but of "
                 f"{shown} they hold others; {way}"
             )
+
+
+def _shared(mesh: Any, name: str) -> Axis | None:
+    """An axis of several ranks that are there to be asked."""
+    if isinstance(mesh, PlannedMesh):
+        return None
+    axis = axis_of(mesh, name)
+    return axis if axis is not None and axis.size > 1 else None
 
 
 def _held(
@@ -124,8 +133,8 @@ class FirstCall:
 
 def check_first_call(module: nn.Module, mesh: Any) -> None:
     """Has the first call of a model check what the ranks of its `tp` axis are given."""
-    axis = axis_of(mesh, "tp")
-    if axis is not None and axis.size > 1:
+    axis = _shared(mesh, "tp")
+    if axis is not None:
         set_call(module, FirstCall(module, axis))
 
 
