@@ -25,13 +25,16 @@ from .runners.command.command import Command as Command
 from .schedule import (
     Schedule as Schedule,
     build as build,
+    collectives as collectives,
     create_schedule as create_schedule,
     deferred as deferred,
     list_primitives as list_primitives,
     register_primitive as register_primitive,
+    seed_ranks as seed_ranks,
     verify as verify,
 )
 from .space import Config as Config, Space as Space
+from .training.applying import apply_schedule as apply_schedule
 from .tuner import Result as Result, Sampler as Sampler, tune as tune
 from .tuner.own_loop.accelerate import Accelerated as Accelerated, accelerate as accelerate
 

@@ -45,6 +45,8 @@ NAMES: dict[str, tuple[str, str]] = {
 """Names here, and where torch has them."""
 OF_MODULES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_compiled_call_impl", "_call_impl",
 )  # fmt: skip
 """Attributes of a module that the functions below read or set."""
@@ -75,6 +77,22 @@ def children_of(module: "nn.Module") -> "dict[str, nn.Module | None]":
 def has_forward_hooks(module: "nn.Module") -> bool:
     """Whether something is to be called before or after the module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_hooks_of(module: "nn.Module") -> list[Any]:
+    """What is called before and after the module's forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def take_forward_hook(module: "nn.Module", hook: Any) -> None:
+    """Has a function no longer be called before or after the module's forward."""
+    marks = [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
+    marks.append(module._forward_pre_hooks_with_kwargs)
+    for held in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, each in held.items() if each is hook]:
+            del held[key]
+            for each in marks:
+                each.pop(key, None)
 
 
 def has_backward_hooks(module: "nn.Module") -> bool:

@@ -1,11 +1,13 @@
 """How a model is rewritten: the schedule tree and its primitives."""
 
+from . import collectives
 from .build import build
 from .deferred import deferred
 from .graph.pattern import call_module
 from .parallel.sharding import full_state_dict, load_full_state_dict
 from .recipe import apply_recipe
 from .schedule import Schedule, create_schedule, list_primitives, register_primitive
+from .seeding import seed_ranks
 from .verify import verify
 
 __all__ = [
@@ -13,11 +15,13 @@ __all__ = [
     "apply_recipe",
     "build",
     "call_module",
+    "collectives",
     "create_schedule",
     "deferred",
     "full_state_dict",
     "list_primitives",
     "load_full_state_dict",
     "register_primitive",
+    "seed_ranks",
     "verify",
 ]

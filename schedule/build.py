@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ScheduleError
-from .materialise import materialise
+from .materialise import Init, materialise
+from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
 from .parallel.pipeline import Pipeline
 from .primitives.sync import check_synced
@@ -36,7 +36,8 @@ def build(
     loss: Callable[..., torch.Tensor] | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
-    init: Callable[[nn.Module], Any] | None = None,
+    init: Init | None = None,
+    broadcast: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Makes the scheduled model ready to train; the schedule takes no primitive afterwards.
 
@@ -47,40 +48,51 @@ def build(
     this order. Names in `state_dict` stay those of the original model.
 
     Args:
-        sch: the schedule, at its root.
+        sch: the schedule at its root, or at a module below that is to be trained by itself; of the rest of the model
+            nothing is built then, nor can be.
         optimizer: called with the parameters, returns the optimizer; without it None is returned for one.
         loss: `loss(output, target)`, for a model cut into pipeline stages that returns no loss itself.
         device: where to train; default: where the weights are, or the CPU for a model on the meta device.
         seed: of the initial weights.
-        init: `init(module)` sets a module's own tensors and returns true, where the module has no rule.
+        init: `init(module)` or `init(module, path)` sets a module's own tensors and returns true, where the module
+            has no rule.
+        broadcast: where the ranks of the `tp` or `dp` axis hold other values of what all are to hold alike, all take
+            those of the first; without it that is refused.
 
     Returns:
         The module (in training mode as it was) and the optimizer. A model cut into pipeline stages is this
         rank's part of it, and runs by `module.pipeline.step(**batch)`.
 
     Raises:
-        ScheduleError: not the root; built already; weights that nothing initialises.
+        ScheduleError: built already; weights that nothing initialises; weights that differ between
+            ranks which are to hold them alike.
     """
-    tree = sch.tree
-    if sch.path:
-        raise ScheduleError(f"build: call it on the root's schedule, but it was called on '{sch.path}'")
-    if tree.built:
+    if sch.tree.built:
         raise ScheduleError("build: a schedule is built once, and this one already is")
+    whole, sch = sch, itself(sch)
+    tree = sch.tree
     for each in tree.deferred:
         find_module(tree.module, each.path)
     target = torch.device(device) if device is not None else home(tree.module)
     context = Context(device=target, optimizer=optimizer, loss=loss)
-    prepare(sch, context, seed, init)
+    prepare(sch, context, seed, init, broadcast)
+    whole.tree.built = True
     return complete(sch, context)
 
 
-def prepare(sch: Schedule, context: Context, seed: int, init: Callable[[nn.Module], Any] | None) -> None:
+def itself(sch: Schedule) -> Schedule:
+    """The schedule of a module as that of a model of its own, with what was applied at and below it."""
+    return Schedule(sch.tree.below(sch.path)) if sch.path else sch
+
+
+def prepare(sch: Schedule, context: Context, seed: int, init: Init | None = None, broadcast: bool = False) -> None:
     """The first half of `build`: checks, and weights on the device."""
     check_synced(sch)
     axis = axis_of(sch.mesh, "pp")
     if sch.tree.cuts and axis is not None and axis.size > 1:
         context.pipeline = Pipeline(sch.tree, axis, context.device, context.loss)
-    materialise(sch.tree.module, context.device, seed, init)
+    made = materialise(sch.tree.module, context.device, seed, init)
+    check_weights(sch.tree.module, sch.mesh, made, seed, broadcast)
     sch.tree.built = True
 
 
@@ -106,6 +118,7 @@ def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Op
     module = sch.tree.module
     if context.pipeline is not None:
         context.pipeline.start()
+    check_first_call(module, sch.mesh)
     # What is frozen has no gradient: the optimizer neither keeps state for it nor exchanges it.
     params = [each for each in module.parameters() if each.requires_grad]
     return module, context.optimizer(params) if context.optimizer is not None and params else None

@@ -115,5 +115,9 @@ def _short(value: Any) -> str:
         return f"tensor{tuple(value.shape)}"
     if callable(value) and hasattr(value, "__name__"):
         return value.__name__
+    if hasattr(value, "names"):  # what find returned, and may have left its graph
+        return "+".join(value.names)
+    if isinstance(value, (list, tuple)) and value and all(hasattr(each, "names") for each in value):
+        return f"[{', '.join(_short(each) for each in value)}]"
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -18,12 +18,13 @@ from .parallel import sharding
 from .random_state import full
 from .recording import Recording, recording_of
 from .replay import replay, tensor_of
-from .tree import join
+from .tree import called_with_path, join
 
-Init = Callable[[nn.Module], Any]
+Init = Callable[..., Any]
+"""`init(module)` or `init(module, path)`."""
 
 
-def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | None = None) -> None:
+def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | None = None) -> list[torch.Tensor]:
     """Moves a model to a device, giving what is on the meta device memory and seeded initial values.
 
     What was made within `deferred` gets the values that its constructor would have given it after
@@ -33,16 +34,21 @@ def materialise(root: nn.Module, device: torch.device, seed: int, init: Init | N
     any part of a model is initialised as the whole would be. What is sharded is made whole and cut at once. The
     global random state is left as it was.
 
+    Returns:
+        The parameters and buffers that were made.
+
     Raises:
         ScheduleError: tensors that nothing gives values; names them.
     """
     recording = recording_of(root)
+    missing = [(module, name) for module in root.modules() for name, tensor in held.own(module) if tensor.is_meta]
     held.exchange(root, lambda tensor, path: _moved(tensor, device), _kept)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         if recording is None:
             recording = Recording(device)
             _Rules(root, recording, seed, init).follow()
         _replay(root, recording, device, seed)
+    return [dict(held.own(module))[name] for module, name in missing]
 
 
 def _replay(root: nn.Module, recording: Recording, device: torch.device, seed: int) -> None:
@@ -165,13 +171,13 @@ class _Rules:
         self.recording.reseed(int.from_bytes(digest[:8], "big") >> 1)
         # Tied tensors keep the values that the first module to hold them has given them.
         values = [(tensor, tensor.clone()) for tensor in own if tensor in self.seen]
-        self.apply(module, hub, own)
+        self.apply(module, path, hub, own)
         for tensor, value in values:
             tensor.copy_(value)
         self.seen.update(own)
 
-    def apply(self, module: nn.Module, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
-        if self.init is not None and self.init(module):
+    def apply(self, module: nn.Module, path: str, hub: nn.Module | None, own: list[torch.Tensor]) -> None:
+        if self.init is not None and called_with_path(self.init, module, path):
             return
         if hub is not None:
             initialise(hub, module)

@@ -16,12 +16,7 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
     Recurrent networks train in evaluation, too, for which cuDNN has no backward pass; they do nothing else with the mode.
     """
     modes = [(each, each.training) for each in model.modules()]
-    rates = [
-        (each, name, value)
-        for each, _ in modes
-        for name, value in vars(each).items()
-        if (name == "p" and isinstance(each, DropoutNd)) or ("drop" in name and isinstance(value, float))
-    ]
+    rates = [(each, name, getattr(each, name)) for each, _ in modes for name in rates_of(each)]
     try:
         if training:
             model.train()
@@ -36,3 +31,12 @@ def quiet(model: nn.Module, *, training: bool) -> Iterator[None]:
             each.training = mode
         for each, name, value in rates:
             setattr(each, name, value)
+
+
+def rates_of(module: nn.Module) -> list[str]:
+    """The attributes of a module that are rates of dropout."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if (name == "p" and isinstance(module, DropoutNd)) or ("drop" in name and isinstance(value, float))
+    ]

@@ -62,6 +62,6 @@ def _value(plain: Any, at: Schedule) -> Any:
         return imported(plain["import"])
     if set(plain) == {"mapping"}:
         return {_value(key, at): _value(value, at) for key, value in plain["mapping"]}
-    if set(plain) == {"find", "at", "nodes"}:
+    if {"find", "at", "nodes"} <= set(plain) <= {"find", "at", "nodes", "where"}:
         return from_recipe(at, plain, _value)
     raise ScheduleError(f"recipe: an argument must be a plain value, but is {dict(plain)!r}")

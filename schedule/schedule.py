@@ -4,10 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from torch import nn
+from torch import fx, nn
 
 from ..errors import ScheduleError, unknown
 from . import primitives
+from .forward import layers_of
+from .graph.trace import Traced
 from .primitive import primitive
 from .tree import ScheduledModule, Tree
 
@@ -41,6 +43,17 @@ class Schedule(ScheduledModule):
     sync = primitives.sync
     trace = primitives.trace
 
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph of this traced module; prints as its operations.
+
+        Raises:
+            ScheduleError: it is not traced.
+        """
+        for layer in layers_of(self.module, Traced):
+            return layer.graph
+        raise ScheduleError(f"graph of '{self.name}': trace it first")
+
     if not TYPE_CHECKING:  # a type checker knows by itself that there is no such primitive
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -63,6 +76,11 @@ def create_schedule(module: nn.Module, mesh: Any = None) -> Schedule:
     if not isinstance(module, nn.Module):
         raise ScheduleError(f"create_schedule needs a torch.nn.Module, but got {type(module).__name__}")
     if mesh is not None:
+        if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "get_group"):
+            raise ScheduleError(
+                f"create_schedule: mesh must be a DeviceMesh with named axes, but got {type(mesh).__name__}; for all "
+                "ranks in one group pass init_device_mesh('cpu', (dist.get_world_size(),), mesh_dim_names=('tp',))"
+            )
         names = mesh.mesh_dim_names or ()
         strange = [name for name in names if name not in ("pp", "dp", "tp")]
         if strange or not names:
@@ -109,5 +127,6 @@ def register_primitive(
 
 def list_primitives(name_only: bool = False) -> list[str] | dict[str, Callable[..., Any]]:
     """The primitives in alphabetical order: name -> method, or only the names."""
-    found = {name: each for name, each in sorted(vars(Schedule).items()) if not name.startswith("_")}
+    methods = [(name, each) for name, each in sorted(vars(Schedule).items()) if callable(each)]
+    found = {name: each for name, each in methods if not name.startswith("_")}
     return list(found) if name_only else found

@@ -41,15 +41,18 @@ def transfer(old: nn.Module, new: nn.Module) -> list[str]:
             holder = new.get_submodule(parent)
             (parameters_of(holder) if name in parameters_of(holder) else buffers_of(holder))[name] = tensor
     notes.extend(f"{path} {tuple(tensor.shape)} has the value it came with" for path, tensor in fresh.items())
+    give_hooks(old, new)
+    new.train(old.training)
+    return notes
+
+
+def give_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives a module the hooks of another, after its own."""
     for attribute in _HOOKS:
         kept = getattr(old, attribute, None)
         if kept:
             getattr(new, attribute).update(kept)
     copy_kind_of_backward_hooks(old, new)
-    if "_syncs" in old.__dict__:
-        new.__dict__["_syncs"] = old.__dict__["_syncs"]
-    new.train(old.training)
-    return notes
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

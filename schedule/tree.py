@@ -1,12 +1,13 @@
 """A model's module tree, and what was applied to it."""
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from torch import nn
 
@@ -46,13 +47,39 @@ class Tree:
         self.cuts: list[str] = []
         self.late: list[str] = []
         self.pipeline: tuple[str, int | None] | None = None
+        self.examples: dict[str, Any] = {}
+        """Example inputs, as (args, kwargs), of modules by path: tracing takes those of others from them."""
         self.built = False
+
+    def below(self, path: str) -> "Tree":
+        """What there is of a module by itself: the same module, and what was applied at and below it.
+
+        Raises:
+            ScheduleError: a pipeline is cut there.
+        """
+        inside = [cut for cut in self.cuts if cut == path or cut.startswith(path + ".")]
+        if inside:
+            raise ScheduleError(f"'{path}' has the pipeline cut '{inside[0]}', so it cannot be taken by itself")
+
+        def own(full: str) -> bool:
+            return full == path or full.startswith(path + ".")
+
+        def rest(full: str) -> str:
+            return full[len(path) + 1 :]
+
+        new = Tree(find_module(self.module, path), self.mesh)
+        new.steps = [replace(each, path=rest(each.path)) for each in self.steps if own(each.path)]
+        new.deferred = [replace(each, path=rest(each.path)) for each in self.deferred if own(each.path)]
+        new.examples = {rest(at): each for at, each in self.examples.items() if own(at)}
+        items = self.annotations.items()
+        new.annotations = {(rest(at), name): dict(each) for (at, name), each in items if own(at)}
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tree":
         with noted(*self.module.parameters(), *self.module.buffers()):
             new = Tree(copy.deepcopy(self.module, memo), self.mesh)
         new.steps, new.cuts, new.built = list(self.steps), list(self.cuts), self.built
-        new.pipeline, new.late = self.pipeline, list(self.late)
+        new.pipeline, new.late, new.examples = self.pipeline, list(self.late), dict(self.examples)
         new.deferred = [Deferred(d.path, d.phase, d.apply, dict(d.arguments)) for d in self.deferred]
         new.annotations = {key: dict(value) for key, value in self.annotations.items()}
         return new
@@ -80,14 +107,23 @@ class ScheduledModule:
         """The path as people read it: the root is its class name."""
         return self.path or type(self.tree.module).__name__
 
-    def __getitem__(self, path: str | int) -> Self:
-        """A module below this one, by dotted path or by index into a container.
+    @overload
+    def __getitem__(self, path: str | int) -> Self: ...
+    @overload
+    def __getitem__(self, path: slice) -> list[Self]: ...
+    def __getitem__(self, path: str | int | slice) -> Self | list[Self]:
+        """A module below this one, by dotted path, or the direct child at a position; a slice gives a list of them.
 
         Raises:
             ScheduleError: there is no such module; names the nearest one.
         """
-        if isinstance(path, int) and path < 0:
-            path += len(list(self.module.children()))
+        if isinstance(path, int | slice):
+            names = [name for name, child in children_of(self.module).items() if child is not None]
+            if isinstance(path, slice):
+                return [self[name] for name in names[path]]
+            if not -len(names) <= path < len(names):
+                raise ScheduleError(f"'{self.name}' has {len(names)} children, but got the position {path}")
+            path = names[path]
         full = join(self.path, str(path))
         find_module(self.tree.module, full)
         return type(self)(self.tree, full)
@@ -171,6 +207,17 @@ def places(root: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str, str
             if child is module:
                 out.append((parent, name, join(path, name)))
     return out
+
+
+def called_with_path(function: Callable[..., Any], module: nn.Module, path: str) -> Any:
+    """What a function makes of a module, and of its path where it takes one beside it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin that does not tell
+        return function(module)
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    second = len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "path")
+    return function(module, path) if second else function(module)
 
 
 def join(*parts: str) -> str:

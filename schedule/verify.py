@@ -12,9 +12,10 @@ from torch import nn
 
 from .._torch import tree_leaves, tree_map
 from ..errors import ScheduleError
-from .build import Context, complete, home, prepare
+from .build import Context, complete, home, itself, prepare
 from .compare import Numbers, compare, gradients_of, weights_of
 from .forward import layers_of
+from .graph.examples import as_call
 from .outputs import loss_of, tensors_of
 from .parallel.collectives import Axis, all_gather, axis_of
 from .parallel.sharding import owner, shards_of
@@ -46,7 +47,8 @@ def verify(
     the schedule or the random state; nothing runs when the body raised.
 
     Args:
-        sch: the root's schedule, before `build`.
+        sch: a schedule before `build`. Of a module below the root that module alone is copied and run, and what the
+            body schedules outside of it is not looked at.
         example_inputs: a tensor, a tuple of positional or a mapping of keyword arguments.
         loss: `loss(output)` or `loss(output, inputs)`, a scalar; by default the output's `loss`, or the sum
             of the outputs weighted by fixed random numbers.
@@ -59,14 +61,16 @@ def verify(
     Raises:
         ScheduleError: something departs; names the first module whose output does, and by how much.
     """
-    if sch.path or sch.tree.built:
-        raise ScheduleError("verify: it takes the root's schedule, before build")
-    before = sch.copy()
+    if sch.tree.built:
+        raise ScheduleError("verify: it takes a schedule before build")
+    before = itself(sch).copy()
+    # What is traced within it finds here how modules are called.
+    sch.tree.examples.setdefault(sch.path, as_call(example_inputs))
     yield sch
     target = torch.device(device) if device is not None else home(before.module)
     devices = [target] if target.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        _compare(before, sch.copy(), example_inputs, loss, tolerance, target, seed)
+        _compare(before, itself(sch).copy(), example_inputs, loss, tolerance, target, seed)
 
 
 def _compare(
@@ -83,7 +87,7 @@ def _compare(
     for sch in (before, after):
         whole_loss = None if loss is None else lambda output, target: loss(output)
         context = Context(device=device, optimizer=_sgd, loss=whole_loss)
-        prepare(sch, context, seed=seed, init=None)
+        prepare(sch, context, seed=seed)
         pair.append((sch, context))
     _same_weights(before.module, after.module)
     models = [complete(sch, context) for sch, context in pair]
@@ -209,7 +213,7 @@ def _run(
 ) -> Numbers:
     """One step of a model, whose weights are as before after it; in evaluation, its passes. With a data-parallel axis this
     rank computes its part of the batch."""
-    batch = _as_call(inputs, device)
+    batch = as_call(tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, inputs))
     args, kwargs = batch if axis is None else tree_map(lambda value: _share(value, axis), batch)
     # What draws random numbers in spite of all draws the same ones in either model.
     torch.manual_seed(0)
@@ -251,14 +255,6 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         for param, value in before:
             param.copy_(value)
     return found
-
-
-def _as_call(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs as positional and keyword arguments on a device."""
-    move = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)
-    if isinstance(move, dict):
-        return (), move
-    return (tuple(move) if isinstance(move, (tuple, list)) else (move,)), {}
 
 
 def _scalar(output: Any, loss: Loss | None, inputs: Any, axis: Axis | None) -> torch.Tensor:

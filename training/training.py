@@ -12,10 +12,11 @@ from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from ..models.workload import Batch, Workload
-from ..results.meaning import REDUCED, exchange_of, formats_of, hsdp_obstacle, order_of
+from ..results.meaning import REDUCED, exchange_of, hsdp_obstacle, order_of
+from .applying import share_out
 from .outline import Outline
 from .passes import Accumulation, Pipelined, check_pipeline
-from .precision import Precision, dtype_of
+from .precision import Precision
 from .seeds import step_seed
 from .world import World
 
@@ -315,15 +316,7 @@ class Training:
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
         if self.world.dp > 1 and "shard_data" not in done:
-            formats, exchange = formats_of(self.config), exchange_of(self.config, self.world.dp)
-            sch.shard_data(
-                cut=exchange.cut,
-                gather=exchange.gathered if "gradients" in exchange.cut else None,
-                hsdp=exchange.hsdp,
-                gathered=self._gathered(),
-                param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
-                reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
-            )
+            share_out(sch, self.config, self.world.dp, self._gathered())
 
     def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..._torch import parameters_of
+from ..._torch import OpOverload, parameters_of
 from ...errors import TraceError
+from ..forward import layers_of
+from ..parallel.partial import WithoutBias
 
 COMMUTATIVE = {
     "add",
@@ -59,8 +61,18 @@ class Operation:
 
 
 def call_module(kind: str | type[nn.Module], *args: Any) -> Any:
-    """In a pattern: the call of a child module, by a regular expression for its path or by its class."""
-    raise RuntimeError("call_module stands for a module in a pattern and is not to be called")
+    """In a pattern: the call of a child module, by a regular expression for its path or by its class.
+
+    Raises:
+        TraceError: outside of a pattern.
+    """
+    traced = next((each for each in args if isinstance(each, fx.Proxy)), None)
+    if traced is None:
+        raise TraceError(
+            "call_module stands for the call of a module in a pattern for find: give it what the pattern's "
+            f"function is given, or what comes of that, but it got {args or 'nothing'}"
+        )
+    return traced.tracer.create_proxy("call_function", call_module, (kind, *args), {})
 
 
 class _PatternTracer(fx.Tracer):
@@ -83,19 +95,39 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.Graph:
     Raises:
         TraceError: it does what a graph cannot express.
     """
-    # `call_module` must become a node under whatever name the pattern's module imported it.
     try:
-        return _PatternTracer(autowrap_functions=(call_module,)).trace(pattern)
+        return _PatternTracer().trace(pattern)
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(f"find: the pattern {pattern!r} is no graph: {error}") from error
 
 
-def match(graph: fx.Graph, module: nn.Module, pattern: fx.Graph) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
-    """Every match: what each node of the pattern stands for, and the nodes it yields."""
+@dataclass(slots=True)
+class Miss:
+    """Where the search came nearest to a match."""
+
+    matched: int = -1
+    """How many of the pattern's operations were found."""
+    why: str = ""
+    """What stood where another was asked for, in words."""
+
+
+def match(
+    graph: fx.Graph, module: nn.Module, pattern: fx.Graph, miss: Miss | None = None
+) -> Iterator[tuple[dict[fx.Node, Any], list[fx.Node]]]:
+    """Every match: what each node of the pattern stands for, and the nodes it yields.
+
+    Args:
+        graph: where to look.
+        module: whose graph it is.
+        pattern: what to look for.
+        miss: takes note of the nearest miss.
+    """
     outputs = pattern.output_node().args[0]
     heads = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    matcher = _Matcher(module)
+    matcher = _Matcher(module, miss or Miss())
 
     def extend(index: int, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if index == len(heads):
@@ -110,38 +142,60 @@ def match(graph: fx.Graph, module: nn.Module, pattern: fx.Graph) -> Iterator[tup
 
 
 class _Matcher:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, miss: Miss) -> None:
         self.module = module
+        self.miss = miss
 
     def match(self, wanted: Any, value: Any, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         """Bindings under which `value` is what `wanted` asks for."""
         if not isinstance(wanted, fx.Node):
-            if not isinstance(value, fx.Node) and type(wanted) is type(value) and wanted == value:
+            if _same(wanted, value):
                 yield binding
+            else:
+                self.missed(binding, wanted, value)
             return
         if wanted in binding:
-            if binding[wanted] is value or (isinstance(value, Attribute) and binding[wanted] == value):
+            if _same(binding[wanted], value):
                 yield binding
+            else:
+                self.missed(binding, binding[wanted], value)
             return
         if wanted.op == "placeholder":
             yield {**binding, wanted: value}
             return
         if not isinstance(value, fx.Node) or any(each is value for each in binding.values()):
+            self.missed(binding, wanted, value)
             return
         if wanted.op == "call_function" and wanted.target is call_module:
             yield from self._module(wanted, value, binding)
             return
         asked, found = operation(wanted, None), operation(value, self.module)
-        if found is None or asked is None or asked.name != found.name or asked.options != found.options:
+        if found is None or asked is None or asked.name != found.name:
+            self.missed(binding, wanted, value)
             return
         rest = found.args[len(asked.args) :]
-        if len(asked.args) > len(found.args) or any(not isinstance(each, Attribute | None) for each in rest):
+        if asked.options.keys() != found.options.keys() or len(asked.args) > len(found.args):
+            self.missed(binding, wanted, value, "with other arguments: " + _given(found))
             return
+        if any(not isinstance(each, Attribute | None) for each in rest):
+            self.missed(binding, wanted, value, "with more arguments: " + _given(found))
+            return
+        options = [(asked.options[name], found.options[name]) for name in asked.options]
         orders = [found.args[: len(asked.args)]]
         if asked.name in COMMUTATIVE and len(asked.args) == 2:
             orders.append(orders[0][::-1])
         for args in orders:
-            yield from self._all(list(zip(asked.args, args)), {**binding, wanted: value})
+            yield from self._all([*zip(asked.args, args), *options], {**binding, wanted: value})
+
+    def missed(self, binding: dict[fx.Node, Any], wanted: Any, value: Any, instead: str = "") -> None:
+        """Takes note of what was not there, where more was than at any other place."""
+        matched = sum(isinstance(each, fx.Node) and wanted.op != "placeholder" for wanted, each in binding.items())
+        if matched > self.miss.matched:
+            after = [each.name for key, each in binding.items() if key.op != "placeholder"]
+            behind = f", with {', '.join(after)} found" if after else ""
+            self.miss.matched = matched
+            there = f"{_said(value, self.module)} {instead}".strip()
+            self.miss.why = f"{_said(wanted, None)} was asked for{behind}, but there is {there}"
 
     def _all(self, pairs: list[tuple[Any, Any]], binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         if not pairs:
@@ -158,6 +212,7 @@ class _Matcher:
     def _module(self, wanted: fx.Node, value: fx.Node, binding: dict[fx.Node, Any]) -> Iterator[dict[fx.Node, Any]]:
         kind, *args = wanted.args
         if value.op != "call_module" or len(args) > len(value.args):
+            self.missed(binding, wanted, value)
             return
         if isinstance(kind, str):
             fits = re.fullmatch(kind, value.target) is not None
@@ -165,6 +220,35 @@ class _Matcher:
             fits = isinstance(self.module.get_submodule(value.target), kind)
         if fits:
             yield from self._all(list(zip(args, value.args)), {**binding, wanted: value})
+        else:
+            self.missed(binding, wanted, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of a graph are the same: nodes by identity, constants by value."""
+    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+        return one is other
+    return type(one) is type(other) and one == other
+
+
+def _said(value: Any, module: nn.Module | None) -> str:
+    """A value of a graph in words."""
+    if isinstance(value, Attribute):
+        return value.target
+    if not isinstance(value, fx.Node):
+        return "nothing" if value is None else f"the constant {value!r}"
+    if value.op == "call_function" and value.target is call_module:
+        kind = value.args[0]
+        return f"a call of {kind.__name__ if isinstance(kind, type) else repr(kind)}"
+    found = operation(value, module)
+    kind = found.name if found is not None else f"the input {value.name}" if value.op == "placeholder" else value.name
+    where = f" ({value.target})" if value.op == "call_module" else ""
+    return f"{kind}{where}"
+
+
+def _given(found: Operation) -> str:
+    parts = [each.name if isinstance(each, fx.Node) else getattr(each, "target", repr(each)) for each in found.args]
+    return ", ".join([*parts, *(f"{name}={value!r}" for name, value in found.options.items())])
 
 
 def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
@@ -174,7 +258,8 @@ def operation(node: fx.Node, module: nn.Module | None) -> Operation | None:
     if node.op == "call_method":
         name = _SAME.get(node.target, node.target)
     elif node.op == "call_function":
-        name = getattr(node.target, "__name__", str(node.target)).removeprefix("_")
+        target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        name = getattr(target, "__name__", str(target)).removeprefix("_")
         name = _SAME.get(name, name)
     else:
         return None
@@ -192,7 +277,7 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
     if node.kwargs:
         return Operation(type(child).__name__, args, dict(node.kwargs))
     if isinstance(child, nn.Linear):
-        return Operation("linear", [*args, *own])
+        return Operation("linear", [*args, own[0], None if layers_of(child, WithoutBias) else own[1]])
     if isinstance(child, nn.LayerNorm):
         return Operation("layer_norm", [*args, *own], {"eps": child.eps})
     if isinstance(child, nn.Embedding):

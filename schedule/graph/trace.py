@@ -1,27 +1,64 @@
-"""Tracing one module into a graph, and running the graph in the module's place."""
+"""Running a graph in a module's place."""
 
 import copy
 import inspect
 import linecache
-import re
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..._torch import has_backward_hooks, has_forward_hooks
-from ...errors import ScheduleError, TraceError
+from ..._torch import TreeSpec, tree_flatten
+from ...errors import ScheduleError
 from ..forward import Layer
 
 ITSELF = "_the_traced_module_itself"
 """Target of the attribute node that stands for the traced module."""
 
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallForm:
+    """How a module was called when it was traced by example: which of its arguments are inputs of the graph."""
+
+    spec: TreeSpec
+    """Of the arguments by name, those with defaults filled in."""
+    names: tuple[str, ...]
+    """What each of its leaves is called."""
+    leaves: tuple[Any, ...]
+    """The leaves; an Input stands for those that are inputs, all others are constants of the graph."""
+    positional: int
+    """How many arguments were given by position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """In place of a value that is an input of the graph."""
+
+    dims: int | None = None
+    """Of a tensor; None for anything else."""
+
+    def fits(self, value: Any) -> bool:
+        """Whether the graph can be given a value here."""
+        return self.dims is None or (isinstance(value, torch.Tensor) and value.dim() == self.dims)
+
+    def __str__(self) -> str:
+        return "anything" if self.dims is None else f"a tensor of {self.dims} dimensions"
+
+
+def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's forward by name, those with defaults filled in.
+
+    What goes through `**kwargs` as None is left out: callers hand on what they were not given themselves.
+    """
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    given = dict(list(bound.arguments.items())[1:])
+    for each in bound.signature.parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            given[each.name] = {name: value for name, value in given[each.name].items() if value is not None}
+    return given
 
 
 class Traced(Layer):
@@ -33,19 +70,20 @@ class Traced(Layer):
 
     order = 0
 
-    def __init__(self, graph: fx.Graph, fixed: dict[str, Any], flatten: bool) -> None:
+    def __init__(self, graph: fx.Graph, fixed: dict[str, Any], flatten: bool, form: CallForm | None = None) -> None:
         self.graph = graph
         self.fixed = fixed
         self.flatten = flatten
+        self.form = form
         self.function: Callable[..., Any] | None = None
 
     def changed(self) -> None:
         """Takes note that the graph was edited."""
-        _tidy(self.graph)
+        tidy(self.graph)
         self.function = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Traced":
-        new = Traced(copy.deepcopy(self.graph, memo), self.fixed, self.flatten)
+        new = Traced(copy.deepcopy(self.graph, memo), self.fixed, self.flatten, self.form)
         for node in new.graph.nodes:
             if node.op == "call_function" and hasattr(node.target, "fresh"):
                 # What is compiled for this model is not for the copy.
@@ -62,7 +100,32 @@ class Traced(Layer):
             self.function = function_of(self.graph)
         return self.function(module, *self._inputs(module, args, kwargs))
 
+    def _by_form(self, module: nn.Module, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, spec = tree_flatten(arguments(module, args, kwargs))
+        if spec != form.spec:
+            raise ScheduleError(
+                f"{type(module).__name__} was traced with the arguments {', '.join(form.names)}, but is called with "
+                f"others; trace it with examples= of this call"
+            )
+        inputs = []
+        for name, known, value in zip(form.names, form.leaves, leaves):
+            if isinstance(known, Input):
+                if not known.fits(value):
+                    raise ScheduleError(
+                        f"{type(module).__name__} was traced with {known} for {name}, but is called with {_form(value)}; "
+                        "trace it with examples= of this call"
+                    )
+                inputs.append(value)
+            elif known is not value and known != value:
+                raise ScheduleError(
+                    f"{type(module).__name__} was traced with {name}={known!r}, but is called with another value; "
+                    f"trace(inputs=['{name}']), or trace it with examples= of this call"
+                )
+        return inputs
+
     def _inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        if self.form is not None:
+            return self._by_form(module, self.form, args, kwargs)
         if not kwargs and not self.fixed and len(args) == sum(n.op == "placeholder" for n in self.graph.nodes):
             return list(args)
         signature = inspect.signature(type(module).forward)
@@ -78,6 +141,10 @@ class Traced(Layer):
         return [given[node.target] for node in self.graph.nodes if node.op == "placeholder"]
 
 
+def _form(value: Any) -> str:
+    return str(Input(value.dim())) if isinstance(value, torch.Tensor) else repr(value)
+
+
 def function_of(graph: fx.Graph) -> Callable[..., Any]:
     """The graph as a function of the module and the graph's inputs."""
     code = graph.python_code("self")
@@ -90,101 +157,8 @@ def function_of(graph: fx.Graph) -> Callable[..., Any]:
     return space["forward"]
 
 
-def trace(module: nn.Module, label: str, flatten: bool, leaves: Sequence[Any], inputs: Sequence[str]) -> Traced:
-    """A module's forward as a graph; the module is left as it was.
-
-    Raises:
-        TraceError: the forward does what a graph cannot express; names the operation and the line.
-    """
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    unknown_inputs = set(inputs) - {p.name for p in parameters}
-    if unknown_inputs:
-        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}")
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    fixed: dict[str, Any] = {
-        p.name: {} if p.kind is p.VAR_KEYWORD else () if p.kind is p.VAR_POSITIONAL else p.default
-        for p in parameters
-        if p.kind in variadic or (p.default is not p.empty and p.name not in inputs)
-    }
-    tracer = _Tracer(module, flatten, leaves, fixed)
-    try:
-        with _training_restored(module):
-            graph = tracer.trace(module)
-    except Exception as error:
-        raise TraceError(f"trace of '{label}': {_cause(error)}") from error
-    _tidy(graph)
-    return Traced(graph, fixed, flatten)
-
-
-def _tidy(graph: fx.Graph) -> None:
+def tidy(graph: fx.Graph) -> None:
     """Drops attributes that nothing reads; operations stay, since they may act by side effects."""
     for node in reversed(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, root: nn.Module, flatten: bool, leaves: Sequence[Any], fixed: dict[str, Any]) -> None:
-        super().__init__(autowrap_modules=())
-        self.top, self.flatten, self.leaves, self.fixed = root, flatten, leaves, fixed
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if not self.flatten or "forward" in m.__dict__ or _hooked(m):
-            # What is scheduled itself stays a call, or its layers and hooks would be lost.
-            return True
-        for leaf in self.leaves:
-            if isinstance(leaf, str) and re.fullmatch(leaf, module_qualified_name):
-                return True
-            if isinstance(leaf, type) and isinstance(m, leaf):
-                return True
-        return m.__module__.startswith("torch.nn") and not isinstance(m, (nn.Sequential, nn.ModuleList))
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        # `self.training` is read when the graph runs, not when it is made.
-        for path, module in self.top.named_modules():
-            if path == "" or not self.is_leaf_module(module, path):
-                target = f"{path}.training" if path else "training"
-                module.__dict__["training"] = self.create_proxy("get_attr", target, (), {})
-        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
-        args: list[Any] = [self.top]
-        keywords: dict[str, Any] = {}
-        for p in parameters:
-            if p.name not in self.fixed:
-                value = self.create_proxy("placeholder", p.name, (), {})
-                if p.kind is p.KEYWORD_ONLY:
-                    keywords[p.name] = value
-                else:
-                    args.append(value)
-            elif p.kind is p.KEYWORD_ONLY:
-                keywords[p.name] = self.fixed[p.name]
-            elif p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                args.append(self.fixed[p.name])
-        return (lambda *a: root_fn(*a, **keywords)), args
-
-
-@contextmanager
-def _training_restored(module: nn.Module) -> Iterator[None]:
-    before = {each: each.training for each in module.modules()}
-    try:
-        yield
-    finally:
-        for each, value in before.items():
-            each.__dict__["training"] = value
-
-
-def _hooked(module: nn.Module) -> bool:
-    return has_forward_hooks(module) or has_backward_hooks(module)
-
-
-def _cause(error: Exception) -> str:
-    """The operation and the line of model code behind an error in tracing."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_TORCH, _HERE)) and not frame.filename.startswith("<")
-    ]
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not frames:
-        return reason
-    last = frames[-1]
-    return f"'{last.line}' at {last.filename}:{last.lineno} in {last.name}: {reason}"

@@ -98,6 +98,19 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     return piece.movedim(0, dim).contiguous()
 
 
+def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.Tensor:
+    """Pieces along `dim`, one to each rank; what is received from the ranks joined along `join`, without gradient."""
+    pieces = torch.stack([each.movedim(dim, 0) for each in tensor.detach().chunk(axis.size, dim)])
+    if torch.compiler.is_compiling():
+        sizes = [1] * axis.size
+        received = _traced("all_to_all_single", pieces.contiguous(), sizes, sizes, axis.group_name)
+    else:
+        received = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+        if not pieces.is_meta:
+            dist.all_to_all_single(received, pieces.contiguous(), group=axis.group)
+    return torch.cat([each.movedim(0, dim) for each in received], join)
+
+
 def _traced(name: str, *args: Any) -> torch.Tensor:
     """A collective that torch.compile takes into its graph: process groups by name, results out of place."""
     return functional_collectives.wait_tensor(getattr(functional_collectives, name)(*args))

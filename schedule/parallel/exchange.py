@@ -1,6 +1,7 @@
 """Hooks by which ranks exchange what goes into a module, comes out of it, or flows back through it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,18 +9,37 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import parameters_of, tree_flatten, tree_unflatten
+from ..._torch import forward_hooks_of, parameters_of, tree_flatten, tree_unflatten
 from . import collectives
 from .collectives import Axis
 from .sharding import shards_of
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """One `sync` of a module: what is exchanged, and when."""
+
+    mode: str
+    """`fwd_pre`, `fwd_post`, `bwd_pre` or `bwd_post`."""
+    op: str | Callable[[torch.Tensor], torch.Tensor]
+    """The collective, or a function of a tensor."""
+    axis: int | None = None
+    """The dimension it acts along."""
+    on: str = "activations"
+    """`activations` or `parameters`."""
+    join: int | None = None
+    """The dimension along which `all_to_all` joins."""
+    gradient: str | None = None
+    """What becomes of the gradient of `all_gather`, where that is said."""
+
+
 class InputSync:
     """Passes the first floating input, or all that need gradients, through a function."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], first: bool) -> None:
+    def __init__(self, sync: Sync, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sync = sync
         self.function = function
-        self.first = first
+        self.first = sync.mode == "fwd_pre"
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -34,7 +54,8 @@ class InputSync:
 class OutputSync:
     """Passes the first floating output through a function."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, sync: Sync, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sync = sync
         self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -49,16 +70,17 @@ class OutputSync:
 class ParameterSync:
     """Sums the gradients of a module's own whole parameters over the ranks, at every backward."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, sync: Sync, axis: Axis) -> None:
+        self.sync = sync
         self.axis = axis
         self.hooked = WeakTensorKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks on tensors are not copied along with the tensors: a copy sets its own.
-        return {"axis": self.axis}
+        return {"sync": self.sync, "axis": self.axis}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.axis, self.hooked = state["axis"], WeakTensorKeyDictionary()
+        self.sync, self.axis, self.hooked = state["sync"], state["axis"], WeakTensorKeyDictionary()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         for name, param in parameters_of(module).items():
@@ -66,6 +88,15 @@ class ParameterSync:
                 continue
             param.register_hook(partial(collectives.all_reduce, axis=self.axis))
             self.hooked[param] = True
+
+
+Exchange = InputSync | OutputSync | ParameterSync
+"""The hook that a `sync` puts on a module."""
+
+
+def syncs_of(module: nn.Module) -> list[Sync]:
+    """Every `sync` on a module, in the order in which they were put there, those before the forward first."""
+    return [each.sync for each in forward_hooks_of(module) if isinstance(each, Exchange)]
 
 
 def _floating(value: Any) -> bool:

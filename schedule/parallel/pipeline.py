@@ -118,7 +118,7 @@ class Pipeline:
         Returns:
             The mean loss over the micro-batches, on every rank.
         """
-        names = [p for p in inspect.signature(type(self.model).forward).parameters if p != "self"]
+        names = list(inspect.signature(type(self.model).forward).parameters)[1:]  # behind the model itself
         kwargs = {**dict(zip(names, args)), **kwargs}
         tensors = [each for each in tree_flatten(kwargs)[0] if isinstance(each, torch.Tensor) and each.dim()]
         if not tensors or tensors[0].shape[0] % self.micro_batches:

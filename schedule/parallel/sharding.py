@@ -7,7 +7,7 @@ without parallelism in mind, computes with them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..._torch import buffers_of, children_of, parameters_of
 from ..deferred import noted
+from .checksums import NOTHING, Checksum
 from .collectives import Axis, all_gather
 
 
@@ -30,6 +31,8 @@ class Shard:
     """Shape of the whole tensor."""
     axis: Axis
     """The ranks that share it. Where they do not divide a part, its last pieces are filled up with zeros."""
+    checksum: Checksum = field(default=NOTHING, compare=False)
+    """Of the whole tensor, where it had values when it was cut."""
 
     @property
     def padded(self) -> bool:

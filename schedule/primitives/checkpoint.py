@@ -12,7 +12,7 @@ from ..._torch import OpOverload
 from ...errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
-from ..graph.subgraph import checkpoint_subgraph
+from ..graph.editing import checkpoint_subgraph
 from ..primitive import primitive
 from ..tree import ScheduledModule
 

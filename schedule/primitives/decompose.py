@@ -11,11 +11,11 @@ from ...errors import ScheduleError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.pattern import operation
 from ..graph.trace import Traced
+from ..parallel.exchange import syncs_of
+from ..parallel.partial import WithoutBias
 from ..parallel.sharding import shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
-from .kinds import WithoutBias
-from .sync import syncs_of
 
 KINDS = ("linear", "layer_norm", "attention")
 
@@ -23,6 +23,8 @@ KINDS = ("linear", "layer_norm", "attention")
 @primitive
 def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> None:
     """Takes operations of this traced module apart, so that their parts can be fused with what follows.
+
+    On a module that a traced one above it calls, it takes apart that call alone.
 
     | kind | becomes |
     |---|---|
@@ -41,16 +43,27 @@ def decompose(sch: ScheduledModule, kinds: str | Sequence[str] = "linear") -> No
     for kind in wanted:
         if kind not in KINDS:
             raise ScheduleError(f"{label}: {unknown('kind', kind, KINDS)}")
-    layers = layers_of(sch.module, Traced)
-    if not layers:
-        raise ScheduleError(f"{label}: trace it first")
-    traced = layers[0]
-    plans = [plan for node in traced.graph.nodes for plan in _plans(sch, label, node, wanted)]
+    at, target = _traced(sch, label)
+    traced = layers_of(at.module, Traced)[0]
+    nodes = [node for node in traced.graph.nodes if target is None or (node.op, node.target) == ("call_module", target)]
+    plans = [plan for node in nodes for plan in _plans(at, label, node, wanted)]
     if not plans:
         raise ScheduleError(f"{label}: there is no {' or '.join(wanted)} in its graph to take apart")
     for apply, node in plans:
-        apply(sch.module, traced.graph, node)
+        apply(at.module, traced.graph, node)
     traced.changed()
+
+
+def _traced(sch: ScheduledModule, label: str) -> tuple[ScheduledModule, str | None]:
+    """The module in whose graph to look, and which call of it is meant, if not all."""
+    if layers_of(sch.module, Traced):
+        return sch, None
+    for depth in range(sch.path.count("."), -1, -1) if sch.path else ():
+        above = ".".join(sch.path.split(".")[:depth])
+        found = type(sch)(sch.tree, above)
+        if layers_of(found.module, Traced):
+            return found, sch.path[len(above) + 1 :] if above else sch.path
+    raise ScheduleError(f"{label}: trace it first, or the module that calls it")
 
 
 def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -> list[tuple[Any, fx.Node]]:
@@ -58,7 +71,7 @@ def _plans(sch: ScheduledModule, label: str, node: fx.Node, wanted: list[str]) -
     if "linear" in wanted and child is not None and type(child) is nn.Linear and child.bias is not None:
         if layers_of(child, WithoutBias):
             return []
-        gathered = any(mode == "fwd_post" and op == "all_gather" for mode, op, _ in syncs_of(child))
+        gathered = any(each.mode == "fwd_post" and each.op == "all_gather" for each in syncs_of(child))
         if gathered and "bias" in shards_of(child):
             raise ScheduleError(f"{label}: the output of '{node.target}' is gathered, so its bias must be whole")
         return [(_linear, node)]

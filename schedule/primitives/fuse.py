@@ -8,7 +8,7 @@ from torch import nn
 from ...errors import ScheduleError, unknown
 from ..forward import Layer, add_layer, layers_of
 from ..graph.compiled import compiled
-from ..graph.subgraph import fuse_subgraph
+from ..graph.editing import fuse_subgraph
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -20,6 +20,7 @@ def fuse(
     sch: ScheduledModule,
     subgraph: Any = None,
     compiler: str | Callable[[Callable[..., Any]], Callable[..., Any]] = "inductor",
+    name: str | None = None,
 ) -> None:
     """Runs this module, or subgraphs of it found by `find`, as one compiled function.
 
@@ -29,6 +30,7 @@ def fuse(
         subgraph: one match or a list of matches; None fuses the whole module.
         compiler: `inductor` is `torch.compile`; `none` only groups the operations; a function is given the
             callable to be fused and returns the one to call.
+        name: of the operation in the graph that a subgraph becomes.
 
     Raises:
         ScheduleError: unknown compiler; the module is fused already; an inner value of the subgraph is used
@@ -37,8 +39,10 @@ def fuse(
     if not callable(compiler) and compiler not in COMPILERS:
         raise ScheduleError(f"fuse on '{sch.name}': {unknown('compiler', compiler, COMPILERS)}")
     if subgraph is not None:
-        fuse_subgraph(sch, subgraph, compiler)
+        fuse_subgraph(sch, subgraph, compiler, name)
         return
+    if name is not None:
+        raise ScheduleError(f"fuse on '{sch.name}': name goes with a subgraph")
     if layers_of(sch.module, Fused):
         raise ScheduleError(f"fuse on '{sch.name}': a module is fused once, and it already is")
     add_layer(sch.module, Fused(compiler))

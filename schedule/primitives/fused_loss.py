@@ -8,10 +8,10 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
+from ..parallel.exchange import syncs_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
 from ..unformed import Product, UnformedLogits
-from .sync import syncs_of
 
 
 @primitive
@@ -31,7 +31,7 @@ def fused_loss(sch: ScheduledModule) -> None:
         raise ScheduleError(f"{label}: the head must be an nn.Linear, but is a {type(module).__name__}")
     if layers_of(module, FusedLoss):
         raise ScheduleError(f"{label}: the loss of a head is fused once, and it already is")
-    if any(mode in ("fwd_post", "bwd_pre") for mode, _, _ in syncs_of(module)):
+    if any(each.mode in ("fwd_post", "bwd_pre") for each in syncs_of(module)):
         raise ScheduleError(f"{label}: ranks exchange its logits, which forms them; use parallel_loss")
     add_layer(module, FusedLoss())
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from ..._torch import ConvNd, parameters_of
-from ..forward import Layer, layers_of
-from ..parallel.collectives import Axis, through
+from ..._torch import ConvNd
+from ..forward import Layer
+from ..parallel.collectives import Axis
+from ..parallel.partial import BiasOnce, PartialEmbedding
 from ..parallel.sharding import Shard, shards_of
 
 Follow = tuple[nn.Module, str, int]
@@ -70,69 +69,5 @@ def input_of(module: nn.Module) -> str:
     return ""
 
 
-class WithoutBias(Layer):
-    """Runs a linear layer without its bias, which the graph around it adds."""
-
-    order = 5
-    alters = True
-
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return nn.functional.linear(args[0] if args else kwargs["input"], module.weight)
-
-
-class BiasOnce(Layer):
-    """Adds the bias on one rank, so that it is in the sum over ranks once; its gradient is whole on each."""
-
-    order = 10
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        bias = parameters_of(module).get("bias")
-        if bias is None:
-            return inner(*args, **kwargs)
-        once = through(bias, forward=None if self.axis.rank == 0 else torch.zeros_like)
-        if layers_of(module, WithoutBias):
-            return inner(*args, **kwargs)
-        if type(module) is nn.Linear:
-            return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, once)
-        # Other forwards read `self.bias`: for the call they find the stand-in there.
-        parameters_of(module)["bias"] = once
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            parameters_of(module)["bias"] = bias
-
-
 def _bias_once(axis: Axis, shard: Shard) -> Layer:
     return BiasOnce(axis)
-
-
-class PartialEmbedding(Layer):
-    """Looks up the tokens of this rank's part of the vocabulary; others give zeros."""
-
-    order = 10
-
-    def __init__(self, axis: Axis, size: int) -> None:
-        self.axis = axis
-        self.size = size
-
-    def __call__(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        tokens = args[0] if args else kwargs["input"]
-        local = -(-self.size // self.axis.size)
-        shifted = tokens - self.axis.rank * local
-        mine = (shifted >= 0) & (shifted < local)
-        padding = module.padding_idx
-        if padding is not None:
-            padding -= self.axis.rank * local
-            # Outside of this rank's part, the padding token has no row here.
-            padding = padding if 0 <= padding < local else None
-        rows = nn.functional.embedding(shifted.where(mine, 0), module.weight, padding)
-        return rows * mine.unsqueeze(-1)

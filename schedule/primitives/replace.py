@@ -11,31 +11,48 @@ from ..._torch import children_of
 from ...errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
-from ..graph.subgraph import replace_subgraph
+from ..graph.editing import replace_subgraph
 from ..primitive import primitive
 from ..recording import recording_of
 from ..transfer import transfer
-from ..tree import ScheduledModule, places
+from ..tree import ScheduledModule, called_with_path, places
 
 
 @primitive
-def replace(sch: ScheduledModule, new: nn.Module | Callable[..., Any], subgraph: Any = None) -> None:
-    """Puts another module in this one's place, or a function in the place of subgraphs of a traced one.
+def replace(
+    sch: ScheduledModule,
+    new: nn.Module | Callable[..., Any],
+    subgraph: Any = None,
+    name: str | None = None,
+    together: bool = False,
+) -> None:
+    """Puts another module in this one's place, or a module or function in the place of subgraphs of a traced one.
 
     Parameters and buffers whose names and shapes match are kept (the same objects, so ties hold), as are
     hooks and the training mode. What could not be kept is said in a warning.
 
+    The replacement of a subgraph is called with what stands for the pattern's parameters. What the modules inside
+    exchange between ranks before and after them is exchanged before and after it; what has no place there is
+    refused. Parameters that nothing uses any more leave the model.
+
     Args:
-        new: a module, or a factory that is called with the old module and returns one; the factory runs on
-            the old module's device, `meta` included. With `subgraph`, a module or function of its inputs.
+        new: a module, or a factory that is called with the old module, and with its path where it takes two, and
+            returns one; the factory runs on the old module's device, `meta` included. With `subgraph`, a module or
+            function of its inputs.
         subgraph: one match or a list of matches from `find`; None replaces the module itself.
+        name: with `subgraph`, what a module is called among its neighbours, and an operation in the graph.
+        together: one call of `new` stands for all subgraphs of the list: it is given the inputs of all, those that
+            they have in common once, and returns as many outputs (one module for the projections to q, k and v).
 
     Raises:
-        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding).
+        ScheduleError: `new` does not yield a module; the old one is sharded (replace before sharding); something on
+            a module inside of a subgraph would be lost.
     """
     if subgraph is not None:
-        replace_subgraph(sch, new, subgraph)
+        replace_subgraph(sch, new, subgraph, name, together)
         return
+    if name is not None or together:
+        raise ScheduleError(f"replace on '{sch.name}': name and together go with a subgraph")
     made = make(sch, sch.module, new)
     put(sch, sch.module, made)
 
@@ -58,10 +75,10 @@ def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., An
     held = [*old.parameters(), *old.buffers()]
     if held and recording_of(old) is None:
         with torch.device(held[0].device):
-            made = new(old)
+            made = called_with_path(new, old, sch.path)
     else:
         with noted(*held):
-            made = new(old)
+            made = called_with_path(new, old, sch.path)
     if not isinstance(made, nn.Module):
         raise ScheduleError(
             f"replace on '{sch.name}': the factory must return a module, but returned {type(made).__name__}"

@@ -14,14 +14,14 @@ _CLASS = type
 
 
 @primitive
-def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[[nn.Module], nn.Module]) -> None:
+def replace_all(sch: ScheduledModule, type: type[nn.Module], factory: Callable[..., nn.Module]) -> None:
     """Replaces every module of a type at or below this one, as `replace` does each.
 
     Modules inside of one that is replaced are left to the factory. Either all are replaced or none.
 
     Args:
         type: the class; modules of its subclasses count.
-        factory: called with each old module, returns the new one.
+        factory: called with each old module, and with its path from the root where it takes two; returns the new one.
 
     Raises:
         ScheduleError: there is no such module; what `replace` refuses.

@@ -9,6 +9,7 @@ from ..._torch import buffers_of, parameters_of
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
 from ..graph.trace import Traced
+from ..parallel.checksums import checksum
 from ..parallel.collectives import Axis, axis_of
 from ..parallel.sharding import Shard, cut_tensor, holders, put, shards_of
 from ..primitive import primitive
@@ -130,7 +131,7 @@ def _cuts_of(
             f"{label}: of tied weights all must be sharded, and it is tied to {others}; pass tied=True to "
             "shard them together"
         )
-    cut = Shard(dim, sizes, tuple(tensor.shape), ranks)
+    cut = Shard(dim, sizes, tuple(tensor.shape), ranks, checksum(tensor))
     out = []
     for path, module, held in places:
         kind = kind_of(module, held, dim)

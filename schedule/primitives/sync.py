@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..._torch import parameters_of
 from ...errors import ScheduleError, unknown
+from .. import collectives as differentiable
+from ..graph.handover import used
 from ..parallel import collectives
 from ..parallel.collectives import Axis, through
-from ..parallel.exchange import InputSync, OutputSync, ParameterSync
+from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
 from ..parallel.sharding import shards_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -19,7 +20,8 @@ from .kinds import input_of, output_of
 from .shard import tensor_parallel
 
 MODES = ("fwd_pre", "fwd_post", "bwd_pre", "bwd_post")
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "scatter", "all_to_all")
+GRADIENTS = ("scatter", "reduce_scatter")
 SUMS = ("all_reduce", "reduce_scatter")
 ON = ("activations", "parameters")
 
@@ -31,6 +33,8 @@ def sync(
     op: str | Callable[[torch.Tensor], torch.Tensor],
     axis: int | None = None,
     on: str = "activations",
+    join: int | None = None,
+    gradient: str | None = None,
 ) -> None:
     """Exchanges values or gradients between the ranks of the `tp` axis around this module.
 
@@ -43,33 +47,37 @@ def sync(
 
     The gradient of `all_reduce` passes as it is, that of `reduce_scatter` and `scatter` is gathered, that of
     `all_gather` is scattered after the forward and reduce-scattered before it, where ranks go on with
-    different work. The input is the first floating-point argument; an output may be a tuple or a mapping,
-    of which the first floating-point tensor is meant.
+    different work; that of `all_to_all` goes the way back. The input is the first floating-point argument; an output
+    may be a tuple or a mapping, of which the first floating-point tensor is meant.
 
     Args:
         mode: when, as above.
-        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, or a function of a tensor.
-        axis: the dimension, for all but `all_reduce`.
+        op: `all_reduce`, `all_gather`, `reduce_scatter`, `scatter`, `all_to_all`, or a function of a tensor.
+        axis: the dimension, for all but `all_reduce`; of `all_to_all` the one that is cut.
         on: `parameters` with `bwd_post` and `all_reduce` sums the gradients of this module's own whole
             parameters instead: where activations are cut along the sequence, each rank has but a part.
+        join: of `all_to_all`, the dimension along which the pieces of all ranks are joined.
+        gradient: of `all_gather`, what becomes of the gradient in place of the above: `reduce_scatter` where ranks go
+            on with different work, `scatter` where they do the same.
 
     Raises:
         ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
     """
     ranks = tensor_parallel(sch, "sync")
     _check_sync(sch, mode, op, axis, on)
+    _check_dims(sch, mode, op, join, gradient)
     module = sch.module
+    what = Sync(mode=mode, op=op, axis=axis, on=on, join=join, gradient=gradient)
     if on == "parameters":
-        module.register_forward_pre_hook(ParameterSync(ranks))
+        module.register_forward_pre_hook(ParameterSync(what, ranks))
     elif mode == "fwd_pre":
-        module.register_forward_pre_hook(InputSync(_forward(op, axis or 0, ranks, mode), True), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(what, _forward(what, ranks)), with_kwargs=True)
     elif mode == "bwd_post":
-        module.register_forward_pre_hook(InputSync(_backward(op, axis, ranks), False), with_kwargs=True)
+        module.register_forward_pre_hook(InputSync(what, _backward(what, ranks)), with_kwargs=True)
     elif mode == "fwd_post":
-        module.register_forward_hook(OutputSync(_forward(op, axis or 0, ranks, mode)))
+        module.register_forward_hook(OutputSync(what, _forward(what, ranks)))
     else:
-        module.register_forward_hook(OutputSync(_backward(op, axis, ranks)))
-    module.__dict__["_syncs"] = [*syncs_of(module), (mode, op, on)]
+        module.register_forward_hook(OutputSync(what, _backward(what, ranks)))
 
 
 def check_synced(sch: ScheduledModule) -> None:
@@ -79,6 +87,7 @@ def check_synced(sch: ScheduledModule) -> None:
         ScheduleError: names the module.
     """
     root = sch.tree.module
+    alive, _ = used(root)
     for path, module in root.named_modules():
         if not shards_of(module):
             continue
@@ -91,17 +100,13 @@ def check_synced(sch: ScheduledModule) -> None:
         if output_of(module) != "partial":
             continue
         above = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)] + [""]
-        syncs = [each for place in above for each in syncs_of(root.get_submodule(place))]
-        if not any(mode == "fwd_post" and (callable(op) or op in SUMS) for mode, op, _ in syncs):
+        around = [each for place in above if (each := root.get_submodule(place)) in alive]
+        syncs = [*module.__dict__.get("_handed_over", ()), *(sync for each in around for sync in syncs_of(each))]
+        if not any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs):
             raise ScheduleError(
                 f"build: '{path}' gives partial sums on each rank, and nothing adds them up; "
                 f"sch['{path}'].sync('fwd_post', 'all_reduce')"
             )
-
-
-def syncs_of(module: nn.Module) -> list[tuple[str, Any, str]]:
-    """The (mode, op, on) of every `sync` on a module."""
-    return module.__dict__.get("_syncs", [])
 
 
 def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: str) -> None:
@@ -150,22 +155,39 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
         )
 
 
-def _forward(op: Any, axis: int, ranks: Axis, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def _check_dims(sch: ScheduledModule, mode: str, op: Any, join: int | None, gradient: str | None) -> None:
+    label = f"sync on '{sch.name}'"
+    if (op == "all_to_all") != (join is not None):
+        raise ScheduleError(f"{label}: all_to_all, and nothing else, joins along another dimension than it cuts; join=")
+    if gradient is None:
+        return
+    if gradient not in GRADIENTS:
+        raise ScheduleError(f"{label}: {unknown('gradient', gradient, GRADIENTS)}")
+    if op != "all_gather" or mode not in ("fwd_pre", "fwd_post"):
+        raise ScheduleError(
+            f"{label}: gradient goes with all_gather at 'fwd_pre' or 'fwd_post', but got {op!r} at {mode!r}"
+        )
+
+
+def _forward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    op, axis = sync.op, sync.axis or 0
     if callable(op):
         return op
     if op == "all_reduce":
-        return partial(through, forward=partial(collectives.all_reduce, axis=ranks))
-    gather = partial(collectives.all_gather, dim=axis, axis=ranks)
-    cut = partial(collectives.scatter, dim=axis, axis=ranks)
-    add = partial(collectives.reduce_scatter, dim=axis, axis=ranks)
-    forward = {"all_gather": gather, "reduce_scatter": add, "scatter": cut}[op]
-    backward = gather if op != "all_gather" else add if mode == "fwd_pre" else cut
-    return partial(through, forward=forward, backward=backward)
+        return partial(differentiable.all_reduce, axis=ranks)
+    if op == "all_to_all":
+        return partial(differentiable.all_to_all, dim=axis, join=sync.join or 0, axis=ranks)
+    if op == "all_gather":
+        gradient = sync.gradient or ("reduce_scatter" if sync.mode == "fwd_pre" else "scatter")
+        return partial(differentiable.all_gather, dim=axis, axis=ranks, gradient=gradient)
+    return partial(getattr(differentiable, op), dim=axis, axis=ranks)
 
 
-def _backward(op: Any, axis: int | None, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+def _backward(sync: Sync, ranks: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    op = sync.op
     if callable(op):
         return partial(through, backward=op)
-    if op == "all_reduce":
-        return partial(through, backward=partial(collectives.all_reduce, axis=ranks))
-    return partial(through, backward=partial(getattr(collectives, op), dim=axis, axis=ranks))
+    dims = {} if op == "all_reduce" else {"dim": sync.axis}
+    if op == "all_to_all":
+        dims["join"] = sync.join
+    return partial(through, backward=partial(getattr(collectives, op), axis=ranks, **dims))

@@ -150,11 +150,11 @@ def test_a_loss_of_ones_own_and_the_tolerance_are_used(mlp, seed):
         sch["fc2"].cast(torch.bfloat16)
 
 
-def test_verify_takes_the_root_before_build(mlp):
+def test_verify_comes_before_build(mlp):
     sch = create_schedule(mlp)
-    with pytest.raises(ScheduleError, match="root"), verify(sch["fc1"], torch.ones(1, 8)):
-        sch["fc1"].checkpoint()
-    assert not sch.tree.steps
+    build(sch)
+    with pytest.raises(ScheduleError, match="a schedule before build"), verify(sch, torch.ones(1, 8)):
+        raise AssertionError("the body does not run")
 
 
 def test_a_recipe_goes_through_yaml_and_replays(make_transformer, tokens):

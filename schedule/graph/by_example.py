@@ -1,0 +1,350 @@
+"""Tracing by example: symbolically, with what every value of the graph is for one call on the meta device.
+
+The example tells what symbols cannot: how many sizes a shape has, whether a mask was given, which way a condition goes.
+Sizes stay symbols. Where the code's way depends on a value that is no tensor, the graph checks that value when it runs
+(`check`); where it depends on whether the module trains, both ways are traced, and what differs between them is chosen
+when the graph runs.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+
+from ..._torch import tree_flatten, tree_unflatten
+from ...errors import ScheduleError, TraceError
+from ..parallel.partition import meta_copy
+from ..quiet import rates_of
+from ..tree import join
+from .trace import CallForm, Input, Traced, arguments, tidy
+from .tracing import Tracer, cause, training_restored
+
+UNKNOWN = object()
+"""In place of a value that the example does not tell."""
+MAKERS = ("arange", "empty", "finfo", "full", "ones", "tensor", "zeros")
+"""Functions of torch that make values of sizes and formats alone, which may be symbols."""
+
+
+def check(value: Any, expected: Any, where: str) -> None:
+    """Refuses a call on which the traced code would have gone another way than in its example."""
+    if value != expected:
+        raise ScheduleError(
+            f"a traced module was traced where {where} is {expected!r}, but here it is {value!r}; trace it with examples= "
+            "of this call"
+        )
+
+
+def choose(training: bool, trains: Any, evaluates: Any) -> Any:
+    """One of two values, by whether the module trains."""
+    return trains if training else evaluates
+
+
+def trace_by_example(
+    module: nn.Module,
+    label: str,
+    flatten: bool,
+    leaves: Sequence[Any],
+    inputs: Sequence[str],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Traced:
+    """A module's forward as a graph of the call that is given as an example; the module is left as it was.
+
+    Raises:
+        TraceError: the forward does what a graph cannot express; names the operation and the line.
+    """
+    form, values = form_of(module, label, example, inputs)
+    skeleton = meta_copy(module)
+
+    def traced(training: bool | None) -> fx.Graph:
+        tracer = _ByExample(module, flatten, leaves, form, values, skeleton, training)
+        with _rates_restored(module), training_restored(module), tracer.makers():
+            return tracer.trace(module)
+
+    try:
+        try:
+            graph = traced(None)
+        except _AsksForMode:
+            graph = merged(traced(True), traced(False))
+    except Exception as error:
+        raise TraceError(f"trace of '{label}': {cause(error)}") from error
+    tidy(graph)
+    return Traced(graph, {}, flatten, form)
+
+
+def form_of(
+    module: nn.Module, label: str, example: tuple[tuple[Any, ...], dict[str, Any]], inputs: Sequence[str]
+) -> tuple[CallForm, list[Any]]:
+    """Which leaves of a call's arguments are inputs of the graph, and the values of these, without memory."""
+    given = arguments(module, *example)
+    unknown = [each for each in inputs if each.split("[")[0] not in given]
+    if unknown:
+        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {set(unknown)}")
+    names: list[str] = []
+    for key, value in given.items():
+        found = tree_flatten(value)[0]
+        names += [key] if len(found) == 1 and found[0] is value else [f"{key}[{i}]" for i in range(len(found))]
+    flat, spec = tree_flatten(given)
+    entering = [
+        isinstance(each, torch.Tensor) or name in inputs or name.split("[")[0] in inputs
+        for name, each in zip(names, flat)
+    ]
+    leaves = tuple(_entering(each) if enters else each for each, enters in zip(flat, entering))
+    values = [_bare(each) for each, enters in zip(flat, entering) if enters]
+    return CallForm(spec=spec, names=tuple(names), leaves=leaves, positional=len(example[0])), values
+
+
+def _entering(value: Any) -> Input:
+    return Input(value.dim() if isinstance(value, torch.Tensor) else None)
+
+
+def _bare(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _rates_restored(module: nn.Module) -> Iterator[None]:
+    """Rates of dropout are read when the graph runs; within it symbols stand for them."""
+    before = [(each, name, getattr(each, name)) for each in module.modules() for name in rates_of(each)]
+    try:
+        yield
+    finally:
+        for each, name, value in before:
+            each.__dict__[name] = value
+
+
+class _AsksForMode(Exception):
+    """The way of the code depends on whether the module trains."""
+
+
+class _Known(fx.Proxy):
+    """A symbol whose value in the example is known, as far as it is."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __len__(self) -> int:
+        value = self.tracer.value(self)
+        if not isinstance(value, (tuple, list, dict)):
+            return super().__len__()
+        return len(value)
+
+    def __index__(self) -> int:
+        value = self.tracer.value(self)
+        if not isinstance(value, int):
+            raise TraceError("a number was asked for where there is a symbol")
+        return self.tracer.settled(self)
+
+    def __int__(self) -> int:
+        return self.__index__()
+
+    def __float__(self) -> float:
+        value = self.tracer.value(self)
+        if not isinstance(value, (int, float)):
+            raise TraceError("a number was asked for where there is a symbol")
+        return float(self.tracer.settled(self))
+
+    def __contains__(self, item: Any) -> bool:
+        value = self.tracer.value(self)
+        if not isinstance(value, (tuple, list, dict)):
+            raise TraceError("membership was asked for in a symbol")
+        return item in value
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.tracer.value(self)
+        if value is not UNKNOWN and not callable(getattr(value, name, len)):
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        return super().__getattr__(name)
+
+
+class _ByExample(Tracer):
+    """Follows the example beside the symbols."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self,
+        root: nn.Module,
+        flatten: bool,
+        leaves: Sequence[Any],
+        form: CallForm,
+        values: Sequence[Any],
+        skeleton: nn.Module,
+        training: bool | None,
+    ) -> None:
+        super().__init__(root, flatten, leaves, {})
+        self.form, self.values, self.skeleton, self.mode = form, list(values), skeleton, training
+        self.evaluating = False
+        """Whether an operation of the example runs."""
+
+    def value(self, proxy: fx.Proxy) -> Any:
+        """What a symbol is in the example."""
+        return proxy.node.meta.get("example", UNKNOWN)
+
+    def settled(self, proxy: fx.Proxy) -> Any:
+        """The value of a symbol, which the graph is to check when it runs."""
+        value, node = self.value(proxy), proxy.node
+        if node.op == "get_attr" and node.target.rpartition(".")[2] == "training":
+            raise _AsksForMode
+        self.create_proxy("call_function", check, (proxy, value, node.name), {})
+        return value
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            self.path_of_module(m)
+        except NameError:  # made by the code on its way, as losses are
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        value = self.value(obj)
+        if value is UNKNOWN or isinstance(value, torch.Tensor):
+            return super().to_bool(obj)
+        return bool(self.settled(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = self.value(obj)
+        if not isinstance(value, (tuple, list)):
+            return super().iter(obj)
+        return iter([obj[i] for i in range(len(value))])
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Known(node, self)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        made = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        if "example" not in made.node.meta:
+            made.node.meta["example"] = self.evaluated(kind, target, made.node)
+        return made
+
+    def evaluated(self, kind: str, target: Any, node: fx.Node) -> Any:
+        """What an operation gives in the example."""
+        if kind == "placeholder":
+            return self.values.pop(0)
+        if kind == "get_attr":
+            holder, _, name = target.rpartition(".")
+            found = getattr(self.skeleton.get_submodule(holder), name)
+            return found.detach() if isinstance(found, torch.Tensor) else found
+        if any(each.meta.get("example", UNKNOWN) is UNKNOWN for each in node.all_input_nodes):
+            return UNKNOWN
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["example"])
+        self.evaluating = True
+        try:
+            with torch.no_grad():
+                if kind == "call_module":
+                    return self.skeleton.get_submodule(target)(*args, **kwargs)
+                if kind == "call_method":
+                    return getattr(args[0], target)(*args[1:], **kwargs)
+                return target(*args, **kwargs)
+        except Exception:  # of whatever code: the graph may have it all the same, as few of the values are asked for
+            return UNKNOWN
+        finally:
+            self.evaluating = False
+
+    @contextlib.contextmanager
+    def makers(self) -> Iterator[None]:
+        """Within it what makes tensors of sizes takes symbols, too."""
+        from ..._torch import dynamo
+
+        # Its tables of torch's functions are made when it is imported, which must not be in between.
+        assert dynamo is not None
+        with contextlib.ExitStack() as stack:
+            for name in MAKERS:
+                stack.enter_context(mock.patch.object(torch, name, self._maker(getattr(torch, name), name != "finfo")))
+            yield
+
+    def _maker(self, function: Callable[..., Any], makes_tensors: bool) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            symbolic = any(isinstance(each, fx.Proxy) for each in tree_flatten((args, kwargs))[0])
+            # A tensor without symbols would be a constant of the graph, on the device of the trace.
+            if self.evaluating or not (symbolic or makes_tensors):
+                return function(*args, **kwargs)
+            return self.create_proxy("call_function", function, args, kwargs)
+
+        return make
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, dict) and type(a) is not dict and dataclasses.is_dataclass(a):  # what models return
+            return self.create_proxy("call_function", type(a), (), dict(a)).node
+        return super().create_arg(a)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        for path, module in self.top.named_modules():
+            if path == "" or not self.is_leaf_module(module, path):
+                target = f"{path}.training" if path else "training"
+                mode: Any = self.mode
+                if mode is None:
+                    mode = self.create_proxy("get_attr", target, (), {})
+                module.__dict__["training"] = mode
+            for name in rates_of(module):
+                module.__dict__[name] = self.create_proxy("get_attr", join(path, name), (), {})
+        taken: dict[str, int] = {}
+
+        def placeholder(name: str) -> fx.Proxy:
+            plain = name.replace("[", "_").replace("]", "")
+            taken[plain] = taken.get(plain, 0) + 1
+            return self.create_proxy("placeholder", plain, (), {})
+
+        leaves = [
+            placeholder(n) if isinstance(each, Input) else each for n, each in zip(self.form.names, self.form.leaves)
+        ]
+        given = tree_unflatten(leaves, self.form.spec)
+        args, kwargs = call_of_form(type(self.top), given, self.form.positional)
+        return (lambda top: root_fn(top, *args, **kwargs)), [self.top]
+
+
+def call_of_form(kind: type[nn.Module], given: dict[str, Any], positional: int) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by name as a call of a module's forward, so many of them by position."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for each in list(inspect.signature(kind.forward).parameters.values())[1:]:
+        if each.kind is each.VAR_POSITIONAL:
+            args += given[each.name]
+        elif each.kind is each.VAR_KEYWORD:
+            kwargs |= given[each.name]
+        elif each.kind is each.KEYWORD_ONLY or len(args) >= positional:
+            kwargs[each.name] = given[each.name]
+        else:
+            args.append(given[each.name])
+    return args, kwargs
+
+
+def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
+    """One graph of two that differ in what operations are given only, which it chooses by the module's mode.
+
+    Raises:
+        TraceError: they differ in what they do.
+    """
+    pairs = list(zip(trains.nodes, evaluates.nodes))
+    other = {two: one for one, two in pairs}
+    same = len(trains.nodes) == len(evaluates.nodes)
+    if not same or any((one.op, one.target) != (two.op, two.target) for one, two in pairs):
+        raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
+    head = next(node for node in trains.nodes if node.op != "placeholder")
+    with trains.inserting_before(head):
+        training = trains.get_attr("training")
+    for one, two in pairs:
+        if one.op == "placeholder":
+            continue
+        mine, spec = tree_flatten((one.args, dict(one.kwargs)))
+        args, kwargs = fx.node.map_arg((two.args, two.kwargs), other.__getitem__)
+        theirs, shape = tree_flatten((args, dict(kwargs)))
+        if spec != shape:
+            raise TraceError(f"{one.name} is given other arguments in training than in evaluation")
+        changed = False
+        for i, (left, right) in enumerate(zip(mine, theirs)):
+            if left is not right and (isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right):
+                changed = True
+                if (left, right) == (True, False):
+                    mine[i] = training
+                else:
+                    with trains.inserting_before(one):
+                        mine[i] = trains.call_function(choose, (training, left, right))
+        if changed:
+            one.args, one.kwargs = tree_unflatten(mine, spec)
+    return trains

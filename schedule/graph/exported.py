@@ -1,0 +1,138 @@
+"""Tracing by torch.export: all that is below the module in one graph of operators."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..._torch import has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
+from ...errors import TraceError
+from ..quiet import rates_of
+from ..tree import join
+from .by_example import call_of_form, check, form_of, merged
+from .operations import Unflatten
+from .trace import CallForm, Input, Traced, arguments, tidy
+from .tracing import cause, training_restored
+
+
+def trace_exported(
+    module: nn.Module, label: str, inputs: Sequence[str], example: tuple[tuple[Any, ...], dict[str, Any]], strict: bool
+) -> Traced:
+    """A module's forward as a graph of operators, children included, by `torch.export.export`.
+
+    Args:
+        module: what is traced.
+        label: its name, for errors.
+        inputs: arguments that are no tensors and stay inputs; there may be none.
+        example: a call.
+        strict: whether TorchDynamo reads the code, or it is run.
+
+    Raises:
+        TraceError: it cannot be exported, or something below it is scheduled, which the graph would not show.
+
+    Source: https://pytorch.org/docs/stable/export.html
+    """
+    if inputs:
+        raise TraceError(f"trace of '{label}': an exported graph has tensors as inputs alone, but got inputs={inputs}")
+    for path, each in module.named_modules():
+        if path and ("forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)):
+            raise TraceError(
+                f"trace of '{label}': an exported graph has no calls of modules, so that what was scheduled on "
+                f"'{path}' would be lost in it; trace first, or by tracer='fx'"
+            )
+    form, _ = form_of(module, label, example, ())
+    values = iter([each for each in tree_flatten(arguments(module, *example))[0] if isinstance(each, torch.Tensor)])
+    given = tree_unflatten([next(values) if isinstance(each, Input) else each for each in form.leaves], form.spec)
+    try:
+        with training_restored(module):
+            graphs = [_graph(module, form, given, mode, strict) for mode in (True, False)]
+        graph = merged(*graphs)
+    except Exception as error:
+        raise TraceError(f"trace of '{label}': {cause(error)}") from error
+    tidy(graph)
+    return Traced(graph, {}, True, form)
+
+
+def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: bool, strict: bool) -> fx.Graph:
+    """The graph of a module in training or in evaluation, with its parameters as attributes."""
+    for each in module.modules():
+        each.training = training
+    device = next((each.device for each in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.zeros_like(value, device=device) if value.is_meta else value.detach().to(device)
+
+    placed = tree_map(place, given)
+    args, kwargs = call_of_form(type(module), placed, form.positional)
+    program = torch.export.export(
+        module, tuple(args), kwargs, dynamic_shapes=_free(module, args, kwargs), strict=strict
+    )
+    signature = program.graph_signature
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        raise TraceError("it changes what it is given, or its own buffers")
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    entering = dict(zip(signature.user_inputs, form.leaves, strict=True))
+    names = dict(zip(signature.user_inputs, form.names))
+    graph, mapped = fx.Graph(), dict[fx.Node, Any]()
+    nodes = list(program.graph.nodes)
+    for node in nodes:
+        if node.op == "placeholder" and isinstance(entering.get(node.name), Input):
+            mapped[node] = graph.placeholder(node.name)
+    for node in nodes:
+        if node.op == "placeholder":
+            if node.name in held:
+                mapped[node] = graph.get_attr(held[node.name])
+            elif node in mapped:
+                _settled(graph, mapped[node], node.meta["val"], names[node.name])
+            elif node.users:
+                raise TraceError(f"it has the constant {node.name}, a tensor that is made anew at each call")
+        elif node.op == "output":
+            results = [mapped.get(each, each) for each in node.args[0]]
+            graph.output(graph.call_function(Unflatten(program.call_spec.out_spec), tuple(results)))
+        elif node.op == "get_attr":
+            raise TraceError(f"it has the submodule or constant {node.target}")
+        else:
+            mapped[node] = graph.node_copy(node, mapped.__getitem__)
+            _read_rate(module, graph, mapped[node], node)
+    return graph
+
+
+_RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default": 4}
+"""Operators that drop, and which of their arguments is the rate."""
+
+
+def _read_rate(module: nn.Module, graph: fx.Graph, made: fx.Node, node: fx.Node) -> None:
+    """Has a rate of dropout be read from the module that has it, when the graph runs."""
+    place = _RATES.get(str(node.target), 0)
+    if not place or len(made.args) <= place or not isinstance(rate := made.args[place], float):
+        return
+    for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
+        holder = module.get_submodule(path) if path else module
+        for name in rates_of(holder):
+            if getattr(holder, name) == rate:
+                with graph.inserting_before(made):
+                    made.update_arg(place, graph.get_attr(join(path, name)))
+                return
+
+
+def _free(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Sizes that torch.export is to leave free where it can, in the form in which it asks for them."""
+    from torch.export import Dim
+
+    def dims(value: Any) -> Any:
+        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, torch.Tensor) else None
+
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return tree_map(dims, tuple(bound.arguments.values()))
+
+
+def _settled(graph: fx.Graph, entered: fx.Node, value: torch.Tensor, name: str) -> None:
+    """Has the graph check the sizes of an input that torch.export took for constants."""
+    for i, size in enumerate(value.shape):
+        if isinstance(size, int):
+            found = graph.call_method("size", (entered, i))
+            graph.call_function(check, (found, size, f"dimension {i} of {name}"))

@@ -1,0 +1,97 @@
+"""What the schedule puts into a graph as one operation: subgraphs, functions, exchanges between ranks."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..._torch import TreeSpec, tree_unflatten
+from ..parallel.exchange import InputSync, OutputSync
+from .compiled import compiled
+from .trace import function_of
+
+
+class SubgraphCall:
+    """A subgraph as one operation of the graph around it, called with the traced module and its inputs."""
+
+    def __init__(self, graph: fx.Graph, name: str, compiler: Any = "none", checkpoint: Any = None) -> None:
+        self.graph = graph
+        self.compiler = compiler
+        self.checkpoint = checkpoint
+        self.function: Callable[..., Any] | None = None
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def fresh(self) -> "SubgraphCall":
+        """The same region, not compiled yet."""
+        return SubgraphCall(self.graph, self.__name__, self.compiler, self.checkpoint)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "function": None}
+
+    def __call__(self, module: nn.Module, *inputs: Any) -> Any:
+        if self.function is None:
+            self.function = compiled(function_of(self.graph), self.compiler)
+        if self.checkpoint is not None:
+            return torch_checkpoint(self.function, module, *inputs, use_reentrant=False, **self.checkpoint())
+        return self.function(module, *inputs)
+
+
+class Call:
+    """Any callable as an operation of a graph, under a name that code can have."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self.function = function
+        name = name or re.sub(r"\W", "_", getattr(function, "__name__", type(function).__name__)).strip("_")
+        self.__name__ = self.__qualname__ = name or "function"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class SyncCall:
+    """The `sync` of a module that was replaced, as an operation on what its replacement is given or gives."""
+
+    def __init__(self, hook: InputSync | OutputSync) -> None:
+        self.hook = hook
+        self.__name__ = self.__qualname__ = f"sync_{hook.sync.mode}"
+        self.__module__ = __name__
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(self.hook, OutputSync):
+            return self.hook(None, (), value)
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return self.hook.function(value) if floating else value
+
+
+class TensorCall:
+    """A function of a module's parameter, as an operation between the parameter and who takes it."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], name: str) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return self.function(value)
+
+
+class Unflatten:
+    """Puts the results of an exported graph into the form in which the module returns them."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+        self.__name__ = self.__qualname__ = "results"
+        self.__module__ = __name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unflatten) and self.spec == other.spec
+
+    __hash__ = object.__hash__
+
+    def __call__(self, *leaves: Any) -> Any:
+        return tree_unflatten(leaves, self.spec)

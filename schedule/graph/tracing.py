@@ -1,0 +1,120 @@
+"""Tracing one module into a graph: by fx, symbolically or by example, or by torch.export."""
+
+import inspect
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..._torch import has_backward_hooks, has_forward_hooks
+from ...errors import TraceError
+from .trace import Traced, tidy
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+def trace_symbolically(
+    module: nn.Module, label: str, flatten: bool, leaves: Sequence[Any], inputs: Sequence[str]
+) -> Traced:
+    """A module's forward as a graph; the module is left as it was.
+
+    Raises:
+        TraceError: the forward does what a graph cannot express; names the operation and the line.
+    """
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    unknown_inputs = set(inputs) - {p.name for p in parameters}
+    if unknown_inputs:
+        raise TraceError(f"trace of '{label}': inputs must be parameters of its forward, but has {unknown_inputs}")
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    fixed: dict[str, Any] = {
+        p.name: {} if p.kind is p.VAR_KEYWORD else () if p.kind is p.VAR_POSITIONAL else p.default
+        for p in parameters
+        if p.kind in variadic or (p.default is not p.empty and p.name not in inputs)
+    }
+    tracer = Tracer(module, flatten, leaves, fixed)
+    try:
+        with training_restored(module):
+            graph = tracer.trace(module)
+    except Exception as error:
+        raise TraceError(f"trace of '{label}': {cause(error)}") from error
+    tidy(graph)
+    return Traced(graph, fixed, flatten)
+
+
+class Tracer(fx.Tracer):
+    def __init__(self, root: nn.Module, flatten: bool, leaves: Sequence[Any], fixed: dict[str, Any]) -> None:
+        super().__init__(autowrap_modules=())
+        self.top, self.flatten, self.leaves, self.fixed = root, flatten, leaves, fixed
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if not self.flatten or "forward" in m.__dict__ or _hooked(m):
+            # What is scheduled itself stays a call, or its layers and hooks would be lost.
+            return True
+        for leaf in self.leaves:
+            if isinstance(leaf, str) and re.fullmatch(leaf, module_qualified_name):
+                return True
+            if isinstance(leaf, type) and isinstance(m, leaf):
+                return True
+        return m.__module__.startswith("torch.nn") and not isinstance(m, (nn.Sequential, nn.ModuleList))
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
+        # A child may be called `self` (BERT's attention is), which in the graph's code is the module.
+        return super().create_node(kind, target, args, kwargs, "self_" if target == "self" else name, type_expr)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        # `self.training` is read when the graph runs, not when it is made.
+        for path, module in self.top.named_modules():
+            if path == "" or not self.is_leaf_module(module, path):
+                target = f"{path}.training" if path else "training"
+                module.__dict__["training"] = self.create_proxy("get_attr", target, (), {})
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        args: list[Any] = [self.top]
+        keywords: dict[str, Any] = {}
+        for p in parameters:
+            if p.name not in self.fixed:
+                value = self.create_proxy("placeholder", p.name, (), {})
+                if p.kind is p.KEYWORD_ONLY:
+                    keywords[p.name] = value
+                else:
+                    args.append(value)
+            elif p.kind is p.KEYWORD_ONLY:
+                keywords[p.name] = self.fixed[p.name]
+            elif p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                args.append(self.fixed[p.name])
+        return (lambda *a: root_fn(*a, **keywords)), args
+
+
+@contextmanager
+def training_restored(module: nn.Module) -> Iterator[None]:
+    before = {each: each.training for each in module.modules()}
+    try:
+        yield
+    finally:
+        for each, value in before.items():
+            each.__dict__["training"] = value
+
+
+def _hooked(module: nn.Module) -> bool:
+    return has_forward_hooks(module) or has_backward_hooks(module)
+
+
+def cause(error: Exception) -> str:
+    """The operation and the line of model code behind an error in tracing."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_TORCH, _HERE)) and not frame.filename.startswith("<")
+    ]
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not frames:
+        return reason
+    last = frames[-1]
+    return f"'{last.line}' at {last.filename}:{last.lineno} in {last.name}: {reason}"

@@ -1,0 +1,81 @@
+"""How modules compute whose weights are cut such that each rank has a part of a sum."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..._torch import parameters_of
+from ..forward import Layer, layers_of
+from .collectives import Axis, through
+
+
+class WithoutBias(Layer):
+    """Runs a linear layer without its bias, which the graph around it adds."""
+
+    order = 5
+    alters = True
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return nn.functional.linear(args[0] if args else kwargs["input"], module.weight)
+
+
+class BiasOnce(Layer):
+    """Adds the bias on one rank, so that it is in the sum over ranks once; its gradient is whole on each."""
+
+    order = 10
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        bias = parameters_of(module).get("bias")
+        if bias is None:
+            return inner(*args, **kwargs)
+        added = once(self.axis)(bias)
+        if layers_of(module, WithoutBias):
+            return inner(*args, **kwargs)
+        if type(module) is nn.Linear:
+            return nn.functional.linear(args[0] if args else kwargs["input"], module.weight, added)
+        # Other forwards read `self.bias`: for the call they find the stand-in there.
+        parameters_of(module)["bias"] = added
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            parameters_of(module)["bias"] = bias
+
+
+def once(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes of a bias one that is in the sum over ranks once; its gradient is whole on each."""
+    return partial(through, forward=None if axis.rank == 0 else torch.zeros_like)
+
+
+class PartialEmbedding(Layer):
+    """Looks up the tokens of this rank's part of the vocabulary; others give zeros."""
+
+    order = 10
+
+    def __init__(self, axis: Axis, size: int) -> None:
+        self.axis = axis
+        self.size = size
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tokens = args[0] if args else kwargs["input"]
+        local = -(-self.size // self.axis.size)
+        shifted = tokens - self.axis.rank * local
+        mine = (shifted >= 0) & (shifted < local)
+        padding = module.padding_idx
+        if padding is not None:
+            padding -= self.axis.rank * local
+            # Outside of this rank's part, the padding token has no row here.
+            padding = padding if 0 <= padding < local else None
+        rows = nn.functional.embedding(shifted.where(mine, 0), module.weight, padding)
+        return rows * mine.unsqueeze(-1)

@@ -1,0 +1,229 @@
+"""Tracing the modules of transformers, attention and whole models included, by example and by torch.export."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from redline.errors import ScheduleError, TraceError
+from redline.schedule import build, create_schedule, verify
+from torch import nn
+from torch.nn import functional as F
+
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+FAMILIES = {
+    "bert": ("BertForMaskedLM", {"num_hidden_layers": 2, **SIZES}, "bert.encoder.layer.0.attention.self"),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": 32, "n_head": 4}, "transformer.h.0.attn"),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "transformer.h.1.attn.attention",
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32},
+        "model.decoder.layers.0.self_attn",
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0},
+        "decoder.block.1.layer.1.EncDecAttention",
+    ),
+    "albert": (
+        "AlbertForMaskedLM",
+        {"num_hidden_layers": 2, "embedding_size": 16, **SIZES},
+        "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        {"num_hidden_layers": 2, "num_key_value_heads": 2, "attention_dropout": 0.1, **SIZES},
+        "model.layers.0.self_attn",
+    ),
+    "roberta": ("RobertaForMaskedLM", {"num_hidden_layers": 2, **SIZES}, "roberta.encoder.layer.0.attention.self"),
+    "vit": (
+        "ViTForImageClassification",
+        {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1, **SIZES},
+        "vit.layers.0.attention",
+    ),
+}
+
+
+def made(family, seed=0):
+    kind, sizes, _ = FAMILIES[family]
+    given = {} if family == "vit" else {"vocab_size": 96, **SPECIAL}
+    torch.manual_seed(seed)
+    cls = getattr(transformers, kind)
+    return cls(cls.config_class(**sizes, **given))
+
+
+def batch(family, size=2, length=12):
+    generator = torch.Generator().manual_seed(1)
+    if family == "vit":
+        return {"pixel_values": torch.randn(size, 3, 16, 16, generator=generator), "labels": torch.arange(size) % 2}
+    tokens = torch.randint(3, 96, (size, length), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, length - 3 :] = 0
+    data = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    return data if family in ("bert", "albert", "roberta") else {**data, "use_cache": False}
+
+
+def trained(model, data):
+    """The loss and the gradients of one pass with dropout."""
+    model.train()
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(**data).loss
+    loss.backward()
+    return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_traced_and_edited(family, seed):
+    model, data = made(family, seed), batch(family)
+    plain = copy.deepcopy(model)
+    sch = create_schedule(model)
+    at = sch[FAMILIES[family][2]]
+    with verify(sch, data):
+        at.trace()
+        if family != "gpt_neo":
+            (attention,) = at.find("scaled_dot_product_attention", explain=True)
+            at.checkpoint(attention)
+        else:
+            at.fuse(at.find("softmax", explain=True), compiler="none")
+    built, _ = build(sch)
+    assert same(trained(built, data), trained(plain, data))
+    # Sizes are free.
+    more = batch(family, size=4, length=16)
+    built.eval(), plain.eval()
+    assert torch.equal(built(**more).loss, plain(**more).loss)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_whole_models_and_embeddings_are_traced(family, seed):
+    model, data = made(family, seed), batch(family)
+    plain = copy.deepcopy(model)
+    sch = create_schedule(model)
+    sch.trace(examples=data)
+    inner = next(each for each in sch if isinstance(each.module, transformers.PreTrainedModel))
+    inner.trace()
+    if family == "bert":
+        inner["embeddings"].trace()
+    built, _ = build(sch)
+    assert same(trained(built, data), trained(plain, data))
+
+
+def test_what_differs_between_training_and_evaluation_is_chosen_when_the_graph_runs():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = 0.5
+            self.drop_rate = 0.5
+
+        def forward(self, x):
+            return F.dropout(x, 0.0 if not self.training else self.drop_rate)
+
+    model = Dropping()
+    sch = create_schedule(model)
+    sch.trace(examples=torch.ones(4, 8))
+    built, _ = build(sch)
+    x = torch.ones(64, 8)
+    assert 0.3 < float((built(x) == 0).float().mean()) < 0.7
+    built.eval()
+    assert torch.equal(built(x), x)
+    built.train().drop_rate = 0.0
+    assert torch.equal(built(x), x)
+
+
+class Branching(nn.Module):
+    def forward(self, x, mask=None, scale=1.0):
+        if x.shape[1] > 4:
+            x = x * 2
+        first, *_ = x.shape
+        x = x.reshape(first, -1)
+        x = x.view(*x.shape[:-1], 2, -1).flatten(1)
+        return x * scale if mask is None else x * mask
+
+
+def test_a_way_that_the_example_did_not_go_is_refused_when_the_graph_runs():
+    sch = create_schedule(Branching())
+    x = torch.randn(3, 8, requires_grad=True)
+    with verify(sch, x):
+        sch.trace()
+    built, _ = build(sch)
+    assert torch.equal(built(x[:2]), x[:2] * 2)
+    with pytest.raises(ScheduleError, match="was traced where gt is True, but here it is False"):
+        built(x[:, :4])
+    with pytest.raises(ScheduleError, match=r"with mask=None, but is called with another value; trace\(inputs="):
+        built(x, x)
+    with pytest.raises(ScheduleError, match="with a tensor of 2 dimensions for x, but is called with a tensor of 1"):
+        built(x[0])
+    other = create_schedule(Branching())
+    other.trace(examples=(x, x), inputs=["scale"])
+    built, _ = build(other)
+    assert torch.equal(built(x, x, 3.0), x * 2 * x)
+    with pytest.raises(ScheduleError, match="with a tensor of 2 dimensions for mask, but is called with None"):
+        built(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Branching()
+
+    def forward(self, x):
+        return self.inner(x * 2, scale=3.0)
+
+
+def test_examples_are_taken_from_the_calls_of_a_module_above():
+    sch = create_schedule(nn.Sequential(Outer()))
+    with pytest.raises(TraceError, match="Branching|control flow"):
+        sch["0.inner"].trace()
+    with pytest.raises(ScheduleError, match="tracer 'export' needs examples="):
+        sch["0.inner"].trace(tracer="export")
+    with pytest.raises(ScheduleError, match="unknown tracer 'fxx'; did you mean 'fx'"):
+        sch["0.inner"].trace(tracer="fxx")
+    x = torch.randn(2, 8)
+    expected = sch.module(x)
+    sch["0"].trace(examples=x)
+    sch["0.inner"].trace()
+    assert torch.equal(build(sch)[0](x), expected)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x, *, twice=False):
+        out = self.drop(F.gelu(self.fc(x)))
+        return {"out": out * 2 if twice else out}
+
+
+@pytest.mark.parametrize("tracer", ["export", "dynamo"])
+def test_exported_graphs_are_found_in_and_edited(tracer, seed):
+    torch.manual_seed(seed)
+    sch = create_schedule(Plain())
+    plain = copy.deepcopy(sch.module)
+    x = torch.randn(4, 8)
+    with verify(sch, x):
+        sch.trace(tracer=tracer)
+        sch.fuse(sch.find(lambda x, w, b: F.gelu(F.linear(x, w, b)), explain=True), compiler="none")
+    built, _ = build(sch)
+    for model in (built, plain):
+        torch.manual_seed(1)
+        model.result = model(torch.cat([x, x]))["out"]
+    assert torch.equal(built.result, plain.result) and not torch.equal(built.result[:4], built.result[4:])
+    built.eval(), plain.eval()
+    assert torch.equal(built(x)["out"], plain(x)["out"])
+
+
+def test_what_an_exported_graph_would_lose_is_refused():
+    sch = create_schedule(Plain())
+    sch["fc"].hook("fwd_post", lambda m, args, out: out)
+    with pytest.raises(TraceError, match="what was scheduled on 'fc' would be lost.*by tracer='fx'"):
+        sch.trace(tracer="export", examples=torch.ones(2, 8))

@@ -1,0 +1,90 @@
+"""A configuration applied to a model, for one's own loop."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ScheduleError, unknown
+from ..models.families import schedule_of
+from ..results.meaning import exchange_of, formats_of
+from .precision import dtype_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..schedule import Schedule
+
+METHODS = ("uniform", "first")
+
+
+def apply_schedule(
+    model: "nn.Module", config: Mapping[str, Any], mesh: Any = None, checkpoint_method: str = "uniform"
+) -> "Schedule":
+    """The schedule of a model with a configuration applied, ready for `redline.build`.
+
+    It follows the knobs that rewrite a model (`tp`, `sequence_parallel`, `pp`, `checkpoint_ratio`, `fusion`, `kernels`,
+    `offload`, `zero` and what belongs to it). Micro-batches, their accumulation, autocast and the loop stay the
+    caller's.
+
+    Args:
+        model: any of transformers, or one whose repeated blocks stand in a list.
+        config: knobs and their values, such as the `best.config` of a search.
+        mesh: a DeviceMesh with axes out of `pp`, `dp` and `tp`, where there are several devices.
+        checkpoint_method: which blocks `checkpoint_ratio` recomputes: `uniform` spreads them evenly, `first` takes
+            those that run first, whose activations would be kept longest.
+
+    Raises:
+        ScheduleError: the mesh is another than the configuration's; the model cannot be rewritten so.
+    """
+    from ..schedule import create_schedule
+
+    if checkpoint_method not in METHODS:
+        raise ScheduleError(f"apply_schedule: {unknown('checkpoint_method', checkpoint_method, METHODS)}")
+    sch = create_schedule(model, mesh)
+    replicas = _check_mesh(mesh, config)
+    follows = schedule_of(str(getattr(getattr(model, "config", None), "model_type", "")))
+    knobs = dict(config)
+    if checkpoint_method == "first" and "checkpoint_blocks" not in knobs:
+        count = round(knobs.get("checkpoint_ratio", 0) * len(follows.blocks(sch)))
+        knobs["checkpoint_blocks"] = f"0-{count - 1}" if count else "none"
+    follows(sch, knobs)
+    if knobs.get("offload", "none") == "optimizer":
+        sch.offload("optimizer")
+    if replicas > 1:
+        share_out(sch, knobs, replicas, [])
+    return sch
+
+
+def _check_mesh(mesh: Any, config: Mapping[str, Any]) -> int:
+    """How many replicas a mesh has.
+
+    Raises:
+        ScheduleError: its axes have other sizes than the configuration says.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape)) if mesh is not None else {}
+    for name in ("tp", "pp"):
+        if sizes.get(name, 1) != config.get(name, 1):
+            raise ScheduleError(
+                f"apply_schedule: the configuration has {name}={config.get(name, 1)}, so the mesh must have an axis "
+                f"{name} of that size, but has {sizes or 'no axes'}"
+            )
+    return int(sizes.get("dp", 1))
+
+
+def share_out(sch: "Schedule", config: Mapping[str, Any], replicas: int, gathered: Sequence[str]) -> None:
+    """Has replicas share what a configuration says, and exchange it in its formats.
+
+    Args:
+        sch: the root's schedule.
+        config: knobs and their values.
+        replicas: how many there are.
+        gathered: paths of the blocks whose weights stay whole from forward to backward.
+    """
+    formats, exchange = formats_of(config), exchange_of(config, replicas)
+    sch.shard_data(
+        cut=exchange.cut,
+        gather=exchange.gathered if "gradients" in exchange.cut else None,
+        hsdp=exchange.hsdp,
+        gathered=list(gathered),
+        param_dtype=None if formats.gathered == formats.weights else dtype_of(formats.gathered),
+        reduce_dtype=None if formats.reduced == formats.gradients else dtype_of(formats.reduced),
+    )
