@@ -71,7 +71,7 @@ def matches(wanted: str, device: Mapping[str, Any]) -> bool:
 def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
     # The users' heads are in a heap; what a user has taken changes only that user's place in it.
     queues: dict[int, list[Waiting]] = defaultdict(list)
-    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, one.search, -one.dry_run)):
+    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, -one.dry_run)):
         queues[each.user].append(each)
 
     def place_of(user: int) -> tuple[float, float, float, int]:

@@ -5,6 +5,7 @@ import shutil
 import postgres
 import pytest
 from redline.service.store import Store
+from redline.service.tables import METADATA
 
 
 class Clock:
@@ -44,10 +45,10 @@ def made_sqlite(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made_postgres(cluster):
-    """The name of a database with the service's tables, to be copied."""
+    """A database with the service's tables, which every test finds empty."""
     url = cluster.new_database()
     Store.open(url).close()
-    return url.rpartition("/")[2]
+    return url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -71,7 +72,8 @@ def sqlite_url(tmp_path, made_sqlite):
 
 @pytest.fixture
 def postgresql_url(cluster, made_postgres):
-    return cluster.new_database(made_postgres)
+    cluster.empty(made_postgres, METADATA.tables)
+    return made_postgres
 
 
 @pytest.fixture
