@@ -4,13 +4,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pool_process
 import pytest
 from redline.service.records import DryRunState
 from redline.service.store import Store
 from redline.service.store.dry_runs import MOST_ATTEMPTS
+from redline.service.store.part import tell
 
 
 class Processes:
@@ -150,3 +151,25 @@ def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_r
     assert first == again and others == others_again and not set(first) & set(others)
     assert seen == [each.id for each in real.events(limit=100_000)]
     assert len(seen) == 4 + 60
+
+
+def test_no_event_appears_before_one_with_a_lower_number(url, real):
+    """A transaction that has told its event and lasts on holds the others up; a reader would miss it for good else."""
+    told, go_on = threading.Event(), threading.Event()
+
+    def slowly(connection):
+        tell(connection, 0.0, None, "first", {})
+        told.set()
+        go_on.wait()
+
+    with Store.open(url) as one, Store.open(url, patience_s=60) as two, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one.database.write, slowly)
+        told.wait()
+        second = threads.submit(two.tell, None, "second", {})
+        wait([second], timeout=0.5)  # which it has no business to be done in
+        seen = [each.kind for each in real.events()]
+        go_on.set()
+        first.result()
+        second.result()
+    assert seen == []
+    assert [each.kind for each in real.events()] == ["first", "second"]
