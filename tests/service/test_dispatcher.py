@@ -37,6 +37,18 @@ def test_who_waits_no_more_gets_nothing(dispatcher, pool):
     assert pool.store.dry_run(dry_run.id).state == DryRunState.WAITING
 
 
+def test_who_hangs_up_while_it_is_decided_leaves_the_dry_run_to_others(dispatcher, pool, monkeypatch):
+    future, dry_run = dispatcher.ask(pool.worker.id), pool.ask()
+
+    def hangs_up(*_):
+        assert future.cancel()
+        return [(dry_run.id, pool.worker.id)]
+
+    monkeypatch.setattr("redline.service.dispatcher.decide", hangs_up)
+    assert dispatcher.step() == []
+    assert pool.store.dry_run(dry_run.id).lease == 0
+
+
 def test_a_worker_gets_one_for_each_time_it_asks(dispatcher, pool):
     for key in "012":
         pool.ask(key)
