@@ -62,11 +62,15 @@ class LocalRunner(DryRunner):
         self._agent = agent
 
     def dispatch(self, job: Job) -> Outcome:
-        ids = self._free.get()
+        ids = self._places.take(self.terms.devices)
         try:
-            return self._agent.run(replace(job, device_ids=ids))
+            return self._agent.run(replace(job, device_ids=ids), key=job.log or "")
         finally:
-            self._free.put(ids)
+            self._places.give_back(ids)
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        self._agent.stop(log)
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""

@@ -88,6 +88,8 @@ def check_honoured(request: Request, task: "Task") -> None:
 def memory_of_rank(request: Request, task: "Task") -> float | None:
     """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned."""
     given = request.limit_mib
+    if isinstance(request.runner, Runner):
+        return given  # of what the devices of others have left, this machine knows nothing
     if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
     return share_of_host(task.devices * (request.concurrency or 1))
@@ -99,12 +101,12 @@ def share_of_host(ranks: int) -> float:
 
 
 def make_work(request: Request, task: "Task") -> Work | None:
-    """What the processes of a trial run; None where there are none.
+    """What the processes of a trial run; None where there are none, or where a given runner starts them.
 
     Raises:
         UsageError: a callable cannot be sent to another process, or a command's program is not there.
     """
-    if request.runs_on == IN_PROCESS or task.simulated:
+    if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
         return None
     if task.command is not None:
         task.command.check_program()
@@ -137,6 +139,8 @@ def make_runner(
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
+    if isinstance(request.runner, Runner):
+        return request.runner
     if task.simulated:
         assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
