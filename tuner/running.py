@@ -15,6 +15,7 @@ from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, SlurmRunne
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
+from ..runners.places import Places
 from ..runners.work import Work
 from ..space import Space
 from .predicting import simulator
@@ -125,6 +126,7 @@ def make_runner(
     estimator: "Estimator | None",
     earlier: Sequence[Trial],
     agent: HostAgent | None = None,
+    places: Places | None = None,
 ) -> Runner:
     """The runner that is asked for, ready for the first trial.
 
@@ -136,6 +138,7 @@ def make_runner(
         estimator: answers where nothing is run.
         earlier: trials of a run that is taken up again.
         agent: for the runner `local`, one that was started beforehand.
+        places: for the runner `local`, the devices it shares with others.
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
@@ -156,7 +159,7 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent)
+    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, places=places)
     try:
         if task.own is not None:
             # Once here, while the workers start, rather than in every trial.
@@ -176,6 +179,7 @@ def runner_on(
     concurrency: int | None = None,
     address: str | None = None,
     agent: HostAgent | None = None,
+    places: Places | None = None,
 ) -> Runner:
     """The runner of a name: `local`, `slurm` or `ray`.
 
@@ -186,9 +190,10 @@ def runner_on(
         concurrency: how much of it at once; None for what the devices allow.
         address: of a Ray cluster.
         agent: for `local`, one that was started beforehand.
+        places: for `local`, the devices it shares with others.
     """
     if name == "local":
-        return LocalRunner(work, terms, concurrency=concurrency, agent=agent)
+        return LocalRunner(work, terms, concurrency=concurrency, agent=agent, places=places)
     if name == "slurm":
         return SlurmRunner(work, terms, concurrency=concurrency)
     return RayRunner(work, terms, concurrency=concurrency, address=address)
