@@ -116,7 +116,9 @@ class Worker:
             lease = _Lease(found, self._folder / f"{found.dry_run}-{found.lease}" / "logs")
             with self._lock:
                 self._leases[found.dry_run] = lease
-            lease.thread = threading.Thread(target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}")
+            lease.thread = threading.Thread(
+                target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}"
+            )
             lease.thread.start()
 
     def _do(self, lease: _Lease) -> None:
@@ -242,3 +244,32 @@ def _part(path: Path, begin: int) -> bytes:
             return file.read(MOST_AT_ONCE)
     except FileNotFoundError:  # it has printed nothing yet
         return b""
+
+
+def main() -> None:
+    """A worker that has the database itself at hand, and needs no server: for tests, and for one host."""
+    import argparse
+    import signal
+    import socket
+
+    from .pool import StorePool
+    from .store import Store
+
+    parser = argparse.ArgumentParser(prog="redline.service.worker", description=main.__doc__)
+    parser.add_argument("--storage", required=True, help="URL of the service's database")
+    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
+    parser.add_argument("--user", required=True, type=int, help="whose worker it is, by number")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices it has")
+    given = parser.parse_args()
+    pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
+    host = socket.gethostname()
+    worker = Worker(pool, name=host, host=host, devices=given.devices)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        worker.run()
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    main()
