@@ -57,6 +57,42 @@ class OutOfMemory(RedlineError, MemoryError):
     """Raise from a tuned callable to record the trial as `oom`."""
 
 
+class ServiceError(RedlineError):
+    """Base of what the service refuses, or cannot do."""
+
+
+class NotFound(ServiceError, LookupError):
+    """The service knows no search, dry run, worker, user or token of that name."""
+
+
+class KeyTaken(ServiceError, ValueError):
+    """A key or a name that stands for one thing stands for another already."""
+
+
+class LeaseOver(ServiceError, RuntimeError):
+    """A dry run is not leased under that number any more: it has its outcome, was withdrawn, or another worker has it."""
+
+
+class AttemptOver(ServiceError, RuntimeError):
+    """A search has ended, or was taken up by a later attempt; the earlier one must stop."""
+
+
+class QuotaExceeded(ServiceError, RuntimeError):
+    """A user has used up what the service allows them."""
+
+
+class Refused(ServiceError, PermissionError):
+    """The service does not do that, for that user or on that worker; the message says why."""
+
+
+class StorageAhead(ServiceError, RuntimeError):
+    """The database was written by a later version of redline."""
+
+
+class StorageUnavailable(ServiceError, RuntimeError):
+    """The database cannot be reached, is locked, full, read-only or damaged; the message says which."""
+
+
 def unknown(kind: str, name: object, known: Iterable[object], *, like: str | None = None) -> str:
     """The sentence for an unknown name: what was given, the nearest known name, and all of them.
 

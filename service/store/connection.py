@@ -1,0 +1,228 @@
+"""The database, SQLite or Postgres: a transaction at a time, tried again where its connection is lost.
+
+SQLite writes ahead (WAL), and begins whatever writes by BEGIN IMMEDIATE: a transaction that reads first and writes then
+would else fail where another has written in between. Within a process writers queue at a lock, as SQLite's own waiting
+is a sleep and knows no order. On Postgres rows are locked by those who change them (`with_for_update`).
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import create_engine, event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError
+
+from ...errors import MissingDependency, StorageUnavailable, UsageError, unknown
+from ...results.storage import without_password
+
+BUSY_S = 5.0
+"""How long a transaction waits for another one's lock, s."""
+PATIENCE_S = 10.0
+"""How long a database that is away, or restarts, is tried again, s."""
+CONFLICTS = 5
+"""How often a transaction is tried again that another one came before."""
+KINDS = ("sqlite", "postgresql")
+
+T = TypeVar("T")
+
+_SQLITE = {
+    "SQLITE_BUSY": "is locked by another process",
+    "SQLITE_LOCKED": "is locked by another process",
+    "SQLITE_READONLY": "is read-only",
+    "SQLITE_FULL": "is full: its disk has no space left",
+    "SQLITE_IOERR": "cannot be read or written",
+    "SQLITE_CORRUPT": "is damaged",
+    "SQLITE_NOTADB": "is no database",
+    "SQLITE_CANTOPEN": "cannot be opened",
+    "SQLITE_PERM": "may not be opened",
+}
+"""What a SQLite error means, by how its name begins (https://www.sqlite.org/rescode.html)."""
+_POSTGRES = {
+    "53100": "is full: its disk has no space left",
+    "53": "is short of something",
+    "55P03": "is locked by another process",
+    "25006": "is read-only",
+    "28": "does not let this user in",
+    "3D": "is not there",
+    "42501": "may not be written by this user",
+    "57P": "shuts down or starts",
+    "08": "cannot be reached",
+    "XX": "is damaged",
+}
+"""What a Postgres error means, by how its code begins (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
+_CONFLICTS = ("40001", "40P01")
+"""Postgres: a transaction that must be tried again."""
+
+
+class Database:
+    """A database, by its URL.
+
+    Args:
+        url: `sqlite:///FILE` or `postgresql://...`.
+        patience_s: how long it is tried again where it cannot be reached.
+
+    Raises:
+        UsageError: the URL is of another kind, or in memory.
+        MissingDependency: Postgres's driver is not installed.
+    """
+
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+        made = _checked(url)
+        self.words = f"the database '{without_password(url)}'"
+        """The database as messages name it."""
+        self.sqlite = made.get_backend_name() == "sqlite"
+        self._patience_s = patience_s
+        self._turn: contextlib.AbstractContextManager[Any] = (
+            threading.Lock() if self.sqlite else contextlib.nullcontext()
+        )
+        try:
+            self._reader = _engine(made)
+        except ImportError as error:
+            raise MissingDependency(f"{self.words} needs a driver: pip install 'redline[service]' ({error})") from error
+        self._writer = self._reader.execution_options(redline_begin="BEGIN IMMEDIATE")
+
+    def read(self, body: Callable[[Connection], T]) -> T:
+        """What `body` reads, in one transaction.
+
+        Raises:
+            StorageUnavailable: the database cannot be used; says why.
+        """
+        return self._run(self._reader, body)
+
+    def write(self, body: Callable[[Connection], T]) -> T:
+        """What `body` returns, whose changes are all made or none.
+
+        It may run again, as long as nobody knows that it was done: what it does twice must come to the same.
+
+        Raises:
+            StorageUnavailable: the database cannot be used; says why.
+        """
+        with self._turn:
+            return self._run(self._writer, body)
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._reader.dispose()
+
+    def _run(self, engine: Engine, body: Callable[[Connection], T]) -> T:
+        give_up, pause, conflicts = time.monotonic() + self._patience_s, 0.02, 0
+        while True:
+            try:
+                with engine.begin() as connection:
+                    return body(connection)
+            except IntegrityError as error:  # another transaction has just made the same
+                conflicts += 1
+                if conflicts > CONFLICTS:
+                    raise StorageUnavailable(f"{self.words} refuses a record: {_first_line(error)}") from error
+            except DBAPIError as error:
+                code, means = _trouble(error)
+                if code in _CONFLICTS:
+                    conflicts += 1
+                if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
+                    raise self._unavailable(error, means) from error
+            except (StatementError, OverflowError) as error:  # a value that no column can hold
+                raise UsageError(f"this cannot be kept: {_first_line(error)}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _unavailable(self, error: DBAPIError, means: str) -> Exception:
+        if not means:
+            # DataError and the like: what was given, not what it was given to.
+            return UsageError(f"this cannot be kept in {self.words}: {_first_line(error)}")
+        return StorageUnavailable(f"{self.words} {means}: {_first_line(error)}")
+
+
+def _checked(url: str) -> URL:
+    try:
+        made = make_url(url)
+    except ArgumentError as error:
+        raise UsageError(
+            f"the storage '{url}' is no URL; give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        ) from error
+    kind = made.get_backend_name()
+    if kind not in KINDS:
+        raise UsageError(f"the service keeps nothing in '{without_password(url)}': {unknown('database', kind, KINDS)}")
+    if kind == "sqlite":
+        if not made.database or made.database == ":memory:":
+            raise UsageError("a service's database must outlive its process; give sqlite:///FILE")
+        if not made.database.startswith("file:"):
+            made = made.set(database=str(Path(made.database).absolute()))
+    elif made.drivername == kind:
+        made = made.set(drivername="postgresql+psycopg")
+    return made
+
+
+def _engine(url: URL) -> Engine:
+    more: dict[str, Any]
+    if url.get_backend_name() == "sqlite":
+        more = {"connect_args": {"timeout": BUSY_S}}
+    else:
+        waits = f"-c lock_timeout={int(BUSY_S * 1000)} -c timezone=UTC"
+        more = {"connect_args": {"connect_timeout": 5, "options": waits}, "isolation_level": "READ COMMITTED"}
+    engine = create_engine(
+        url,
+        json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")),
+        pool_size=8,
+        max_overflow=32,
+        pool_timeout=BUSY_S,
+        **more,
+    )
+    if url.get_backend_name() == "sqlite":
+        event.listen(engine, "connect", _prepare)
+        event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _prepare(connection: Any, record: object) -> None:
+    # Transactions begin where we say; see https://docs.sqlalchemy.org/en/21/dialects/sqlite.html, transactions.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("foreign_keys = ON", "synchronous = FULL"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("redline_begin", "BEGIN"))
+
+
+def write_ahead(database: Database) -> None:
+    """Has a SQLite file be written ahead (WAL), which it stays: readers and a writer then do not wait for each other."""
+    if not database.sqlite:
+        return
+
+    def switch(connection: Connection) -> None:
+        connection.exec_driver_sql("COMMIT")  # a journal's mode changes outside of transactions
+        connection.exec_driver_sql("PRAGMA journal_mode = WAL").scalar()
+        connection.exec_driver_sql("BEGIN")
+
+    database.read(switch)
+
+
+def _trouble(error: DBAPIError) -> tuple[str, str]:
+    """The code of a database's error, and what it means; empty where it is about what was given."""
+    original: Any = error.orig
+    name = getattr(original, "sqlite_errorname", None)
+    if name:
+        return name, next((means for each, means in _SQLITE.items() if name.startswith(each)), "")
+    code = getattr(original, "sqlstate", None) or ""
+    known = next((means for each, means in _POSTGRES.items() if code.startswith(each)), "")
+    if error.connection_invalidated or (not code and type(original).__name__ == "OperationalError"):
+        return code or "08000", known or "cannot be reached"
+    return code, known
+
+
+def _passes(error: DBAPIError, code: str) -> bool:
+    """Whether it may be otherwise in a moment."""
+    return bool(error.connection_invalidated) or code in _CONFLICTS or code.startswith(("08", "57P", "SQLITE_BUSY"))
+
+
+def _first_line(error: Exception) -> str:
+    original = getattr(error, "orig", None) or error
+    return next(iter(str(original).strip().splitlines()), type(original).__name__)

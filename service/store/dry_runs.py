@@ -1,0 +1,291 @@
+"""Dry runs and their leases.
+
+A lease has a number, and every lease of a dry run has a higher one than those before (a fencing token): whoever answers
+names the number, and is refused where it is not the latest. A lease that ended without another one having begun is still
+the latest, so that nothing which was done is thrown away. An outcome is written once.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, func, select, update
+
+from ...errors import AttemptOver, LeaseOver, NotFound, Refused
+from ..records import Assignment, DryRun, DryRunState, SearchState
+from ..tables import dry_runs, searches, workers
+from .part import Part, add, as_count, as_text, locked, one, reads, tell, writes
+from .searches import check_attempt
+
+MOST_ATTEMPTS = 3
+"""Lost leases after which a dry run is a crash: what it runs may be what kills its workers."""
+
+_OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
+
+
+class DryRuns(Part):
+    """What the pool runs."""
+
+    @writes
+    def ask_dry_run(
+        self,
+        connection: Connection,
+        search: str,
+        attempt: int,
+        key: str,
+        kind: str,
+        payload: dict[str, Any],
+        devices: int,
+    ) -> DryRun:
+        """Asks for a dry run. What was asked for under this key before is the same one, with its outcome where there is one.
+
+        Raises:
+            NotFound: there is no such search.
+            AttemptOver: the search has ended, or a later attempt has it.
+        """
+        owner = locked(connection, searches, search)
+        if owner is None:
+            raise NotFound(f"there is no search '{search}'")
+        check_attempt(owner, attempt)
+        known = one(connection, select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.key == key))
+        if known is not None and known.state != DryRunState.WITHDRAWN:
+            return _dry_run(known)
+        if owner.state != SearchState.RUNNING:
+            raise AttemptOver(f"the search {search} is {owner.state}")
+        now = self.clock()
+        values = {"kind": kind, "payload": payload, "devices": as_count("devices", devices, least=1)}
+        values |= {"state": DryRunState.WAITING, "created": now, "ended": None, "attempts": 0}
+        if known is not None:
+            number = known.id
+            connection.execute(update(dry_runs).where(dry_runs.c.id == number).values(**values))
+        else:
+            values |= {"search": search, "key": as_text("key", key, empty=False), "lease": 0}
+            number = add(connection, dry_runs, values)
+        self._told(connection, number, search, key, DryRunState.WAITING)
+        return _get(connection, number)
+
+    @reads
+    def outcome(self, connection: Connection, dry_run: int) -> dict[str, Any] | None:
+        """What came of a dry run; None where nothing has yet.
+
+        Raises:
+            NotFound: there is no such dry run.
+            LeaseOver: it was withdrawn, and nothing will come.
+        """
+        row = one(connection, select(dry_runs.c.state, dry_runs.c.outcome).where(dry_runs.c.id == dry_run))
+        if row is None:
+            raise NotFound(f"there is no dry run {dry_run}")
+        if row.state == DryRunState.WITHDRAWN:
+            raise LeaseOver(f"the dry run {dry_run} was withdrawn")
+        return row.outcome
+
+    @reads
+    def dry_run(self, connection: Connection, dry_run: int) -> DryRun:
+        """The dry run of that number.
+
+        Raises:
+            NotFound: there is none.
+        """
+        return _get(connection, dry_run)
+
+    @reads
+    def dry_runs(self, connection: Connection, search: str, *, after: int = 0, limit: int = 1000) -> list[DryRun]:
+        """The dry runs of a search after number `after`, in order."""
+        query = select(dry_runs).where(dry_runs.c.search == search, dry_runs.c.id > after)
+        return [_dry_run(each) for each in connection.execute(query.order_by(dry_runs.c.id).limit(limit))]
+
+    @writes
+    def withdraw(self, connection: Connection, dry_run: int) -> None:
+        """Has nobody run a dry run any more: whoever does hears of it when renewing. One that has ended stays as it is."""
+        row = _locked(connection, dry_run)
+        if row.state not in _OPEN:
+            return
+        over = {"state": DryRunState.WITHDRAWN, "lease": row.lease + 1, "ended": self.clock()}
+        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**over))
+        self._told(connection, dry_run, row.search, row.key, DryRunState.WITHDRAWN)
+
+    @writes
+    def lease(self, connection: Connection, dry_run: int, worker: str, seconds: float) -> Assignment:
+        """Gives a dry run to a worker for so long.
+
+        The first worker of a search that asked for no kind of device decides its kind: what different devices reach does
+        not compare.
+
+        Raises:
+            NotFound: there is no such dry run or worker.
+            LeaseOver: it waits no more.
+            Refused: the worker has not that many devices free, or another kind of them than the search.
+        """
+        row = _locked(connection, dry_run)
+        search = one(connection, select(searches).where(searches.c.id == row.search))
+        host = locked(connection, workers, worker)
+        if host is None:
+            raise NotFound(f"there is no worker '{worker}'")
+        assert search is not None
+        if row.state != DryRunState.WAITING or search.state != SearchState.RUNNING:
+            raise LeaseOver(f"the dry run {dry_run} waits no more: it is {row.state}, its search {search.state}")
+        if host.left is not None:
+            raise Refused(f"the worker {worker} has left")
+        taken = _taken(connection, worker)
+        if host.devices - taken < row.devices:
+            raise Refused(
+                f"the worker {worker} has {host.devices - taken} of {host.devices} devices free, not {row.devices}"
+            )
+        kind = str(host.device.get("name", ""))
+        if not matches(search.device, host.device):
+            raise Refused(f"the search {search.id} is for '{search.device}', and the worker {worker} has '{kind}'")
+        now = self.clock()
+        if not search.device:
+            connection.execute(update(searches).where(searches.c.id == search.id).values(device=kind))
+        begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
+        more = {"started": now, "attempts": row.attempts + 1}
+        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
+        self._told(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
+        return Assignment(
+            dry_run=dry_run,
+            lease=row.lease + 1,
+            worker=worker,
+            until=now + seconds,
+            search=search.id,
+            attempt=search.attempt,
+            user=search.user,
+            request=search.request,
+            kind=row.kind,
+            payload=row.payload,
+            devices=row.devices,
+        )
+
+    @writes
+    def renew(self, connection: Connection, dry_run: int, lease: int, seconds: float) -> float:
+        """Has a lease last for so long from now; until when. One that ended, and that nobody else has, goes on.
+
+        Raises:
+            NotFound: there is no such dry run.
+            LeaseOver: the number is not that of the latest lease, or the dry run has ended or was withdrawn.
+        """
+        row = _held(connection, dry_run, lease)
+        if row.state == DryRunState.DONE:
+            raise LeaseOver(f"the dry run {dry_run} has its outcome")
+        until = self.clock() + seconds
+        values = {"state": DryRunState.LEASED, "until": until}
+        connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**values))
+        return until
+
+    @writes
+    def answer(self, connection: Connection, dry_run: int, lease: int, outcome: dict[str, Any]) -> DryRun:
+        """Records what came of a dry run; told again, it stays what it was.
+
+        Raises:
+            NotFound: there is no such dry run.
+            LeaseOver: the number is not that of the latest lease, or the dry run was withdrawn.
+        """
+        row = _held(connection, dry_run, lease)
+        if row.state != DryRunState.DONE:
+            self._ended(connection, row, outcome, lease)
+        return _get(connection, dry_run)
+
+    @writes
+    def give_back(self, connection: Connection, dry_run: int, lease: int) -> None:
+        """Has a dry run wait again that its worker will not run; it does not count as lost.
+
+        Raises:
+            NotFound: there is no such dry run.
+            LeaseOver: as for `renew`.
+        """
+        row = _held(connection, dry_run, lease)
+        if row.state == DryRunState.DONE:
+            raise LeaseOver(f"the dry run {dry_run} has its outcome")
+        if row.state == DryRunState.LEASED:
+            self._wait_again(connection, row, attempts=row.attempts - 1)
+
+    @writes
+    def expire(self, connection: Connection) -> list[DryRun]:
+        """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS`; those dry runs."""
+        now = self.clock()
+        over = and_(dry_runs.c.state == DryRunState.LEASED, dry_runs.c.until < now)
+        rows = []
+        for number in connection.execute(select(dry_runs.c.id).where(over).order_by(dry_runs.c.id)).scalars().all():
+            row = _locked(connection, number)
+            if row.state != DryRunState.LEASED or row.until >= now:  # renewed or answered in this moment
+                continue
+            rows.append(row)
+            if row.attempts >= MOST_ATTEMPTS:
+                self._ended(connection, row, lost(row.attempts), row.lease + 1)
+            else:
+                self._wait_again(connection, row, attempts=row.attempts)
+        return [_get(connection, row.id) for row in rows]
+
+    def _ended(self, connection: Connection, row: Row[Any], outcome: dict[str, Any], lease: int) -> None:
+        now = self.clock()
+        values = {"state": DryRunState.DONE, "outcome": outcome, "ended": now, "lease": lease}
+        connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
+        took = {"finished": searches.c.finished + 1, "seconds": searches.c.seconds + (now - row.started)}
+        connection.execute(update(searches).where(searches.c.id == row.search).values(**took))
+        self._told(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
+
+    def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int) -> None:
+        values = {"state": DryRunState.WAITING, "attempts": attempts, "until": None}
+        connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
+        self._told(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
+
+    def _told(
+        self, connection: Connection, number: int, search: str, key: str, state: DryRunState, **more: Any
+    ) -> None:
+        tell(connection, self.clock(), search, "dry_run", {"dry_run": number, "key": key, "state": state, **more})
+
+
+def lost(attempts: int) -> dict[str, Any]:
+    """The outcome of a dry run whose workers are lost again and again: a measurement's status and reason."""
+    reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
+    return {"status": "crash", "reason": reason}
+
+
+def matches(wanted: str, device: dict[str, Any]) -> bool:
+    """Whether a device is of the kind that a search wants: any, its type, or a part of its name."""
+    named = wanted.casefold()
+    return (
+        not named or named == str(device.get("type", "")).casefold() or named in str(device.get("name", "")).casefold()
+    )
+
+
+def _taken(connection: Connection, worker: str) -> int:
+    query = select(func.coalesce(func.sum(dry_runs.c.devices), 0))
+    held = and_(dry_runs.c.worker == worker, dry_runs.c.state == DryRunState.LEASED)
+    return int(connection.execute(query.where(held)).scalar_one())
+
+
+def _dry_run(row: Row[Any]) -> DryRun:
+    return DryRun(**{**row._mapping, "state": DryRunState(row.state)})
+
+
+def _get_row(connection: Connection, dry_run: int) -> Row[Any]:
+    row = one(connection, select(dry_runs).where(dry_runs.c.id == dry_run))
+    if row is None:
+        raise NotFound(f"there is no dry run {dry_run}")
+    return row
+
+
+def _get(connection: Connection, dry_run: int) -> DryRun:
+    return _dry_run(_get_row(connection, dry_run))
+
+
+def _locked(connection: Connection, dry_run: int) -> Row[Any]:
+    """A dry run that nobody else changes, nor its search.
+
+    Rows are locked in one order everywhere, search before dry run before worker, so that no two wait in a circle.
+    """
+    locked(connection, searches, _get_row(connection, dry_run).search)
+    row = locked(connection, dry_runs, dry_run)
+    assert row is not None
+    return row
+
+
+def _held(connection: Connection, dry_run: int, lease: int) -> Row[Any]:
+    """A dry run, where that is its latest lease, as `_locked`.
+
+    Raises:
+        NotFound: there is no such dry run.
+        LeaseOver: it is not.
+    """
+    row = _locked(connection, dry_run)
+    if row.lease != lease:
+        raise LeaseOver(f"lease {lease} of the dry run {dry_run} is over: it is {row.state}, its lease {row.lease}")
+    return row

@@ -1,0 +1,196 @@
+"""Who uses the service: users, their tokens, and what they did."""
+
+import hashlib
+import hmac
+import math
+import secrets
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from ...errors import KeyTaken, NotFound, UsageError, unknown
+from ..records import Audited, Role, Token, User
+from ..tables import audit, tokens, users
+from .part import Part, add, as_count, as_text, one, reads, writes
+
+PREFIX = "redline_"
+"""What a token begins with, so that scanners for leaked secrets can know it."""
+
+
+class People(Part):
+    """Users and tokens."""
+
+    @writes
+    def add_user(
+        self,
+        connection: Connection,
+        name: str,
+        role: Role | str = Role.SUBMITTER,
+        *,
+        device_hours: float | None = None,
+        running: int | None = None,
+        weight: float = 1.0,
+        allow_code: bool = False,
+        unix_user: str = "",
+    ) -> User:
+        """Adds a user.
+
+        Raises:
+            KeyTaken: there is one of that name.
+            UsageError: name, role or quotas are none.
+        """
+        values = {
+            "name": as_text("a user's name", name, empty=False),
+            "role": _role(role),
+            "device_hours": _positive("device_hours", device_hours),
+            "running": None if running is None else as_count("running", running),
+            "weight": _positive("weight", weight) or 1.0,
+            "allow_code": bool(allow_code),
+            "unix_user": as_text("unix_user", unix_user),
+            "created": self.clock(),
+        }
+        if one(connection, select(users.c.id).where(users.c.name == name)):
+            raise KeyTaken(f"there is a user '{name}' already")
+        made = add(connection, users, values)
+        return _user(one(connection, select(users).where(users.c.id == made)))
+
+    @reads
+    def users(self, connection: Connection) -> list[User]:
+        """All users, by name."""
+        return [_user(each) for each in connection.execute(select(users).order_by(users.c.name))]
+
+    @reads
+    def user(self, connection: Connection, name: str) -> User:
+        """The user of that name.
+
+        Raises:
+            NotFound: there is none.
+        """
+        found = one(connection, select(users).where(users.c.name == name))
+        if found is None:
+            raise NotFound(unknown("user", name, connection.execute(select(users.c.name)).scalars()))
+        return _user(found)
+
+    def new_token(self, user: int | User, name: str = "", expires: float | None = None) -> str:
+        """A new token's text: it is shown this once, and only a digest of it is kept.
+
+        Args:
+            user: whose it is.
+            name: what it is for.
+            expires: from when it is not taken any more, s since 1970; None for never.
+
+        Raises:
+            NotFound: there is no such user.
+        """
+        made, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
+        text = f"{PREFIX}{made}_{secret}"
+        self._keep_token(made, _digest(text), user.id if isinstance(user, User) else user, name, expires)
+        return text
+
+    @writes
+    def _keep_token(
+        self, connection: Connection, made: str, digest: str, user: int, name: str, expires: float | None
+    ) -> None:
+        if one(connection, select(users.c.id).where(users.c.id == user)) is None:
+            raise NotFound(f"there is no user {user}")
+        if one(connection, select(tokens.c.id).where(tokens.c.id == made, tokens.c.digest == digest)):
+            return
+        values = {"id": made, "digest": digest, "user": user, "name": as_text("a token's name", name)}
+        connection.execute(insert(tokens).values(**values, created=self.clock(), expires=expires))
+
+    @reads
+    def user_of(self, connection: Connection, text: str) -> User | None:
+        """Whose token that is; None where it is nobody's, has expired or was revoked."""
+        made = _id_of(text)
+        found = one(connection, select(tokens).where(tokens.c.id == made)) if made else None
+        # Compared in constant time, and also where there is none: how long it takes tells nothing.
+        same = hmac.compare_digest(_digest(text), found.digest if found else _digest(""))
+        if found is None or not same or found.revoked is not None:
+            return None
+        if found.expires is not None and found.expires <= self.clock():
+            return None
+        return _user(one(connection, select(users).where(users.c.id == found.user)))
+
+    @reads
+    def tokens(self, connection: Connection, user: int | None = None) -> list[Token]:
+        """What is known of all tokens, or of a user's, the oldest first."""
+        query = select(tokens).order_by(tokens.c.created, tokens.c.id)
+        if user is not None:
+            query = query.where(tokens.c.user == user)
+        return [
+            Token(
+                id=each.id,
+                user=each.user,
+                name=each.name,
+                created=each.created,
+                expires=each.expires,
+                revoked=each.revoked,
+            )
+            for each in connection.execute(query)
+        ]
+
+    @writes
+    def revoke(self, connection: Connection, token: str) -> Token:
+        """Has a token be taken no more; it stays known.
+
+        Args:
+            token: its id, the beginning of its id, or its text.
+
+        Raises:
+            NotFound: no token begins so.
+            UsageError: several do.
+        """
+        begins = _id_of(token) or token.removeprefix(PREFIX)
+        known = connection.execute(select(tokens).with_for_update()).all()
+        found = [each for each in known if begins and each.id.startswith(begins)]
+        if not found:
+            raise NotFound(unknown("token", begins, [each.id for each in known if each.revoked is None]))
+        if len(found) > 1:
+            raise UsageError(f"several tokens begin with '{begins}': {', '.join(each.id for each in found)}")
+        (row,) = found
+        revoked = self.clock() if row.revoked is None else row.revoked
+        connection.execute(update(tokens).where(tokens.c.id == row.id).values(revoked=revoked))
+        return Token(id=row.id, user=row.user, name=row.name, created=row.created, expires=row.expires, revoked=revoked)
+
+    @writes
+    def audit(self, connection: Connection, user: str, action: str, subject: str = "", detail: Any = None) -> None:
+        """Records what somebody did."""
+        values = {"user": user[:200], "action": action[:80], "subject": subject[:200], "detail": detail or {}}
+        connection.execute(insert(audit).values(time=self.clock(), **values))
+
+    @reads
+    def audited(self, connection: Connection, *, after: int = 0, limit: int = 1000) -> list[Audited]:
+        """What was done after entry `after`, in order."""
+        query = select(audit).where(audit.c.id > after).order_by(audit.c.id).limit(limit)
+        return [Audited(**each._mapping) for each in connection.execute(query)]
+
+
+def _user(row: Row[Any] | None) -> User:
+    assert row is not None
+    return User(**{**row._mapping, "role": Role(row.role)})
+
+
+def _role(role: Role | str) -> str:
+    if role not in {str(each) for each in Role}:
+        raise UsageError(unknown("role", role, Role))
+    return str(role)
+
+
+def _positive(field: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise UsageError(f"{field} must be a number above 0, but got {value!r:.80}")
+    return float(value)
+
+
+def _digest(text: str) -> str:
+    # A token is 256 random bits: no salt or slow digest makes it harder to guess.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _id_of(text: str) -> str:
+    """The id in a token's text; empty where it is none."""
+    made, _, secret = text.removeprefix(PREFIX).partition("_")
+    plain = text.startswith(PREFIX) and secret and len(made) == 8
+    return made if plain and set(made) <= set("0123456789abcdef") else ""

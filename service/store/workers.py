@@ -1,0 +1,147 @@
+"""Workers: they join the pool, are heard of, and leave."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, insert, or_, select, update
+
+from ...errors import NotFound
+from ..records import DryRunState, User, Worker
+from ..tables import dry_runs, users, workers
+from .part import Part, as_count, as_text, locked, new_id, one, reads, tell, writes
+
+UNSEEN_S = 60.0
+"""A worker that was not heard of for so long has left."""
+
+
+class Workers(Part):
+    """Who runs dry runs."""
+
+    def join(
+        self,
+        user: int | User,
+        name: str,
+        host: str,
+        device: dict[str, Any],
+        devices: int,
+        memory_mib: int,
+        software: dict[str, Any],
+    ) -> Worker:
+        """Adds a worker to the pool.
+
+        Args:
+            user: who joins it.
+            name: what it calls itself.
+            host: where it runs.
+            device: its kind of device, as `Device.to_dict` has it.
+            devices: how many of them it has.
+            memory_mib: memory of one, MiB.
+            software: versions.
+
+        Raises:
+            UsageError: a value is none that can be kept.
+            NotFound: there is no such user.
+        """
+        values = {
+            "id": new_id(),
+            "user": user.id if isinstance(user, User) else user,
+            "name": as_text("a worker's name", name),
+            "host": as_text("host", host),
+            "device": device,
+            "devices": as_count("devices", devices, least=1),
+            "memory_mib": as_count("memory_mib", memory_mib),
+            "software": software,
+        }
+        return self._join(values)
+
+    @writes
+    def _join(self, connection: Connection, values: dict[str, Any]) -> Worker:
+        known = one(connection, select(workers).where(workers.c.id == values["id"]))
+        if known is not None:
+            return _worker(known)
+        if one(connection, select(users.c.id).where(users.c.id == values["user"])) is None:
+            raise NotFound(f"there is no user {values['user']}")
+        now = self.clock()
+        connection.execute(insert(workers).values(**values, seen=now))
+        told = {"worker": values["id"], "state": "joined", "name": values["name"], "devices": values["devices"]}
+        tell(connection, now, None, "worker", told)
+        return _get(connection, values["id"])
+
+    @writes
+    def seen(self, connection: Connection, worker: str) -> Worker:
+        """Records that a worker was heard of; one that was taken for gone is back.
+
+        Raises:
+            NotFound: there is no such worker.
+        """
+        row = _locked(connection, worker)
+        now = self.clock()
+        connection.execute(update(workers).where(workers.c.id == worker).values(seen=now, left=None))
+        if row.left is not None:
+            tell(connection, now, None, "worker", {"worker": worker, "state": "back", "name": row.name})
+        return _get(connection, worker)
+
+    @writes
+    def leave(self, connection: Connection, worker: str) -> None:
+        """Takes a worker out of the pool; what it has waits again, and does not count as lost.
+
+        Raises:
+            NotFound: there is no such worker.
+        """
+        row = one(connection, select(workers).where(workers.c.id == worker))
+        if row is None:
+            raise NotFound(f"there is no worker '{worker}'")
+        has = and_(dry_runs.c.worker == worker, dry_runs.c.state == DryRunState.LEASED)
+        again = {"state": DryRunState.WAITING, "until": None, "attempts": dry_runs.c.attempts - 1}
+        connection.execute(update(dry_runs).where(has).values(**again))
+        if row.left is None:
+            self._gone(connection, row, "left")
+
+    @writes
+    def forget_unseen(self, connection: Connection, seconds: float = UNSEEN_S) -> list[Worker]:
+        """Takes out of the pool who was not heard of for so long; what they have waits again when their leases end."""
+        gone = and_(workers.c.left.is_(None), workers.c.seen < self.clock() - seconds)
+        rows = connection.execute(
+            select(workers).where(gone).order_by(workers.c.id).with_for_update(key_share=True)
+        ).all()
+        for row in rows:
+            self._gone(connection, row, "unseen")
+        return [_get(connection, row.id) for row in rows]
+
+    @reads
+    def worker(self, connection: Connection, worker: str) -> Worker:
+        """The worker of that id.
+
+        Raises:
+            NotFound: there is none.
+        """
+        return _get(connection, worker)
+
+    @reads
+    def workers(self, connection: Connection, *, since: float | None = None) -> list[Worker]:
+        """The workers that are there, and those that left after `since`, by id."""
+        there = workers.c.left.is_(None)
+        wanted = there if since is None else or_(there, workers.c.left > since)
+        return [_worker(each) for each in connection.execute(select(workers).where(wanted).order_by(workers.c.id))]
+
+    def _gone(self, connection: Connection, row: Row[Any], how: str) -> None:
+        now = self.clock()
+        connection.execute(update(workers).where(workers.c.id == row.id).values(left=now))
+        tell(connection, now, None, "worker", {"worker": row.id, "state": how, "name": row.name})
+
+
+def _worker(row: Row[Any]) -> Worker:
+    return Worker(**row._mapping)
+
+
+def _get(connection: Connection, worker: str) -> Worker:
+    row = one(connection, select(workers).where(workers.c.id == worker))
+    if row is None:
+        raise NotFound(f"there is no worker '{worker}'")
+    return _worker(row)
+
+
+def _locked(connection: Connection, worker: str) -> Row[Any]:
+    row = locked(connection, workers, worker)
+    if row is None:
+        raise NotFound(f"there is no worker '{worker}'")
+    return row
