@@ -12,8 +12,11 @@ from ...errors import UsageError, unknown
 from ..request import LARGEST_FILE, TARGETS, digest
 
 MOST_DEVICES = 1 << 20
+"""Of a trial or a worker."""
 LARGEST_NUMBER = 1 << 53
 """Of whole numbers, so that every reader of JSON has the same."""
+LARGEST_ID = (1 << 31) - 1
+"""Of numbers that rows of the database have."""
 DEEPEST = 40
 """Lists and mappings inside each other."""
 ROLES = ("reader", "submitter", "admin")
@@ -338,6 +341,13 @@ class MeAnswer(Answer):
     allow_code: bool
 
 
+class HealthAnswer(Answer):
+    """How the server is."""
+
+    status: str
+    version: str
+
+
 class ErrorDetail(Answer):
     """What is wrong."""
 
@@ -428,13 +438,21 @@ class JoinForm(Body):
 class LeaseForm(Body):
     """Which lease is meant."""
 
-    lease: Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
+    lease: Annotated[int, Field(ge=0, le=LARGEST_ID)]
 
 
-class RenewForm(LeaseForm):
-    """A heartbeat."""
+class RenewAnswer(Answer):
+    """Until when a lease lasts."""
 
-    seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    until: float
+
+
+class JoinAnswer(Answer):
+    """A worker that joined."""
+
+    id: str
+    lease_seconds: float
+    """How long a lease lasts unless it is renewed."""
 
 
 class OutcomeForm(LeaseForm):

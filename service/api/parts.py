@@ -8,8 +8,9 @@ from fastapi import Request
 from ..store import Store
 
 if TYPE_CHECKING:
-    from ..calculator import Calculator
     from ..dispatcher import Dispatcher
+    from ..estimates import Estimates
+    from ..helper import Helper
     from ..runs import Runs
     from .feed import Feed
     from .limits import Rates
@@ -28,8 +29,12 @@ class Parts:
     """What searches leave."""
     feed: "Feed"
     """Events, live."""
-    calculator: "Calculator"
-    """Estimates and proposals, in a process of its own."""
+    estimates: "Estimates"
+    """Predicts."""
+    studies: "Helper"
+    """Calls what `studies.py` has."""
+    url: str
+    """Of the database."""
     metrics: "Metrics"
     """What is counted."""
     rates: "Rates"

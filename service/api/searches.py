@@ -1,6 +1,5 @@
 """Searches over HTTP: submitted, listed, cancelled, and what came of them."""
 
-import os
 import re
 from typing import Annotated, Any
 
@@ -9,6 +8,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...errors import Refused, UsageError
 from ...results.export import export_targets
+from ..logs import read_log
 from ..records import Role, Search, SearchState, User
 from ..request import is_code
 from .access import Reader, Submitter
@@ -23,15 +23,17 @@ TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="The event that was seen last.")]
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 CHUNK = 1 << 18
-_STREAM = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
 
 def shown(parts: Parts, search: Search) -> SearchAnswer:
-    """A search as it is answered."""
+    """A search as it is answered; while it has not ended, with why it waits."""
+    waits = "" if search.state.ended else parts.dispatcher.reasons.get(search.id, "")
     return SearchAnswer(
-        **{name: getattr(search, name) for name in ("id", "name", "reason", "priority", "devices", "device", "reuse")},
+        **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "device", "reuse")},
         **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best")},
         user=search.owner,
+        reason=search.reason or waits,
         state=search.state.value,
         trials=parts.runs.count(search.id),
     )
@@ -144,7 +146,7 @@ def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
     return {"state": found.state.value, **parts.runs.summary(search)}
 
 
-@router.get("/{search}/events", response_class=StreamingResponse, responses=_STREAM)
+@router.get("/{search}/events", response_class=StreamingResponse, responses=STREAM)
 async def events(
     search: SearchId,
     user: Reader,
@@ -182,11 +184,12 @@ def stream(parts: Parts, after: int | None, search: str | None) -> Response:
 def log(search: SearchId, trial: TrialNumber, user: Reader, parts: PartsOf, request: Request) -> Response:
     """What a trial printed; with `Range: bytes=N-` from a byte on."""
     parts.store.search(search)
-    with parts.runs.log(search, trial) as file:
-        size = file.seek(0, os.SEEK_END)
-        begin, end, status = _span(request.headers.get("range", ""), size)
-        file.seek(begin)
-        data = file.read(end - begin)
+    name = f"{trial}.log"
+    _, size = read_log(parts.runs.data, search, name, count=0)
+    begin, end, status = _span(request.headers.get("range", ""), size)
+    data, _ = read_log(parts.runs.data, search, name, begin, end - begin)
+    if status == 200 and len(data) < size:  # a log is answered in pieces
+        status = 206
     headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
     if status == 206:
         headers["content-range"] = f"bytes {begin}-{begin + len(data) - 1}/{size}"
