@@ -15,6 +15,7 @@ from ..runners import FunctionRunner, LocalRunner, RayRunner, Runner, SlurmRunne
 from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
+from ..runners.places import Places
 from ..runners.work import Work
 from ..space import Space
 from .predicting import simulator
@@ -88,6 +89,8 @@ def check_honoured(request: Request, task: "Task") -> None:
 def memory_of_rank(request: Request, task: "Task") -> float | None:
     """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned."""
     given = request.limit_mib
+    if isinstance(request.runner, Runner):
+        return given  # of what the devices of others have left, this machine knows nothing
     if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
     return share_of_host(task.devices * (request.concurrency or 1))
@@ -99,12 +102,12 @@ def share_of_host(ranks: int) -> float:
 
 
 def make_work(request: Request, task: "Task") -> Work | None:
-    """What the processes of a trial run; None where there are none.
+    """What the processes of a trial run; None where there are none, or where a given runner starts them.
 
     Raises:
         UsageError: a callable cannot be sent to another process, or a command's program is not there.
     """
-    if request.runs_on == IN_PROCESS or task.simulated:
+    if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
         return None
     if task.command is not None:
         task.command.check_program()
@@ -123,6 +126,7 @@ def make_runner(
     estimator: "Estimator | None",
     earlier: Sequence[Trial],
     agent: HostAgent | None = None,
+    places: Places | None = None,
 ) -> Runner:
     """The runner that is asked for, ready for the first trial.
 
@@ -134,9 +138,12 @@ def make_runner(
         estimator: answers where nothing is run.
         earlier: trials of a run that is taken up again.
         agent: for the runner `local`, one that was started beforehand.
+        places: for the runner `local`, the devices it shares with others.
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
+    if isinstance(request.runner, Runner):
+        return request.runner
     if task.simulated:
         assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
@@ -152,7 +159,7 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent)
+    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, places=places)
     try:
         if task.own is not None:
             # Once here, while the workers start, rather than in every trial.
@@ -172,6 +179,7 @@ def runner_on(
     concurrency: int | None = None,
     address: str | None = None,
     agent: HostAgent | None = None,
+    places: Places | None = None,
 ) -> Runner:
     """The runner of a name: `local`, `slurm` or `ray`.
 
@@ -182,9 +190,10 @@ def runner_on(
         concurrency: how much of it at once; None for what the devices allow.
         address: of a Ray cluster.
         agent: for `local`, one that was started beforehand.
+        places: for `local`, the devices it shares with others.
     """
     if name == "local":
-        return LocalRunner(work, terms, concurrency=concurrency, agent=agent)
+        return LocalRunner(work, terms, concurrency=concurrency, agent=agent, places=places)
     if name == "slurm":
         return SlurmRunner(work, terms, concurrency=concurrency)
     return RayRunner(work, terms, concurrency=concurrency, address=address)
