@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row, and_, func, select, update
 
 from ...errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState
+from ..scheduling import matches
 from ..tables import dry_runs, searches, workers
 from .part import Part, add, as_count, as_text, locked, one, reads, tell, writes
 from .searches import check_attempt
@@ -236,14 +237,6 @@ def lost(attempts: int) -> dict[str, Any]:
     """The outcome of a dry run whose workers are lost again and again: a measurement's status and reason."""
     reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
     return {"status": "crash", "reason": reason}
-
-
-def matches(wanted: str, device: dict[str, Any]) -> bool:
-    """Whether a device is of the kind that a search wants: any, its type, or a part of its name."""
-    named = wanted.casefold()
-    return (
-        not named or named == str(device.get("type", "")).casefold() or named in str(device.get("name", "")).casefold()
-    )
 
 
 def _taken(connection: Connection, worker: str) -> int:

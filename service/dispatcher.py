@@ -1,0 +1,183 @@
+"""What runs where: a thread of the server that gives waiting dry runs to the workers that ask for some.
+
+Truth is in the store. Here is only who waits for an answer right now, so that nothing is lost with this process: a lease
+is made in the moment in which its worker takes it.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError as FutureTimeout
+
+from ..errors import LeaseOver, NotFound, Refused, StorageUnavailable
+from .records import Assignment, Share, Worker
+from .scheduling import decide, why_waiting
+from .store import Store
+
+LEASE_S = 6.0
+"""How long a lease lasts; workers renew it three times in that."""
+LOOK_S = 0.05
+"""How often it looks whether something changed, s."""
+DECIDE_S = 1.0
+"""How often it decides anew where nothing changed, s."""
+SHARES_S = 2.0
+"""How long it takes the users' shares to be what they were, s."""
+HERE_S = 2.0
+"""A worker that has not asked for so long is not counted on, s."""
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatcher(threading.Thread):
+    """Gives dry runs to workers.
+
+    Args:
+        store: what waits and runs.
+        lease_s: how long a lease lasts, s.
+        monotonic: tells time that never goes back.
+    """
+
+    def __init__(
+        self, store: Store, *, lease_s: float = LEASE_S, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(name="dispatcher", daemon=True)
+        self.store = store
+        self.lease_s = lease_s
+        self.reasons: dict[str, str] = {}
+        """Why searches wait, as of the last decision."""
+        self.failure = ""
+        """Why nothing can be decided right now; empty where all is well."""
+        self._monotonic = monotonic
+        self._began = monotonic()
+        self._asking: dict[str, deque[Future[Assignment | None]]] = {}
+        self._asked: dict[str, float] = {}
+        self._shares: tuple[float, list[Share]] = (float("-inf"), [])
+        self._mutex = threading.Lock()
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+
+    def ask(self, worker: str) -> "Future[Assignment | None]":
+        """A worker's question for a dry run; its answer comes when there is one. Who waits no more cancels it."""
+        future: Future[Assignment | None] = Future()
+        with self._mutex:
+            self._asking.setdefault(worker, deque()).append(future)
+            self._asked[worker] = self._monotonic()
+        self.wake()
+        return future
+
+    def take(self, worker: str, timeout_s: float) -> Assignment | None:
+        """A dry run for a worker, leased to it; None where there is none within `timeout_s`."""
+        future = self.ask(worker)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            if future.cancel():
+                return None
+            return future.result()  # it came in this moment
+
+    def wake(self) -> None:
+        """Has it decide now."""
+        self._changed.set()
+
+    def run(self) -> None:
+        """Decides whenever something changed, and each second, until it is closed."""
+        seen, decided = -1, float("-inf")
+        while not self._closing.is_set():
+            woken = self._changed.wait(LOOK_S)
+            self._changed.clear()
+            try:
+                latest = self.store.latest()
+                if woken or latest != seen or self._monotonic() - decided >= DECIDE_S:
+                    seen, decided = latest, self._monotonic()
+                    self.step()
+                self.failure = ""
+            except StorageUnavailable as error:
+                if not self.failure:
+                    _log.error("nothing is dispatched: %s", error)
+                self.failure = str(error)
+                self._closing.wait(DECIDE_S)
+        with self._mutex:
+            asking = [each for futures in self._asking.values() for each in futures]
+            self._asking.clear()
+        for each in asking:
+            if each.set_running_or_notify_cancel():
+                each.set_result(None)
+
+    def close(self) -> None:
+        """Ends it; who still asks gets nothing."""
+        self._closing.set()
+        self.wake()
+        if self.is_alive():
+            self.join()
+
+    def step(self) -> list[Assignment]:
+        """One decision, carried out: what was leased."""
+        # While no server ran, no lease could be renewed: the first ones after a start are given that time.
+        if self._monotonic() - self._began > self.lease_s:
+            self.store.expire()
+            self.store.forget_unseen()
+        waiting, running, shares = self.store.waiting(), self.store.running(), self._shares_now()
+        workers = self._here(self.store.workers())
+        now = self.store.clock()
+        placed = decide(waiting, running, workers, shares, now)
+        given = [each for each in (self._give(*pair) for pair in placed) if each is not None]
+        taken = {each.dry_run for each in given}
+        left = [each for each in waiting if each.dry_run not in taken]
+        self.reasons = why_waiting(left, running, workers, shares, now)
+        return given
+
+    def _give(self, dry_run: int, worker: str) -> Assignment | None:
+        """Leases a dry run to a worker that asks for one; None where it does not, or may not have it any more."""
+        future = self._question(worker)
+        if future is None:
+            return None
+        try:
+            assignment = self.store.lease(dry_run, worker, self.lease_s)
+        except (LeaseOver, NotFound, Refused) as error:  # it was cancelled, or the worker left, in this moment
+            _log.info("not leased: %s", error)
+            self._again(worker, future)
+            return None
+        except BaseException:
+            self._again(worker, future)
+            raise
+        future.set_result(assignment)
+        return assignment
+
+    def _question(self, worker: str) -> "Future[Assignment | None] | None":
+        """A worker's oldest question that is still asked; nobody can cancel it from now on."""
+        with self._mutex:
+            futures = self._asking.get(worker, deque())
+            while futures:
+                future = futures.popleft()
+                if future.set_running_or_notify_cancel():
+                    return future
+        return None
+
+    def _again(self, worker: str, future: "Future[Assignment | None]") -> None:
+        """Has a question that was not answered end without an answer: its worker asks again."""
+        future.set_result(None)
+
+    def _here(self, workers: list[Worker]) -> list[Worker]:
+        """The workers that can be counted on: they ask, or did just now."""
+        now = self._monotonic()
+        with self._mutex:
+            for worker, futures in list(self._asking.items()):
+                while futures and futures[0].cancelled():
+                    futures.popleft()
+                if futures:
+                    self._asked[worker] = now
+                else:
+                    del self._asking[worker]
+            recent = {worker for worker, asked in self._asked.items() if now - asked <= HERE_S}
+            self._asked = {worker: self._asked[worker] for worker in recent}
+        return [each for each in workers if each.id in recent]
+
+    def _shares_now(self) -> list[Share]:
+        asked, shares = self._shares
+        now = self._monotonic()
+        if now - asked > SHARES_S:
+            shares = self.store.shares()
+            self._shares = now, shares
+        return shares

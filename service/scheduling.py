@@ -1,0 +1,274 @@
+"""Which dry run goes where: pure functions of what waits, what runs, the workers and the users' shares.
+
+Of what waits, a higher priority goes first; between equal ones the user who has had least of the devices for their
+weight; of one user's the search that was submitted first. A dry run gets all its devices at once, on one worker: the one
+on which the fewest are left over. A gang that finds no worker with so many free ones reserves the worker that will have
+them first, and dry runs behind it are placed there only where they do not delay it (backfilling as EASY does: Lifka 1995,
+"The ANL/IBM SP scheduling system"). What runs is never interrupted.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .records import Running, Share, Waiting, Worker
+
+NOMINAL_S = 60.0
+"""What a dry run counts for in its user's share as soon as it starts, and is taken to last where nothing is known, s."""
+RESERVED = 8
+"""One worker of so many may be reserved for gangs, and one at least."""
+
+Placement = tuple[int, str]
+"""A dry run, and the worker that gets it."""
+
+
+def decide(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    workers: Sequence[Worker],
+    shares: Iterable[Share],
+    now: float,
+) -> list[Placement]:
+    """What is to start now, and where, in the order in which it was chosen.
+
+    Args:
+        waiting: what waits.
+        running: what runs.
+        workers: who is there.
+        shares: of the users; who is not among them has had nothing and has no quota.
+        now: the time, s since 1970.
+    """
+    pool = _Pool(workers, running, now)
+    return list(_placements(waiting, pool, _Users(shares, running)))
+
+
+def why_waiting(
+    waiting: Sequence[Waiting],
+    running: Sequence[Running],
+    workers: Sequence[Worker],
+    shares: Iterable[Share],
+    now: float,
+) -> dict[str, str]:
+    """Why each search that waits does, by its id; arguments as for `decide`."""
+    pool, users = _Pool(workers, running, now), _Users(shares, running)
+    out: dict[str, str] = {}
+    for each in waiting:
+        if each.search not in out:
+            out[each.search] = pool.obstacle(each) or users.obstacle(each.user) or pool.state(each)
+    return out
+
+
+def matches(wanted: str, device: Mapping[str, Any]) -> bool:
+    """Whether a device is of the kind that a search wants: any, its type, or a part of its name."""
+    named = wanted.casefold()
+    return (
+        not named or named == str(device.get("type", "")).casefold() or named in str(device.get("name", "")).casefold()
+    )
+
+
+def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
+    # The users' heads are in a heap; what a user has taken changes only that user's place in it.
+    queues: dict[int, list[Waiting]] = defaultdict(list)
+    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, one.search, -one.dry_run)):
+        queues[each.user].append(each)
+
+    def place_of(user: int) -> tuple[float, float, float, int]:
+        head = queues[user][-1]
+        return -head.priority, users.charge(user), head.submitted, user
+
+    heap = [place_of(user) for user in queues]
+    heapq.heapify(heap)
+    while heap and pool.any_free:
+        user = heapq.heappop(heap)[-1]
+        if users.obstacle(user):
+            continue
+        each = queues[user].pop()
+        worker = pool.place(each)
+        if worker is not None:
+            users.count(user, each)
+            yield each.dry_run, worker
+        if queues[user]:
+            heapq.heappush(heap, place_of(user))
+
+
+class _Users:
+    """What users have, and may have."""
+
+    def __init__(self, shares: Iterable[Share], running: Iterable[Running]) -> None:
+        self.shares = {each.user: each for each in shares}
+        self.charges = {user: each.recent for user, each in self.shares.items()}
+        self.running: dict[int, int] = defaultdict(int)
+        for each in running:
+            self.count(each.user, each)
+
+    def count(self, user: int, each: Waiting | Running) -> None:
+        """Counts a dry run that runs, or will now."""
+        self.running[user] += 1
+        self.charges[user] = self.charges.get(user, 0.0) + each.devices * (each.seconds or NOMINAL_S)
+
+    def charge(self, user: int) -> float:
+        """Device-seconds for a weight of 1."""
+        share = self.shares.get(user)
+        return self.charges.get(user, 0.0) / (share.weight if share else 1.0)
+
+    def obstacle(self, user: int) -> str:
+        """Which quota keeps a user from starting more; empty where none does."""
+        share = self.shares.get(user)
+        if share is None:
+            return ""
+        if share.running is not None and self.running[user] >= share.running:
+            return f"its user has {self.running[user]} dry runs running, and may have {share.running}"
+        if share.device_hours is not None and share.used_hours >= share.device_hours:
+            return f"its user has used {share.used_hours:.2f} of {share.device_hours:g} device-hours in 30 days"
+        return ""
+
+
+@dataclass
+class _Reservation:
+    """What a gang waits for on a worker."""
+
+    ready: float
+    """When the worker has its devices."""
+    spare: int
+    """Devices that are free then beside them."""
+
+
+@dataclass
+class _Kind:
+    """The workers of one kind of device."""
+
+    device: Mapping[str, Any]
+    name: str
+    workers: list[Worker] = field(default_factory=list)
+    free: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Workers that are not reserved, by how many devices they have free."""
+    reserved: dict[str, _Reservation] = field(default_factory=dict)
+
+
+class _Pool:
+    """The workers, what they have free, and what is reserved of it."""
+
+    def __init__(self, workers: Sequence[Worker], running: Sequence[Running], now: float) -> None:
+        self.now = now
+        self.free = {each.id: each.devices for each in workers}
+        self.ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for each in running:
+            if each.worker in self.free:
+                self.free[each.worker] -= each.devices
+                self.ends[each.worker].append((max(now, each.started + (each.seconds or NOMINAL_S)), each.devices))
+        self.kinds: dict[tuple[str, str], _Kind] = {}
+        for worker in sorted(workers, key=lambda one: one.id):
+            device = worker.device
+            key = str(device.get("type", "")), str(device.get("name", ""))
+            kind = self.kinds.setdefault(key, _Kind(device=device, name=key[1] or key[0]))
+            kind.workers.append(worker)
+            if self.free[worker.id] > 0:
+                kind.free[self.free[worker.id]].append(worker.id)
+        self.unused = sum(max(0, each) for each in self.free.values())
+        self._bound: dict[str, _Kind] = {}
+        self._wanted: dict[str, list[_Kind]] = {}
+
+    @property
+    def any_free(self) -> bool:
+        """Whether any device is free."""
+        return self.unused > 0
+
+    def place(self, each: Waiting) -> str | None:
+        """The worker that a dry run gets, whose devices are taken from now on; None where it has to wait."""
+        kinds = self.suitable(each)
+        best: tuple[int, _Kind] | None = None
+        for kind in kinds:
+            level = min((free for free, ids in kind.free.items() if free >= each.devices and ids), default=None)
+            if level is not None and (best is None or level < best[0]):
+                best = level, kind
+        if best is not None:
+            level, kind = best
+            worker = kind.free[level].pop()
+            if level > each.devices:
+                kind.free[level - each.devices].append(worker)
+        else:
+            found = self._beside_a_gang(each, kinds)
+            if found is None:
+                if each.devices > 1:
+                    self._reserve(each, kinds)
+                return None
+            worker, kind = found
+        self.free[worker] -= each.devices
+        self.unused -= each.devices
+        self.ends[worker].append((self.now + (each.seconds or NOMINAL_S), each.devices))
+        if not each.device:
+            self._bound[each.search] = kind
+        return worker
+
+    def suitable(self, each: Waiting) -> list[_Kind]:
+        """The kinds of device that a dry run may have; one of a search has had the first of it decide."""
+        if each.search in self._bound:
+            return [self._bound[each.search]]
+        if each.device not in self._wanted:
+            self._wanted[each.device] = [kind for kind in self.kinds.values() if matches(each.device, kind.device)]
+        return self._wanted[each.device]
+
+    def _beside_a_gang(self, each: Waiting, kinds: list[_Kind]) -> tuple[str, _Kind] | None:
+        """A reserved worker on which a dry run delays nobody: it ends before, or the gang leaves so much."""
+        for kind in kinds:
+            for worker, held in kind.reserved.items():
+                if self.free[worker] < each.devices:
+                    continue
+                if each.seconds is not None and self.now + each.seconds <= held.ready:
+                    return worker, kind
+                if each.devices <= held.spare:
+                    held.spare -= each.devices
+                    return worker, kind
+        return None
+
+    def _reserve(self, each: Waiting, kinds: list[_Kind]) -> None:
+        """Reserves the worker that will first have what a gang needs, where that many are not reserved already."""
+        found: tuple[float, int, str, int, _Kind] | None = None
+        for kind in kinds:
+            if len(kind.reserved) >= max(1, len(kind.workers) // RESERVED):
+                continue
+            for worker in kind.workers:
+                if worker.devices < each.devices or worker.id in kind.reserved:
+                    continue
+                ready, free = self._ready(worker.id, each.devices)
+                candidate = ready, -self.free[worker.id], worker.id, free - each.devices, kind
+                if found is None or candidate[:3] < found[:3]:
+                    found = candidate
+        if found is None:
+            return
+        ready, _, name, spare, kind = found
+        if self.free[name] > 0:
+            kind.free[self.free[name]].remove(name)
+        kind.reserved[name] = _Reservation(ready=ready, spare=spare)
+
+    def _ready(self, worker: str, devices: int) -> tuple[float, int]:
+        """When a worker has so many devices free, by what is known of what it runs, and how many are free then."""
+        free, ready = self.free[worker], self.now
+        for end, freed in sorted(self.ends[worker]):
+            if free >= devices:
+                break
+            free, ready = free + freed, end
+        return ready, free
+
+    def obstacle(self, each: Waiting) -> str:
+        """Why no worker of the pool can ever run a dry run; empty where one can."""
+        if not self.free:
+            return "no worker is connected"
+        kinds = self.suitable(each)
+        if not kinds:
+            there = ", ".join(sorted(kind.name for kind in self.kinds.values()))
+            return f"no worker has a device '{each.device}'; there are: {there}"
+        most = max(worker.devices for kind in kinds for worker in kind.workers)
+        if most < each.devices:
+            return f"a dry run takes {each.devices} devices of one worker, and none has more than {most}"
+        return ""
+
+    def state(self, each: Waiting) -> str:
+        """What a dry run that could run waits for."""
+        workers = [worker for kind in self.suitable(each) for worker in kind.workers]
+        free = sum(max(0, self.free[worker.id]) for worker in workers)
+        devices = sum(worker.devices for worker in workers)
+        wants = "a device" if each.devices == 1 else f"{each.devices} devices of one worker"
+        return f"waits for {wants}: {free} of {devices} are free, and others go before"
