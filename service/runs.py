@@ -31,6 +31,8 @@ class Runs:
     def __init__(self, data: Path) -> None:
         self.data = data
         """The server's folder."""
+        self.searches = data / SEARCHES
+        """Folders of searches."""
         self._counts: dict[str, tuple[tuple[int, int], int]] = {}
         self._lock = threading.Lock()
 
@@ -92,7 +94,7 @@ class Runs:
         trials, view = self.trials(search)
         found = make_result(trials, (), folder=None, ended="", interrupted=False).to_dict()
         out = {name: found[name] for name in ("best", "best_exact", "default", "gain", "why", "trials")}
-        return as_json({**out, "problems": _told(view.problems if view else (), self.data / SEARCHES)})
+        return as_json({**out, "problems": _told(view.problems if view else (), self.searches)})
 
     def export(self, search: str, target: str, trial: int | None, form: str | None) -> Export:
         """A trial's configuration, the winner's where none is named, as a file of a target.

@@ -72,6 +72,11 @@ class Feed:
         self.listeners = 0
         """How many there are."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether this server is about to end."""
+        return self._stopped
+
     async def run(self) -> None:
         """Reads what is new until `stop`."""
         begun = False

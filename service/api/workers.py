@@ -108,7 +108,12 @@ async def lease(
     _own(user, await run_sync(parts.store.worker, worker))
     await run_sync(parts.store.seen, worker)
     question = parts.dispatcher.ask(worker)
-    found = await _answer(question, wait, request)
+    try:
+        found = await _answer(question, wait, request, parts)
+    except asyncio.CancelledError:  # this server is about to end
+        if not question.cancel():
+            question.add_done_callback(lambda asked: _unheard(parts, asked))
+        raise
     if found is None:
         return Response(status_code=204)
     if await request.is_disconnected():  # nobody would run it until the lease ends
@@ -116,17 +121,26 @@ async def lease(
     return JSONResponse(asdict(found))
 
 
-async def _answer(question: "Future[Assignment | None]", wait: float, request: Request) -> Assignment | None:
+async def _answer(
+    question: "Future[Assignment | None]", wait: float, request: Request, parts: Parts
+) -> Assignment | None:
     """The answer to a question, unless the worker hangs up or it takes too long; a question that is answered in that
     moment is answered."""
     loop = asyncio.get_running_loop()
     until, waiting = loop.time() + wait, asyncio.wrap_future(question)
     while not waiting.done():
         left = until - loop.time()
-        if (left <= 0 or await request.is_disconnected()) and question.cancel():
+        gone = left <= 0 or parts.feed.stopped or await request.is_disconnected()
+        if gone and question.cancel():
             return None
         await asyncio.wait({waiting}, timeout=max(0.01, min(left, _LOOK_S)))
     return waiting.result()
+
+
+def _unheard(parts: Parts, asked: "Future[Assignment | None]") -> None:
+    """Has an answer that nobody hears wait again."""
+    if not asked.cancelled() and (found := asked.result()) is not None:
+        parts.store.give_back(found.dry_run, found.lease)
 
 
 @router.post("/v1/leases/{dry_run}/renew")
