@@ -1,1 +1,1 @@
-"""Searches for a team: many searches of many people on one pool of devices, over HTTP."""
+"""Searches for a team on shared devices: an API over HTTP, a queue in SQL, and workers that join and leave."""
