@@ -17,9 +17,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         """What `/metrics` shows."""
         made = {"registry": self.registry}
-        self.requests = Counter(
-            "redline_http_requests", "Requests answered.", ("method", "route", "status"), **made
-        )
+        self.requests = Counter("redline_http_requests", "Requests answered.", ("method", "route", "status"), **made)
         """Requests."""
         self.seconds = Histogram(
             "redline_http_seconds", "Time until an answer begins.", ("route",), buckets=BUCKETS, **made

@@ -23,7 +23,9 @@ TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="The event that was seen last.")]
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 CHUNK = 1 << 18
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
+}
 
 
 def shown(parts: Parts, search: Search) -> SearchAnswer:
