@@ -1,0 +1,83 @@
+"""Stores for the service's tests: a new one in SQLite, or in each kind of database."""
+
+import shutil
+
+import postgres
+import pytest
+from redline.service.store import Store
+from redline.service.tables import METADATA
+from service_pool import Clock, Pool
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    if postgres.missing():
+        pytest.skip(postgres.missing())
+    made = postgres.Cluster()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def made_sqlite(tmp_path_factory):
+    """A file with the service's tables, to be copied: making them takes longer than most tests."""
+    path = tmp_path_factory.mktemp("made") / "redline.db"
+    Store.open(f"sqlite:///{path}").close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def made_postgres(cluster):
+    """A database with the service's tables, which every test finds empty."""
+    url = cluster.new_database()
+    Store.open(url).close()
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request):
+    """Of a database with the service's tables, of each kind."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request, tmp_path):
+    """Of an empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/empty.db"
+    return request.getfixturevalue("cluster").new_database()
+
+
+@pytest.fixture
+def sqlite_url(tmp_path, made_sqlite):
+    return f"sqlite:///{shutil.copy(made_sqlite, tmp_path)}"
+
+
+@pytest.fixture
+def postgresql_url(cluster, made_postgres):
+    cluster.empty(made_postgres, METADATA.tables)
+    return made_postgres
+
+
+@pytest.fixture
+def store(url, clock):
+    """A store in each kind of database."""
+    with Store.open(url, clock=clock) as made:
+        yield made
+
+
+@pytest.fixture
+def sqlite(sqlite_url, clock):
+    """A store in SQLite, for what is the same in any."""
+    with Store.open(sqlite_url, clock=clock) as made:
+        yield made
+
+
+@pytest.fixture
+def pool(store):
+    return Pool(store)
