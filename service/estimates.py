@@ -59,7 +59,9 @@ def predicted(form: dict[str, Any]) -> dict[str, Any]:
 
     own = {name: form.get(name) for name in _OWN}
     with tempfile.TemporaryDirectory(prefix="redline-") as folder:
-        asked = arguments({name: each for name, each in form.items() if name not in _OWN or name in TARGETS}, Path(folder))
+        asked = arguments(
+            {name: each for name, each in form.items() if name not in _OWN or name in TARGETS}, Path(folder)
+        )
         request = estimate_request(
             hardware=own["hardware"], memory_limit_mib=parse_memory(own["memory_limit"]), **asked
         )

@@ -42,7 +42,9 @@ class Helper:
                 pipe.send((function, args))
                 if not pipe.poll(self._seconds):
                     self._end()
-                    raise UsageError(f"this takes longer than the {self._seconds:g} s that it may; ask for something smaller")
+                    raise UsageError(
+                        f"this takes longer than the {self._seconds:g} s that it may; ask for something smaller"
+                    )
                 kind, found = pipe.recv()
             except (EOFError, OSError):
                 self._end()

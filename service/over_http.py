@@ -24,7 +24,9 @@ class ServerPool(Pool):
     def __init__(self, server: str, token: str, verify: str | None = None) -> None:
         self._transport = Transport(server, token, verify)
 
-    def join(self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]) -> str:
+    def join(
+        self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
+    ) -> str:
         form = {"name": name, "host": host, "device": device, "devices": devices, "memory_mib": memory_mib}
         return str(self._transport.json("POST", "/v1/workers", json={**form, "software": software})["id"])
 
@@ -51,7 +53,9 @@ class ServerPool(Pool):
     def log(self, assignment: Assignment, name: str, offset: int, text: bytes) -> None:
         params = {"lease": assignment.lease, "name": name, "offset": offset}
         headers = {"content-type": "application/octet-stream"}
-        self._transport.json("PUT", f"/v1/leases/{assignment.dry_run}/log", params=params, content=text, headers=headers)
+        self._transport.json(
+            "PUT", f"/v1/leases/{assignment.dry_run}/log", params=params, content=text, headers=headers
+        )
 
     def leave(self, worker: str) -> None:
         self._transport.json("POST", f"/v1/workers/{worker}/leave")

@@ -20,7 +20,7 @@ from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .estimates import Estimates
 from .helper import Helper
-from .records import Role, User
+from .records import Role
 from .runs import Runs
 from .searchers import MOST, Searchers
 from .store import Store
@@ -175,7 +175,7 @@ def _server(uvicorn: Any, options: ServeOptions, parts: Any) -> Any:
     """The HTTP server, which ends its streams as soon as it is asked to end."""
     from .api.app import make_app
 
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             parts.feed.stop()
             super().handle_exit(sig, frame)
@@ -250,4 +250,6 @@ def exposed(host: str, certificate: Path | None) -> str:
     """What to say of an address that others reach without encryption; empty where it is none."""
     if is_local(host) or certificate is not None:
         return ""
-    return f"{host} is reached by others, and nothing is encrypted: give --certificate, or put a proxy with TLS in front"
+    return (
+        f"{host} is reached by others, and nothing is encrypted: give --certificate, or put a proxy with TLS in front"
+    )

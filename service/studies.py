@@ -149,7 +149,9 @@ def _form_of(url: str, study: str) -> Mapping[str, Any]:
     with quiet(), contained(words(url)):
         storage, _ = open_storage(url, mend=True)
         try:
-            names = {each.study_name: each for each in optuna.get_all_study_summaries(storage, include_best_trial=False)}
+            names = {
+                each.study_name: each for each in optuna.get_all_study_summaries(storage, include_best_trial=False)
+            }
         finally:
             storage.remove_session()
     found: Mapping[str, Any] = names[PREFIX + study].user_attrs[_FORM]

@@ -64,7 +64,9 @@ def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
         brought = request.headers.get(CSRF, "")
         if request.method not in _SAFE and not hmac.compare_digest(brought.encode(), csrf_of(cookie).encode()):
             raise Problem(
-                403, "csrf", f"a change by a page must bring the header {CSRF} that GET /v1/me names; load the page anew"
+                403,
+                "csrf",
+                f"a change by a page must bring the header {CSRF} that GET /v1/me names; load the page anew",
             )
     else:
         raise Problem(

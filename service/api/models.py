@@ -126,9 +126,7 @@ Whole = Annotated[int, Field(ge=1, le=LARGEST_NUMBER)]
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Knob = Annotated[str, Field(min_length=1, max_length=80)]
 Value = bool | int | float | Annotated[str, Field(max_length=2000)]
-Duration = Annotated[
-    Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e9)], _checked(_duration)
-]
+Duration = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e9)], _checked(_duration)]
 Memory = Annotated[Annotated[str, Field(max_length=40)] | Annotated[float, Field(gt=0, le=1e12)], _checked(_memory)]
 Hardware = Annotated[Word, _checked(_hardware)]
 Target = Annotated[Word, _checked(_target)]
@@ -156,9 +154,10 @@ class Code(Body):
 class CommandForm(Body):
     """A program that is tuned as it is; the fields of `redline.Command`."""
 
-    command: Annotated[str, Field(min_length=1, max_length=20_000)] | Annotated[
-        list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)
-    ]
+    command: (
+        Annotated[str, Field(min_length=1, max_length=20_000)]
+        | Annotated[list[Annotated[str, Field(max_length=4000)]], Field(min_length=1, max_length=500)]
+    )
     launcher: Word | None = None
     model: Word | None = None
     env: Annotated[list[Annotated[str, Field(max_length=4000)]], Field(max_length=200)] = []
@@ -176,7 +175,9 @@ class SpaceForm(Body):
     space: SpaceDocument | None = None
     """In place of the default one: a document of `Space.to_dict`."""
     allow: Annotated[list[Literal["lossy"]], Field(max_length=1)] = []
-    override: Annotated[dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)] = {}
+    override: Annotated[
+        dict[Knob, Annotated[list[Value], Field(min_length=1, max_length=1000)]], Field(max_length=200)
+    ] = {}
     """Values of knobs, in place of the space's."""
     fix: Annotated[Mapping, Field(max_length=200)] = {}
     """Knobs that do not vary."""

@@ -30,7 +30,9 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     """What runs and what waits, and why."""
     store = parts.store
     found = [
-        each for state in (SearchState.RUNNING, SearchState.QUEUED) for each in store.searches(state=state, limit=MOST_SHOWN)
+        each
+        for state in (SearchState.RUNNING, SearchState.QUEUED)
+        for each in store.searches(state=state, limit=MOST_SHOWN)
     ]
     found.sort(key=_turn)
     running, names = store.running(), {each.id: each.name for each in store.users()}

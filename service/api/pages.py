@@ -50,7 +50,9 @@ def add(app: FastAPI, parts: Parts) -> None:
         try:
             user = await run_sync(user_of, parts, token, address)
         except Problem as error:
-            return _html(own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status)
+            return _html(
+                own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status
+            )
         await run_sync(parts.store.audit, user.name, "login", address)
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(

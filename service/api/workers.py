@@ -14,9 +14,9 @@ from ..logs import MOST_AT_ONCE, write_log
 from ..records import Assignment, DryRun, Role, User, Worker
 from .access import Reader, Submitter
 from .models import (
+    LARGEST_ID,
     JoinAnswer,
     JoinForm,
-    LARGEST_ID,
     LeaseForm,
     LogAnswer,
     OutcomeForm,
@@ -44,7 +44,10 @@ _ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "Nothing wa
 def shown(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
     """A worker as it is answered."""
     return WorkerAnswer(
-        **{name: getattr(worker, name) for name in ("id", "name", "host", "device", "devices", "software", "seen", "left")},
+        **{
+            name: getattr(worker, name)
+            for name in ("id", "name", "host", "device", "devices", "software", "seen", "left")
+        },
         user=names.get(worker.user, ""),
         busy=busy,
         memory=worker.memory_mib,
@@ -83,7 +86,9 @@ def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
 @router.post("/v1/workers", status_code=201)
 def join(form: JoinForm, user: Submitter, parts: PartsOf) -> JoinAnswer:
     """Adds a host's devices to the pool."""
-    joined = parts.store.join(user, form.name, form.host, form.device, form.devices, int(form.memory_mib), form.software)
+    joined = parts.store.join(
+        user, form.name, form.host, form.device, form.devices, int(form.memory_mib), form.software
+    )
     parts.store.audit(user.name, "join", joined.id, {"host": form.host, "devices": form.devices})
     return JoinAnswer(id=joined.id, lease_seconds=parts.dispatcher.lease_s)
 
@@ -191,4 +196,3 @@ def log(
     if offset + len(text) > LARGEST_LOG:
         raise UsageError(f"a log of more than {LARGEST_LOG >> 20} MiB is not kept on")
     return LogAnswer(size=write_log(parts.runs.data, found.search, name, offset, text))
-

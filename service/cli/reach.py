@@ -15,7 +15,11 @@ def reached(command: Command) -> Command:
     for option in (
         click.option("--trust", metavar="FILE", help="Certificates to trust, in PEM.  [default: the system's]"),
         click.option(
-            "--token", envvar="REDLINE_TOKEN", required=True, metavar="TEXT", help="Who one is.  [default: REDLINE_TOKEN]"
+            "--token",
+            envvar="REDLINE_TOKEN",
+            required=True,
+            metavar="TEXT",
+            help="Who one is.  [default: REDLINE_TOKEN]",
         ),
         click.option(
             "--server",

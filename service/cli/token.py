@@ -30,7 +30,9 @@ def token(context: click.Context, data: Path, storage: str | None) -> None:
 
 @token.command()
 @click.argument("user")
-@click.option("--role", type=click.Choice(["reader", "submitter", "admin"]), help="Of a new user.  [default: submitter]")
+@click.option(
+    "--role", type=click.Choice(["reader", "submitter", "admin"]), help="Of a new user.  [default: submitter]"
+)
 @click.option("--for", "name", default="", metavar="TEXT", help="What the token is for.")
 @click.option("--expires", metavar="TIME", help="From when it is not taken any more, such as 30d or 12h.")
 @click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
@@ -46,8 +48,10 @@ def new(url: str, user: str, role: str | None, name: str, expires: str | None, *
         except NotFound:
             found = store.add_user(user, role or "submitter", **more)
         else:
-            if role is not None and role != found.role or any(more.values()):
-                raise UsageError(f"{user} is there already, as {found.role}; what a user may do is said when they are added")
+            if (role is not None and role != found.role) or any(more.values()):
+                raise UsageError(
+                    f"{user} is there already, as {found.role}; what a user may do is said when they are added"
+                )
         made = store.new_token(found, name, _later(expires))
         store.audit("", "token", user, {"for": name, "expires": expires})
     click.echo(made)
