@@ -45,8 +45,6 @@ class Dispatcher(threading.Thread):
         super().__init__(name="dispatcher", daemon=True)
         self.store = store
         self.lease_s = lease_s
-        self.reasons: dict[str, str] = {}
-        """Why searches wait, as of the last decision."""
         self.failure = ""
         """Why nothing can be decided right now; empty where all is well."""
         self._monotonic = monotonic
@@ -54,6 +52,7 @@ class Dispatcher(threading.Thread):
         self._asking: dict[str, deque[Future[Assignment | None]]] = {}
         self._asked: dict[str, float] = {}
         self._shares: tuple[float, list[Share]] = (float("-inf"), [])
+        self._left: Callable[[], dict[str, str]] = dict
         self._mutex = threading.Lock()
         self._changed = threading.Event()
         self._closing = threading.Event()
@@ -76,6 +75,11 @@ class Dispatcher(threading.Thread):
             if future.cancel():
                 return None
             return future.result()  # it came in this moment
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why searches wait, by id, as of the last decision."""
+        return self._left()
 
     def wake(self) -> None:
         """Has it decide now."""
@@ -125,7 +129,7 @@ class Dispatcher(threading.Thread):
         given = [each for each in (self._give(*pair) for pair in placed) if each is not None]
         taken = {each.dry_run for each in given}
         left = [each for each in waiting if each.dry_run not in taken]
-        self.reasons = why_waiting(left, running, workers, shares, now)
+        self._left = lambda: why_waiting(left, running, workers, shares, now)
         return given
 
     def _give(self, dry_run: int, worker: str) -> Assignment | None:
@@ -137,10 +141,10 @@ class Dispatcher(threading.Thread):
             assignment = self.store.lease(dry_run, worker, self.lease_s)
         except (LeaseOver, NotFound, Refused) as error:  # it was cancelled, or the worker left, in this moment
             _log.info("not leased: %s", error)
-            self._again(worker, future)
+            future.set_result(None)  # its worker asks again
             return None
         except BaseException:
-            self._again(worker, future)
+            future.set_result(None)
             raise
         future.set_result(assignment)
         return assignment
@@ -154,10 +158,6 @@ class Dispatcher(threading.Thread):
                 if future.set_running_or_notify_cancel():
                     return future
         return None
-
-    def _again(self, worker: str, future: "Future[Assignment | None]") -> None:
-        """Has a question that was not answered end without an answer: its worker asks again."""
-        future.set_result(None)
 
     def _here(self, workers: list[Worker]) -> list[Worker]:
         """The workers that can be counted on: they ask, or did just now."""

@@ -56,7 +56,7 @@ def why_waiting(
     out: dict[str, str] = {}
     for each in waiting:
         if each.search not in out:
-            out[each.search] = pool.obstacle(each) or users.obstacle(each.user) or pool.state(each)
+            out[each.search] = pool.why(each, users)
     return out
 
 
@@ -71,7 +71,7 @@ def matches(wanted: str, device: Mapping[str, Any]) -> bool:
 def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
     # The users' heads are in a heap; what a user has taken changes only that user's place in it.
     queues: dict[int, list[Waiting]] = defaultdict(list)
-    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, one.search, -one.dry_run)):
+    for each in sorted(waiting, key=lambda one: (one.priority, -one.submitted, -one.dry_run)):
         queues[each.user].append(each)
 
     def place_of(user: int) -> tuple[float, float, float, int]:
@@ -169,6 +169,7 @@ class _Pool:
         self.unused = sum(max(0, each) for each in self.free.values())
         self._bound: dict[str, _Kind] = {}
         self._wanted: dict[str, list[_Kind]] = {}
+        self._words: dict[tuple[str, int], tuple[str, str]] = {}
 
     @property
     def any_free(self) -> bool:
@@ -252,7 +253,15 @@ class _Pool:
             free, ready = free + freed, end
         return ready, free
 
-    def obstacle(self, each: Waiting) -> str:
+    def why(self, each: Waiting, users: "_Users") -> str:
+        """What a dry run waits for."""
+        key = each.device, each.devices
+        if key not in self._words:
+            self._words[key] = self._obstacle(each), self._state(each)
+        never, not_now = self._words[key]
+        return never or users.obstacle(each.user) or not_now
+
+    def _obstacle(self, each: Waiting) -> str:
         """Why no worker of the pool can ever run a dry run; empty where one can."""
         if not self.free:
             return "no worker is connected"
@@ -265,7 +274,7 @@ class _Pool:
             return f"a dry run takes {each.devices} devices of one worker, and none has more than {most}"
         return ""
 
-    def state(self, each: Waiting) -> str:
+    def _state(self, each: Waiting) -> str:
         """What a dry run that could run waits for."""
         workers = [worker for kind in self.suitable(each) for worker in kind.workers]
         free = sum(max(0, self.free[worker.id]) for worker in workers)

@@ -10,7 +10,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,14 +126,14 @@ class Database:
                 if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
                     raise self._unavailable(error, means) from error
             except (StatementError, OverflowError) as error:  # a value that no column can hold
-                raise UsageError(f"this cannot be kept: {_first_line(error)}") from error
+                raise UsageError(_not_kept(error)) from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _unavailable(self, error: DBAPIError, means: str) -> Exception:
         if not means:
             # DataError and the like: what was given, not what it was given to.
-            return UsageError(f"this cannot be kept in {self.words}: {_first_line(error)}")
+            return UsageError(_not_kept(error))
         return StorageUnavailable(f"{self.words} {means}: {_first_line(error)}")
 
 
@@ -167,7 +166,7 @@ def _engine(url: URL) -> Engine:
         more = {"connect_args": {"connect_timeout": 5, "options": waits}, "isolation_level": "READ COMMITTED"}
     engine = create_engine(
         url,
-        json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")),
+        json_serializer=_as_json,
         pool_size=8,
         max_overflow=32,
         pool_timeout=BUSY_S,
@@ -221,6 +220,18 @@ def _trouble(error: DBAPIError) -> tuple[str, str]:
 def _passes(error: DBAPIError, code: str) -> bool:
     """Whether it may be otherwise in a moment."""
     return bool(error.connection_invalidated) or code in _CONFLICTS or code.startswith(("08", "57P", "SQLITE_BUSY"))
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(_not_kept(error)) from error
+
+
+def _not_kept(error: Exception) -> str:
+    line = _first_line(error)
+    return line if line.startswith("this cannot be kept") else f"this cannot be kept: {line}"
 
 
 def _first_line(error: Exception) -> str:

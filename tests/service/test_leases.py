@@ -1,0 +1,224 @@
+"""Leases of dry runs: the latest alone counts, an outcome is written once, and nothing that was done is lost."""
+
+import pytest
+from redline.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
+from redline.service.records import DryRunState
+from redline.service.store.dry_runs import MOST_ATTEMPTS
+
+OK = {"status": "ok", "throughput": 12.5}
+
+
+def test_a_dry_run_is_leased_once_and_answered_once(store, pool):
+    asked = pool.ask()
+    assert (asked.state, asked.lease, asked.outcome) == (DryRunState.WAITING, 0, None)
+    lease = pool.lease(asked)
+    assert (lease.lease, lease.request, lease.payload) == (1, {"model": "gpt2-tiny"}, {"number": "0"})
+    with pytest.raises(LeaseOver, match=rf"the dry run {asked.id} waits no more: it is leased, its search running"):
+        pool.lease(asked)
+    done = store.answer(asked.id, lease.lease, OK)
+    assert (done.state, done.outcome) == (DryRunState.DONE, OK)
+    assert store.outcome(asked.id) == OK
+
+
+def test_an_answer_that_is_told_again_changes_nothing(store, pool):
+    lease = pool.lease(pool.ask())
+    first = store.answer(lease.dry_run, lease.lease, OK)
+    assert store.answer(lease.dry_run, lease.lease, {"status": "oom"}) == first
+
+
+def test_a_lease_that_ends_is_taken_up_and_the_old_one_is_refused(store, pool, clock):
+    asked = pool.ask()
+    old = pool.lease(asked, seconds=10)
+    clock.pass_by(9)
+    assert store.expire() == []
+    clock.pass_by(2)
+    assert [each.id for each in store.expire()] == [asked.id]
+    new = pool.lease(asked)
+    assert new.lease == old.lease + 1
+    for late in (
+        lambda: store.answer(asked.id, old.lease, {"status": "oom"}),
+        lambda: store.renew(asked.id, old.lease, 10),
+        lambda: store.give_back(asked.id, old.lease),
+    ):
+        with pytest.raises(LeaseOver, match=rf"lease 1 of the dry run {asked.id} is over: it is leased, its lease 2"):
+            late()
+    assert store.answer(asked.id, new.lease, OK).outcome == OK
+
+
+def test_a_late_answer_is_taken_where_nobody_else_has_begun(store, pool, clock):
+    lease = pool.lease(pool.ask(), seconds=10)
+    clock.pass_by(60)
+    store.expire()
+    assert store.answer(lease.dry_run, lease.lease, OK).outcome == OK
+    assert store.waiting() == []
+
+
+def test_a_lease_that_is_renewed_goes_on(store, pool, clock):
+    lease = pool.lease(pool.ask(), seconds=10)
+    for _ in range(5):
+        clock.pass_by(8)
+        assert store.renew(lease.dry_run, lease.lease, 10) == clock.now + 10
+        assert store.expire() == []
+    clock.pass_by(60)
+    store.expire()
+    store.renew(lease.dry_run, lease.lease, 10)  # nobody else has it yet
+    assert store.dry_run(lease.dry_run).state == DryRunState.LEASED
+    assert store.waiting() == []
+
+
+def test_what_loses_its_workers_again_and_again_is_a_crash_that_says_so(store, pool, clock):
+    asked = pool.ask()
+    for _ in range(MOST_ATTEMPTS):
+        last = pool.lease(asked, seconds=10)
+        clock.pass_by(11)
+        store.expire()
+    lost = store.outcome(asked.id)
+    assert lost["status"] == "crash" and lost["reason"].startswith("3 workers were lost while they ran it")
+    with pytest.raises(LeaseOver):
+        store.answer(asked.id, last.lease, OK)
+    assert store.outcome(asked.id) == lost
+
+
+def test_what_is_given_back_does_not_count_as_lost(store, pool):
+    asked = pool.ask()
+    for _ in range(MOST_ATTEMPTS + 2):
+        lease = pool.lease(asked)
+        store.give_back(asked.id, lease.lease)
+    assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
+
+
+def test_a_worker_that_leaves_gives_back_what_it_has(store, pool):
+    asked = pool.ask()
+    old = pool.lease(asked)
+    store.leave(pool.worker.id)
+    assert [each.dry_run for each in store.waiting()] == [asked.id]
+    assert store.workers() == []
+    with pytest.raises(Refused, match="has left"):
+        pool.lease(asked)
+    new = pool.lease(asked, worker=pool.join())
+    with pytest.raises(LeaseOver):
+        store.answer(asked.id, old.lease, OK)
+    assert store.dry_run(asked.id).attempts == 1
+    store.answer(asked.id, new.lease, OK)
+
+
+def test_the_same_key_is_the_same_dry_run_with_its_outcome(store, pool):
+    asked = pool.ask("7")
+    lease = pool.lease(asked)
+    store.answer(asked.id, lease.lease, OK)
+    again = store.ask_dry_run(pool.search.id, store.take_search(pool.search.id), "7", "run", {"other": 1}, 1)
+    assert (again.id, again.outcome, again.payload) == (asked.id, OK, {"number": "7"})
+
+
+def test_what_was_withdrawn_is_stopped_and_may_be_asked_for_again(store, pool):
+    asked = pool.ask()
+    lease = pool.lease(asked)
+    store.withdraw(asked.id)
+    with pytest.raises(LeaseOver, match="withdrawn"):
+        store.outcome(asked.id)
+    with pytest.raises(LeaseOver):
+        store.renew(asked.id, lease.lease, 10)
+    with pytest.raises(LeaseOver):
+        store.answer(asked.id, lease.lease, OK)
+    again = pool.ask()
+    assert (again.id, again.state) == (asked.id, DryRunState.WAITING)
+    assert pool.lease(again).lease > lease.lease
+
+
+def test_what_is_done_is_not_withdrawn(store, pool):
+    lease = pool.lease(pool.ask())
+    store.answer(lease.dry_run, lease.lease, OK)
+    store.withdraw(lease.dry_run)
+    assert store.outcome(lease.dry_run) == OK
+
+
+def test_no_worker_gets_more_than_it_has(store, pool):
+    pool.lease(pool.ask("0"))
+    gang = pool.ask("1", devices=2)
+    with pytest.raises(Refused, match=r"has 1 of 2 devices free, not 2"):
+        pool.lease(gang)
+    store.answer(store.running()[0].dry_run, 1, OK)
+    pool.lease(gang)
+
+
+def test_the_first_worker_decides_a_search_s_kind_of_device(store, pool):
+    pool.lease(pool.ask("0"))
+    assert store.search(pool.search.id).device == "NVIDIA H100"
+    other = pool.join(name="NVIDIA A100")
+    with pytest.raises(Refused, match="is for 'NVIDIA H100', and the worker .* has 'NVIDIA A100'"):
+        pool.lease(pool.ask("1"), worker=other)
+
+
+def test_an_earlier_attempt_at_a_search_may_write_nothing(store, pool):
+    later = store.take_search(pool.search.id)
+    for late in (
+        lambda: pool.ask(),
+        lambda: store.beat_search(pool.search.id, pool.attempt),
+        lambda: store.finish(pool.search.id, pool.attempt, "done"),
+    ):
+        with pytest.raises(AttemptOver, match=rf"attempt 1 at the search {pool.search.id} is over: attempt 2 has it"):
+            late()
+    assert store.finish(pool.search.id, later, "done").state == "done"
+    with pytest.raises(AttemptOver, match="has ended: it is done"):
+        store.take_search(pool.search.id)
+
+
+def test_a_cancelled_search_stops_what_runs_and_stays_cancelled(store, pool):
+    running, waiting = pool.ask("0"), pool.ask("1")
+    lease = pool.lease(running)
+    assert store.cancel(pool.search.id).state == "cancelled"
+    assert store.waiting() == [] and store.running() == []
+    with pytest.raises(LeaseOver):
+        store.renew(running.id, lease.lease, 10)
+    with pytest.raises(AttemptOver, match="is cancelled"):
+        pool.ask("2")
+    with pytest.raises(LeaseOver):
+        pool.lease(waiting)
+    assert store.beat_search(pool.search.id, pool.attempt).state == "cancelled"
+    ended = store.finish(pool.search.id, pool.attempt, "failed", "killed", best={"throughput": 3.0})
+    assert (ended.state, ended.best) == ("cancelled", {"throughput": 3.0})
+    assert store.cancel(pool.search.id) == ended
+
+
+def test_unknown_ones_are_told_as_such(store, pool):
+    for call in (
+        lambda: store.outcome(99),
+        lambda: store.lease(99, pool.worker.id, 1),
+        lambda: store.answer(99, 1, OK),
+        lambda: store.withdraw(99),
+    ):
+        with pytest.raises(NotFound, match="there is no dry run 99"):
+            call()
+    with pytest.raises(NotFound, match="there is no worker 'nobody'"):
+        store.lease(pool.ask().id, "nobody", 1)
+    with pytest.raises(NotFound, match="there is no search 'none'"):
+        store.ask_dry_run("none", 1, "0", "run", {}, 1)
+
+
+@pytest.mark.parametrize("bad", [{"loss": float("nan")}, {"loss": float("inf")}, {"loss": object()}])
+def test_what_is_no_json_is_refused_and_nothing_is_written(store, pool, bad):
+    lease = pool.lease(pool.ask())
+    with pytest.raises(UsageError, match="this cannot be kept"):
+        store.answer(lease.dry_run, lease.lease, bad)
+    assert store.outcome(lease.dry_run) is None
+    store.answer(lease.dry_run, lease.lease, OK)
+
+
+def test_the_share_of_a_user_is_what_their_dry_runs_had_of_devices(store, pool, clock):
+    lease = pool.lease(pool.ask(devices=2), seconds=1e6)
+    clock.pass_by(1800)
+    (share,) = store.shares()
+    assert store.usage(3600) == {pool.user.id: pytest.approx(3600)}
+    # 2 devices for half of the hour that counts, the older the less: from 1/2 to 1.
+    assert share.recent == pytest.approx(2 * 1800 * 0.75)
+    assert share.used_hours == pytest.approx(1.0)
+    store.answer(lease.dry_run, lease.lease, OK)
+    clock.pass_by(1800)
+    (share,) = store.shares()
+    assert share.recent == pytest.approx(2 * 1800 * 0.25)
+    clock.pass_by(3600)
+    assert store.shares()[0].recent == 0
+    assert store.usage(3600) == {}
+    assert store.waiting() == []
+    pool.ask("1")
+    assert store.waiting()[0].seconds == pytest.approx(1800)

@@ -1,0 +1,112 @@
+"""Users and tokens: a token's text is nowhere kept, and what is forged, expired or revoked is nobody's."""
+
+import pytest
+from redline.errors import KeyTaken, NotFound, UsageError
+from redline.service.records import Role
+from redline.service.store import Store
+from sqlalchemy import text
+
+
+@pytest.fixture
+def ann(store):
+    return store.add_user("ann", "admin", device_hours=100, running=4, weight=2, allow_code=True, unix_user="ann")
+
+
+def test_a_user_is_kept_as_added(store, ann):
+    assert store.user("ann") == ann
+    assert (ann.role, ann.device_hours, ann.running, ann.weight) == (Role.ADMIN, 100.0, 4, 2.0)
+    assert (ann.allow_code, ann.unix_user) == (True, "ann")
+    bob = store.add_user("bob")
+    assert (bob.role, bob.device_hours, bob.running, bob.allow_code) == (Role.SUBMITTER, None, None, False)
+    assert [each.name for each in store.users()] == ["ann", "bob"]
+
+
+def test_a_token_is_its_user_s_until_it_expires_or_is_revoked(store, ann, clock):
+    kept, brief = store.new_token(ann, "laptop"), store.new_token(ann.id, "ci", expires=clock.now + 60)
+    assert store.user_of(kept) == store.user_of(brief) == ann
+    clock.pass_by(60)
+    assert store.user_of(brief) is None
+
+    store.revoke(kept.split("_")[1][:6])
+    assert store.user_of(kept) is None
+    assert {each.name: each.revoked for each in store.tokens()} == {"laptop": clock.now, "ci": None}
+
+
+def test_a_forged_token_is_nobody_s(store, ann):
+    token = store.new_token(ann)
+    prefix, name, secret = token.split("_", 2)
+    forged = [
+        "",
+        "redline_",
+        token[:-1],
+        token + "x",
+        token.upper(),
+        f"{prefix}_{name}_",
+        f"{prefix}_00000000_{secret}",
+    ]
+    forged += ["redline_" + "\0" * 8 + "_x", "\ud800", "x" * 100_000, f"redline_{name}_{secret[::-1]}"]
+    assert [store.user_of(each) for each in forged] == [None] * len(forged)
+
+
+def test_the_database_does_not_hold_what_a_token_is(store, ann):
+    token = store.new_token(ann)
+    secret = token.split("_", 2)[2]
+    row = store.database.read(lambda c: c.execute(text("SELECT * FROM redline_tokens")).one())
+    assert not any(secret in str(each) or token in str(each) for each in row)
+
+
+def test_a_token_is_revoked_by_its_text_and_by_nothing_ambiguous(store, ann):
+    tokens = [store.new_token(ann) for _ in range(20)]
+    store.revoke(tokens[0])
+    assert store.user_of(tokens[0]) is None and store.user_of(tokens[1]) == ann
+    ids = [each.split("_")[1] for each in tokens]
+    shared = next(each for each in "0123456789abcdef" if sum(one.startswith(each) for one in ids) > 1)
+    with pytest.raises(UsageError, match=f"several tokens begin with '{shared}'"):
+        store.revoke(shared)
+    for nothing in ("", "zz", "redline_"):
+        with pytest.raises(NotFound, match="unknown token"):
+            store.revoke(nothing)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": ""}, "a user's name must not be empty"),
+        ({"name": "a" * 201}, "a user's name has at most 200 characters, but got 201"),
+        ({"name": "a\0"}, "holds a NUL or half a surrogate pair"),
+        ({"name": "x", "role": "boss"}, "unknown role 'boss'.*Known: admin, reader, submitter"),
+        ({"name": "x", "device_hours": -1}, "device_hours must be a number above 0, but got -1"),
+        ({"name": "x", "device_hours": float("nan")}, "device_hours must be a number above 0"),
+        ({"name": "x", "running": -1}, "running must be a whole number from 0 to 2147483647, but got -1"),
+        ({"name": "x", "running": 1.5}, "running must be a whole number"),
+        ({"name": "x", "weight": 0}, "weight must be a number above 0, but got 0"),
+    ],
+)
+def test_a_user_that_cannot_be_is_refused(sqlite, given, said):
+    with pytest.raises(UsageError, match=said):
+        sqlite.add_user(**given)
+    assert sqlite.users() == []
+
+
+def test_names_are_taken_once(store, ann):
+    with pytest.raises(KeyTaken, match="there is a user 'ann' already"):
+        store.add_user("ann")
+    with pytest.raises(NotFound, match="unknown user 'an'; did you mean 'ann'"):
+        store.user("an")
+    with pytest.raises(NotFound, match="there is no user 99"):
+        store.new_token(99)
+
+
+def test_what_was_done_is_kept_in_order(store, clock):
+    store.audit("ann", "cancel", "0123", {"from": "::1"})
+    store.audit("", "login", "x" * 500)
+    first, second = store.audited()
+    assert (first.user, first.action, first.subject, first.detail) == ("ann", "cancel", "0123", {"from": "::1"})
+    assert (len(second.subject), second.time) == (200, clock.now)
+    assert store.audited(after=first.id) == [second]
+
+
+def test_what_is_known_is_there_for_another_process(url, store, ann):
+    token = store.new_token(ann)
+    with Store.open(url, create=False) as other:
+        assert other.user_of(token) == ann

@@ -1,0 +1,153 @@
+"""Searches: what is submitted is kept, a key stands for one search, and pages and events miss nothing."""
+
+import pytest
+from redline.errors import KeyTaken, NotFound, UsageError
+
+REQUEST = {"model": "gpt2-tiny", "trials": 16}
+
+
+@pytest.fixture
+def ann(store):
+    return store.add_user("ann")
+
+
+def test_a_search_is_kept_as_submitted(store, ann, clock):
+    search, new = store.submit(ann, REQUEST, devices=8, device="H100", priority=5, name="mine", key="k", reuse=True)
+    assert new and len(search.id) == 12
+    assert (search.request, search.devices, search.device, search.priority) == (REQUEST, 8, "H100", 5)
+    assert (search.owner, search.name, search.key, search.reuse) == ("ann", "mine", "k", True)
+    assert (search.state, search.attempt, search.created, search.started) == ("queued", 0, clock.now, None)
+    assert store.search(search.id) == search
+
+
+def test_a_key_stands_for_one_search_of_its_user(store, ann):
+    first, _ = store.submit(ann, REQUEST, devices=2, key="k")
+    assert store.submit(ann, dict(reversed(REQUEST.items())), devices=2, key="k") == (first, False)
+    for other in ({"request": {**REQUEST, "trials": 17}, "devices": 2}, {"request": REQUEST, "devices": 4}):
+        with pytest.raises(
+            KeyTaken, match=f"the key 'k' stands for the search {first.id}, which asks for something else"
+        ):
+            store.submit(ann, key="k", **other)
+    bobs, new = store.submit(store.add_user("bob"), REQUEST, devices=2, key="k")
+    assert new and bobs.id != first.id
+    assert store.submit(ann, REQUEST, devices=2)[0].id != store.submit(ann, REQUEST, devices=2)[0].id
+
+
+def test_a_key_holds_when_the_search_has_found_its_kind_of_device(store, ann):
+    first, _ = store.submit(ann, REQUEST, devices=1, key="k")
+    asked = store.ask_dry_run(first.id, store.take_search(first.id), "0", "run", {}, 1)
+    worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 1, 1024, {})
+    store.lease(asked.id, worker.id, 10)
+    again, new = store.submit(ann, REQUEST, devices=1, key="k")
+    assert (again.id, again.device, new) == (first.id, "Xeon", False)
+
+
+def test_pages_of_searches_go_through_all_of_them_once(store, ann, clock):
+    bob = store.add_user("bob")
+    ids = []
+    for number in range(12):
+        ids.append(store.submit(bob if number % 3 == 0 else ann, REQUEST, devices=1)[0].id)
+        clock.pass_by(number % 2)  # several are of the same moment
+    found, after = [], None
+    while page := store.searches(after=after, limit=5):
+        found += [each.id for each in page]
+        after = page[-1].id
+    assert sorted(found) == sorted(ids) and len(found) == 12
+    created = [store.search(each).created for each in found]
+    assert created == sorted(created, reverse=True)
+    assert {each.owner for each in store.searches(user=bob.id)} == {"bob"}
+    store.take_search(ids[3])
+    store.cancel(ids[4])
+    assert [each.id for each in store.searches(state="running")] == [ids[3]]
+    assert [each.id for each in store.searches(state="cancelled")] == [ids[4]]
+    assert len(store.searches(state="queued")) == 10
+    with pytest.raises(NotFound):
+        store.searches(after="000000000000")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"devices": 0}, "devices must be a whole number from 1 to 2147483647, but got 0"),
+        ({"devices": 2**40}, "devices must be a whole number"),
+        ({"devices": True}, "devices must be a whole number"),
+        ({"priority": 101}, "priority must be a whole number from -100 to 100, but got 101"),
+        ({"key": ""}, "key must not be empty"),
+        ({"key": "k" * 201}, "key has at most 200 characters"),
+        ({"name": "\ud800"}, "name holds a NUL or half a surrogate pair"),
+        ({"device": 3}, "device must be a text, but got 3"),
+        ({"request": {"x": float("nan")}}, "this cannot be kept"),
+        ({"request": {"x": {1, 2}}}, "this cannot be kept: Object of type set is not JSON serializable"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(store, ann, given, said):
+    with pytest.raises(UsageError, match=said):
+        store.submit(**{"user": ann, "request": REQUEST, "devices": 1, **given})
+    assert store.searches() == []
+
+
+def test_any_text_comes_back_as_it_was(store, ann):
+    odd = {"name": "é漢🙂\u2028'\"\\ --;", "deep": [[{"\u0000": "\u0000", "": None}]], "big": 2**70, "small": 1e-300}
+    search, _ = store.submit(ann, odd, devices=1, name="Ünïcode 🙂")
+    assert store.search(search.id).request == odd
+    assert store.search(search.id).name == "Ünïcode 🙂"
+
+
+def test_an_end_that_is_told_again_is_the_same_end(store, ann, clock):
+    search, _ = store.submit(ann, REQUEST, devices=1)
+    attempt = store.take_search(search.id)
+    ended = store.finish(search.id, attempt, "done", best={"throughput": 3.0})
+    clock.pass_by(5)
+    assert store.finish(search.id, attempt, "done", best={"throughput": 4.0}) == ended
+    assert (ended.state, ended.best, ended.ended) == ("done", {"throughput": 3.0}, clock.now - 5)
+    with pytest.raises(UsageError, match="a search does not end as running"):
+        store.finish(search.id, attempt, "running")
+
+
+def test_events_are_in_order_and_can_be_resumed(store, ann):
+    one, _ = store.submit(ann, REQUEST, devices=1)
+    two, _ = store.submit(ann, REQUEST, devices=1)
+    attempt = store.take_search(one.id)
+    told = store.tell(one.id, "trial", {"trial": 0, "throughput": 1.5})
+    store.finish(one.id, attempt, "failed", "no memory")
+    every = store.events()
+    assert [each.id for each in every] == sorted(each.id for each in every)
+    ones = store.events(search=one.id)
+    assert [(each.kind, each.data.get("state")) for each in ones] == [
+        ("search", "queued"), ("search", "running"), ("trial", None), ("search", "failed"),
+    ]  # fmt: skip
+    assert ones[3].data["reason"] == "no memory"
+    assert store.events(after=told.id) == every[-1:]
+    assert store.events(after=every[0].id, limit=2) == every[1:3]
+    assert store.latest() == every[-1].id
+    assert {each.search for each in every} == {one.id, two.id}
+
+
+def test_workers_that_are_not_heard_of_have_left_until_they_are(store, ann, clock):
+    worker = store.join(ann, "w", "h", {"type": "cpu", "name": "Xeon"}, 4, 1024, {"torch": "2.13"})
+    clock.pass_by(50)
+    store.seen(worker.id)
+    clock.pass_by(50)
+    assert store.forget_unseen(60) == [] and [each.id for each in store.workers()] == [worker.id]
+    clock.pass_by(11)
+    assert [each.id for each in store.forget_unseen(60)] == [worker.id]
+    assert store.workers() == [] and [each.id for each in store.workers(since=clock.now - 1)] == [worker.id]
+    assert store.seen(worker.id).left is None
+    assert [each.id for each in store.workers()] == [worker.id]
+    states = [each.data["state"] for each in store.events() if each.kind == "worker"]
+    assert states == ["joined", "unseen", "back"]
+    with pytest.raises(NotFound, match="there is no worker 'x'"):
+        store.seen("x")
+
+
+def test_what_was_measured_is_found_by_all_that_decides_it(store, ann):
+    one, _ = store.submit(ann, REQUEST, devices=1)
+    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 2.0}, one.id)
+    store.note_measured("f1", "c1", {"tp": 1}, {"status": "ok", "throughput": 9.0}, one.id)  # told again
+    store.note_measured("f1", "c2", {"tp": 2}, {"status": "oom"}, one.id)
+    store.note_measured("f2", "c1", {"tp": 1}, {"status": "ok", "throughput": 5.0})
+    assert [(each.config_id, each.measurement) for each in store.measured("f1")] == [
+        ("c1", {"status": "ok", "throughput": 2.0}), ("c2", {"status": "oom"}),
+    ]  # fmt: skip
+    assert [each.config for each in store.measured("f2")] == [{"tp": 1}]
+    assert store.measured("f3") == []
