@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..results import Measurement, Status, Trial
-from ..results import request as run_yaml
+from ..results import Measurement, Status, Trial, request as run_yaml
 from ..results.names import RUN
 from ..space import Config
 from ..tuner.earlier import read_runs, take
@@ -46,7 +45,12 @@ class Known:
     def note(self, trial: Trial) -> None:
         """Keeps what a trial measured, for others."""
         measured = trial.measurement
-        if self._placed is None or measured is None or measured.status not in (Status.OK, Status.OOM) or not measured.started:
+        if (
+            self._placed is None
+            or measured is None
+            or measured.status not in (Status.OK, Status.OOM)
+            or not measured.started
+        ):
             return
         told = replace(measured, ranks=(), log="").to_dict()
         self._store.note_measured(self._fingerprint, trial.config.id, trial.config.to_dict(), told, self._search.id)
@@ -88,7 +92,8 @@ class Known:
                 continue
             try:
                 task = task or resolve_task(asked, device=device, simulated=_simulated(asked))
-                taken = take(*read_runs([folder]), task.space, asked_of(asked, task), task.own.unit if task.own else "")
+                [run] = read_runs([folder])
+                taken = take(run, task.space, asked_of(asked, task), task.own.unit if task.own else "")
             except UsageError:  # another space, or another kind of thing
                 continue
             found.append((taken.weight, each.ended, folder))

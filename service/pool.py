@@ -23,7 +23,9 @@ class Pool(ABC):
     """
 
     @abstractmethod
-    def join(self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]) -> str:
+    def join(
+        self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
+    ) -> str:
         """Joins so many devices to the pool, and returns the worker's id."""
 
     @abstractmethod
@@ -80,7 +82,9 @@ class StorePool(Pool):
     def __init__(self, store: Store, *, user: int, data: Path, lease_s: float) -> None:
         self._store, self._user, self._data, self._lease_s = store, user, data, lease_s
 
-    def join(self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]) -> str:
+    def join(
+        self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
+    ) -> str:
         return self._store.join(self._user, name, host, device, devices, memory_mib, software).id
 
     def lease(self, worker: str, wait_s: float) -> Assignment | None:

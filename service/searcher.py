@@ -162,7 +162,9 @@ class Searcher:
 def main() -> None:
     """Runs the search that the command line names."""
     parser = argparse.ArgumentParser(prog="redline.service.searcher", description=__doc__)
-    parser.add_argument("--storage", required=True, help="URL of the service's database; - reads it from standard input")
+    parser.add_argument(
+        "--storage", required=True, help="URL of the service's database; - reads it from standard input"
+    )
     parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
     parser.add_argument("search", help="id of the search")
     given = parser.parse_args()

@@ -97,8 +97,8 @@ class Searchers:
         """Looks after them once."""
         running = {each.id: each for each in self.store.searches(state=SearchState.RUNNING, limit=_EVERYTHING)}
         now = time.monotonic()
-        for search, child in list(self._children.items()):
-            self._look_at(search, child, running, now)
+        for name, child in list(self._children.items()):
+            self._look_at(name, child, running, now)
         room = self.most - len(self._children)
         for search in running.values():
             if search.id not in self._children:  # of a server before this one
@@ -106,9 +106,9 @@ class Searchers:
         if room > 0:
             for search in self._queued()[:room]:
                 self._children.setdefault(search.id, _Child())
-        for search, child in self._children.items():
+        for name, child in self._children.items():
             if child.process is None and now >= child.again_at:
-                self._begin(search, child)
+                self._begin(name, child)
 
     def _queued(self) -> list[Search]:
         """The queued searches that can run on what is there, in their order."""
@@ -139,10 +139,19 @@ class Searchers:
         child.again_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (child.deaths - 1))
 
     def _begin(self, search: str, child: _Child) -> None:
-        child.printed = tempfile.TemporaryFile()
+        child.printed = tempfile.TemporaryFile()  # noqa: SIM115
         child.began = time.monotonic()
         child.process = subprocess.Popen(
-            [sys.executable, "-m", "redline.service.searcher", "--storage", FROM_STDIN, "--data", str(self.data), search],
+            [
+                sys.executable,
+                "-m",
+                "redline.service.searcher",
+                "--storage",
+                FROM_STDIN,
+                "--data",
+                str(self.data),
+                search,
+            ],
             stdin=subprocess.PIPE,
             stdout=child.printed,
             stderr=child.printed,

@@ -75,7 +75,7 @@ class Telling(SearchListener):
 
     def ended(self, result: "Result") -> None:
         best = result.best
-        self._tell("ended", why=result.ended, best=None if best is None else best.number)
+        self._tell("ended", why=result.ended, best=None if best is None else best.trial.number)
 
     def _tell(self, kind: str, **data: Any) -> None:
         self._store.tell(self._search, kind, data)

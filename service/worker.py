@@ -8,6 +8,7 @@ waited for, and so is a database that is locked.
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from .pool import Pool
 from .records import Assignment
 from .warm import WarmRunners
 
-LEASE_S = 8.0
-"""How long a lease lasts without being renewed, s: so long after a worker's death its dry run is taken up by another."""
 RENEW_S = 2.0
 """How often it is renewed, s."""
 WAIT_S = 20.0
@@ -67,23 +66,35 @@ class Worker:
         devices: how many devices it has.
         runner: `local`, or `ray` for those of a Ray cluster.
         ray_address: of that cluster.
+        describe: says what the devices are, and what memory a rank may take.
+        warm: makes what keeps its runners.
     """
 
     def __init__(
-        self, pool: Pool, *, name: str, host: str, devices: int, runner: str = "local", ray_address: str | None = None
+        self,
+        pool: Pool,
+        *,
+        name: str,
+        host: str,
+        devices: int,
+        runner: str = "local",
+        ray_address: str | None = None,
+        describe: Callable[[int], tuple[dict[str, Any], int]] = described,
+        warm: Callable[..., WarmRunners] = WarmRunners,
     ) -> None:
         self.pool, self.name, self.host, self.devices = pool, name, host, devices
         self._runner, self._address = runner, ray_address
+        self._describe, self._make_warm = describe, warm
         self._leases: dict[int, _Lease] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
     def run(self) -> None:
         """Works until `stop` is called; what runs then goes back, and the devices leave the pool."""
-        device, memory_mib = described(self.devices)
+        device, memory_mib = self._describe(self.devices)
         with Scratch("worker") as folder:
             self._folder = folder
-            self._warm = WarmRunners(self._runner, self.devices, folder / "asked", address=self._address)
+            self._warm = self._make_warm(self._runner, self.devices, folder / "asked", address=self._address)
             renewing = threading.Thread(target=self._renew, daemon=True, name="leases")
             renewing.start()
             try:
@@ -116,7 +127,9 @@ class Worker:
             lease = _Lease(found, self._folder / f"{found.dry_run}-{found.lease}" / "logs")
             with self._lock:
                 self._leases[found.dry_run] = lease
-            lease.thread = threading.Thread(target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}")
+            lease.thread = threading.Thread(
+                target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}"
+            )
             lease.thread.start()
 
     def _do(self, lease: _Lease) -> None:
@@ -242,3 +255,33 @@ def _part(path: Path, begin: int) -> bytes:
             return file.read(MOST_AT_ONCE)
     except FileNotFoundError:  # it has printed nothing yet
         return b""
+
+
+def main() -> None:
+    """A worker that has the database itself at hand, and needs no server: for tests, and for one host."""
+    import argparse
+    import signal
+    import socket
+
+    from .dispatcher import LEASE_S
+    from .pool import StorePool
+    from .store import Store
+
+    parser = argparse.ArgumentParser(prog="redline.service.worker", description=main.__doc__)
+    parser.add_argument("--storage", required=True, help="URL of the service's database")
+    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
+    parser.add_argument("--user", required=True, type=int, help="whose worker it is, by number")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices it has")
+    given = parser.parse_args()
+    pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
+    host = socket.gethostname()
+    worker = Worker(pool, name=host, host=host, devices=given.devices)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        worker.run()
+    except KeyboardInterrupt:
+        return
+
+
+if __name__ == "__main__":
+    main()

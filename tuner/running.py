@@ -159,7 +159,9 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, places=places)
+    made = runner_on(
+        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, places=places
+    )
     try:
         if task.own is not None:
             # Once here, while the workers start, rather than in every trial.
