@@ -31,6 +31,7 @@ from .schedule import (
     register_primitive as register_primitive,
     verify as verify,
 )
+from .service.client import Client as Client
 from .space import Config as Config, Space as Space
 from .tuner import Result as Result, Sampler as Sampler, tune as tune
 from .tuner.own_loop.accelerate import Accelerated as Accelerated, accelerate as accelerate

@@ -16,26 +16,26 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         """What `/metrics` shows."""
-        made = {"registry": self.registry}
-        self.requests = Counter("redline_http_requests", "Requests answered.", ("method", "route", "status"), **made)
+        made = self.registry
+        self.requests = Counter("redline_http_requests", "Requests answered.", ("method", "route", "status"), registry=made)
         """Requests."""
         self.seconds = Histogram(
-            "redline_http_seconds", "Time until an answer begins.", ("route",), buckets=BUCKETS, **made
+            "redline_http_seconds", "Time until an answer begins.", ("route",), buckets=BUCKETS, registry=made
         )
         """How long answers took."""
-        self.refused_tokens = Counter("redline_refused_tokens", "Tokens that were not taken.", **made)
+        self.refused_tokens = Counter("redline_refused_tokens", "Tokens that were not taken.", registry=made)
         """Tokens that were not taken."""
-        self.submitted = Counter("redline_searches_submitted", "Searches accepted.", **made)
+        self.submitted = Counter("redline_searches_submitted", "Searches accepted.", registry=made)
         """Searches."""
-        self.outcomes = Counter("redline_dry_runs_answered", "Outcomes taken from workers.", **made)
+        self.outcomes = Counter("redline_dry_runs_answered", "Outcomes taken from workers.", registry=made)
         """Dry runs that ended."""
-        self.fenced = Counter("redline_answers_refused", "Late answers refused, as the lease was over.", **made)
+        self.fenced = Counter("redline_answers_refused", "Late answers refused, as the lease was over.", registry=made)
         """Late answers."""
-        self._searches = Gauge("redline_searches", "Searches by state.", ("state",), **made)
-        self._dry_runs = Gauge("redline_dry_runs", "Dry runs by state.", ("state",), **made)
-        self._devices = Gauge("redline_devices", "Devices of the pool.", ("state",), **made)
-        self._workers = Gauge("redline_workers", "Workers that are there.", **made)
-        self._listeners = Gauge("redline_event_streams", "Open event streams.", **made)
+        self._searches = Gauge("redline_searches", "Searches by state.", ("state",), registry=made)
+        self._dry_runs = Gauge("redline_dry_runs", "Dry runs by state.", ("state",), registry=made)
+        self._devices = Gauge("redline_devices", "Devices of the pool.", ("state",), registry=made)
+        self._workers = Gauge("redline_workers", "Workers that are there.", registry=made)
+        self._listeners = Gauge("redline_event_streams", "Open event streams.", registry=made)
 
     def render(self, parts: "Parts") -> bytes:
         """The text that Prometheus reads; gauges as they are now."""

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Header, Path, Query
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...errors import Refused, UsageError
@@ -22,7 +22,6 @@ SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a searc
 TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
 EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="The event that was seen last.")]
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
-CHUNK = 1 << 18
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
 }
@@ -67,8 +66,16 @@ def submit(
             "config.json, or ask an admin to allow it"
         )
     name = form.name or named(request)
-    asked = {"devices": form.request.devices, "device": form.device, "priority": form.priority, "name": name}
-    search, new = parts.store.submit(user, request, **asked, key=idempotency_key, reuse=form.reuse)
+    search, new = parts.store.submit(
+        user,
+        request,
+        devices=form.request.devices,
+        device=form.device,
+        priority=form.priority,
+        name=name,
+        key=idempotency_key,
+        reuse=form.reuse,
+    )
     if new:
         parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
         parts.metrics.submitted.inc()
@@ -183,16 +190,23 @@ def stream(parts: Parts, after: int | None, search: str | None) -> Response:
 
 
 @router.get("/{search}/logs/{trial}", response_class=PlainTextResponse, responses={206: {}, 416: {}})
-def log(search: SearchId, trial: TrialNumber, user: Reader, parts: PartsOf, request: Request) -> Response:
-    """What a trial printed; with `Range: bytes=N-` from a byte on."""
+def log(
+    search: SearchId,
+    trial: TrialNumber,
+    user: Reader,
+    parts: PartsOf,
+    begin: Annotated[int, Query(ge=0, lt=1 << 40, description="From this byte on.")] = 0,
+    given_range: Annotated[str, Header(alias="range", max_length=100)] = "",
+) -> Response:
+    """What a trial printed, a MiB at most: from a byte on, or with `Range: bytes=...`; `x-redline-size` is the whole."""
     parts.store.search(search)
     name = f"{trial}.log"
     _, size = read_log(parts.runs.data, search, name, count=0)
-    begin, end, status = _span(request.headers.get("range", ""), size)
+    end, status = size, 200
+    if given_range:
+        begin, end, status = _span(given_range, size)
     data, _ = read_log(parts.runs.data, search, name, begin, end - begin)
-    if status == 200 and len(data) < size:  # a log is answered in pieces
-        status = 206
-    headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
+    headers = {"accept-ranges": "bytes", "x-redline-size": str(size)}
     if status == 206:
         headers["content-range"] = f"bytes {begin}-{begin + len(data) - 1}/{size}"
     return Response(data, status_code=status, media_type="text/plain; charset=utf-8", headers=headers)

@@ -53,7 +53,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
 
     Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (what was found is kept).
     """
-    command = _command(options, command_file)
+    command = command_of(options, command_file)
     given = request_of(options, command)
     if dry:
         _print_commands(command, given)
@@ -79,7 +79,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     return EXIT_FOUND if result.best is not None else EXIT_NOTHING_FEASIBLE
 
 
-def _command(options: dict[str, Any], file: str | None) -> Command | None:
+def command_of(options: dict[str, Any], file: str | None) -> Command | None:
     """The command that is asked for, or stated by another tool's file, whose options are taken out; None where it is a
     model.
 
