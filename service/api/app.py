@@ -15,7 +15,7 @@ from ... import __version__
 from . import operations, pages, searches, studies, workers
 from .models import ErrorAnswer
 from .parts import Parts
-from .problems import answer_problems
+from .problems import TooLarge, answer_problems
 
 LARGEST_BODY = 1 << 20
 """Bytes of a request's body, where its route does not say otherwise."""
@@ -36,8 +36,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _log = logging.getLogger("redline.http")
 
 
-def make_app(parts: Parts) -> FastAPI:
-    """The FastAPI application of a service."""
+def make_app(parts: Parts) -> Any:
+    """The application of a service, an ASGI one."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,9 +58,8 @@ def make_app(parts: Parts) -> FastAPI:
         app.include_router(each.router)
     pages.add(app, parts)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
-    app.add_middleware(Counted, parts=parts)
-    app.add_middleware(pages.Headers)
-    return app
+    # Around all of it: FastAPI itself answers what is too large, and what fails.
+    return pages.Headers(Counted(TooLarge(app), parts))
 
 
 class Counted:

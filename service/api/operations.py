@@ -35,13 +35,14 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
         for each in store.searches(state=state, limit=MOST_SHOWN)
     ]
     found.sort(key=_turn)
+    workers = store.workers()
     running, names = store.running(), {each.id: each.name for each in store.users()}
     used = {names[each]: seconds / 3600 for each, seconds in store.usage(WEEK_S).items() if each in names}
     return QueueAnswer(
-        searches=[shown(parts, each) for each in found],
+        searches=[shown(parts, each, workers) for each in found],
         waiting=len(store.waiting()),
         running=len(running),
-        devices=sum(each.devices for each in store.workers()),
+        devices=sum(each.devices for each in workers),
         busy=sum(each.devices for each in running),
         usage=used,
     )

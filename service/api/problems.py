@@ -38,7 +38,14 @@ _STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
     (MissingDependency, 501, "not_installed"),
     (UsageError, 422, "invalid"),
 )
-_CODES = {400: "malformed", 401: "no_token", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
+_CODES = {
+    400: "malformed",
+    401: "no_token",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+}
 _RETRY_S = 2
 
 
@@ -118,7 +125,7 @@ def answer_problems(app: FastAPI) -> None:
     def http(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "refused")
         path = request.url.path[:200]
-        told = {404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+        told = {413: "the body is larger than this takes", 404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
         return Problem(
             error.status_code, code, told.get(error.status_code, str(error.detail)), headers=dict(error.headers or {})
         ).answer()
@@ -127,3 +134,34 @@ def answer_problems(app: FastAPI) -> None:
     def unforeseen(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return Problem(500, "internal", "the server failed at this; its log says at what").answer()
+
+
+class TooLarge:
+    """An ASGI application in front of another: words a body that is too large as all errors are worded.
+
+    Starlette, which counts a body's bytes, answers by itself, in plain text.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        reworded = False
+
+        async def answered(message: dict[str, Any]) -> None:
+            nonlocal reworded
+            if message["type"] == "http.response.start" and message["status"] == 413:
+                plain = (b"application/json",) not in [each[1:] for each in message["headers"]]
+                if plain:
+                    reworded = True
+                    headers = {"connection": "close"}
+                    problem = Problem(413, "too_large", "the body is larger than this takes", headers=headers)
+                    await problem.answer()(scope, receive, send)
+                    return
+            if not reworded:
+                await send(message)
+
+        await self.app(scope, receive, answered)

@@ -1,6 +1,7 @@
 """Searches over HTTP: submitted, listed, cancelled, and what came of them."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query
@@ -9,7 +10,8 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from ...errors import Refused, UsageError
 from ...results.export import export_targets
 from ..logs import read_log
-from ..records import Role, Search, SearchState, User
+from ..placing import obstacle
+from ..records import Role, Search, SearchState, User, Worker
 from ..request import is_code
 from .access import Reader, Submitter
 from .models import SearchAnswer, SearchesAnswer, Submission
@@ -27,9 +29,17 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def shown(parts: Parts, search: Search) -> SearchAnswer:
-    """A search as it is answered; while it has not ended, with why it waits."""
+def shown(parts: Parts, search: Search, workers: Sequence[Worker] | None = None) -> SearchAnswer:
+    """A search as it is answered; while it has not ended, with why it waits.
+
+    Args:
+        parts: of the application.
+        search: which.
+        workers: the pool, where it is known.
+    """
     waits = "" if search.state.ended else parts.dispatcher.reasons.get(search.id, "")
+    if search.state is SearchState.QUEUED:
+        waits = obstacle(search, parts.store.workers() if workers is None else workers) or waits
     return SearchAnswer(
         **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "device", "reuse")},
         **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best")},
@@ -109,7 +119,8 @@ def listed(
     whose = user.id if mine else None
     found = parts.store.searches(user=whose, state=state, after=after, limit=limit)
     last = found[-1].id if len(found) == limit else None
-    return SearchesAnswer(searches=[shown(parts, each) for each in found], next=last)
+    workers = parts.store.workers()
+    return SearchesAnswer(searches=[shown(parts, each, workers) for each in found], next=last)
 
 
 @router.get("/{search}")

@@ -46,7 +46,7 @@ def queue(server: str, token: str, trust: str | None, everything: bool, workers:
         return
     said = f"{found.running} dry runs on {found.busy} of {found.devices} devices, {found.waiting} waiting"
     console.print(Text(said, style="dim"))
-    names = ["id", "name", "user", "state", "prio", "devices", "trials", "submitted", "why"]
+    names = ["id", "name", "user", "state", "prio", "devices", "trials", "why"]
     console.print(_table(names, [_search(each) for each in searches]))
 
 
@@ -57,7 +57,7 @@ def _worker(each: "WorkerAnswer") -> list[str]:
 
 def _search(each: "SearchAnswer") -> list[str]:
     counts = [str(each.priority), str(each.devices), str(each.trials)]
-    return [each.id, each.name, each.user, each.state, *counts, _ago(each.created), each.reason]
+    return [each.id, each.name, each.user, each.state, *counts, each.reason]
 
 
 def _table(names: list[str], rows: list[list[str]]) -> "Table":
@@ -68,7 +68,7 @@ def _table(names: list[str], rows: list[list[str]]) -> "Table":
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name in ("id", "worker"))
+        table.add_column(name, overflow="fold", min_width={"id": 12, "worker": 12, "state": 9}.get(name, len(name)))
     for row in rows:
         table.add_row(*(Text(fold(each)) for each in row))
     return table

@@ -1,5 +1,7 @@
 """`redline submit`: a search on a server."""
 
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,19 +46,30 @@ def submit(server: str, token: str, trust: str | None, wait: bool, **options: An
 
     --devices is 1 unless given. A config.json, a space and a file with a workload travel as what they hold.
     """
-    run = submitted(options, server, token, trust)
+    own = {name: options.pop(name) for name in OF_THE_QUEUE}
+    run = submitted(request_of(options, command_of(options, None)), server, token, trust, **own)
     click.echo(run.id)
     return followed(run) if wait else 0
 
 
-def submitted(options: dict[str, Any], server: str, token: str | None, trust: str | None = None) -> "SearchRun":
-    """The search that options ask for, submitted."""
-    own = {name: options.pop(name) for name in OF_THE_QUEUE if name in options}
-    command = command_of(options, None)
-    given = {
-        name: value for name, value in request_of(options, command).items() if value not in (None, "", (), {}, False)
-    }
-    return client_of(server, token, trust).submit(given.pop("target"), given.pop("space", None), **own, **given)
+def submitted(
+    given: Mapping[str, Any], server: str, token: str | None, trust: str | None = None, **own: Any
+) -> "SearchRun":
+    """The search that the arguments of `redline.tune` ask for, submitted with what is asked of the queue."""
+    asked = {name: value for name, value in given.items() if value not in (None, "", (), {}, False)}
+    return client_of(server, token, trust).submit(asked.pop("target"), asked.pop("space", None), **own, **asked)
+
+
+def searched(given: Mapping[str, Any], server: str, token: str | None, as_json: bool) -> int:
+    """`redline tune --server`: submits, waits, and shows what came of it; the exit code."""
+    run = submitted(given, server, token)
+    if not as_json:
+        click.echo(f"search   {run.id} on {server}")
+        return followed(run)
+    run.wait()
+    found = {**run.look().model_dump(), **run.summary()}
+    click.echo(json.dumps(found))
+    return EXIT_FAILED if found["state"] == "failed" else 0 if found["best"] else EXIT_NOTHING_FEASIBLE
 
 
 def followed(run: "SearchRun") -> int:
