@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
 from ..results.names import holds_run
 from ..tuner import Result, tune
 from ..tuner.request import Request
+from ..tuner.task import resolve_task
 from .known import Known
 from .logs import folder_of
 from .placing import SIMULATE, Placed, place
@@ -27,6 +28,9 @@ from .records import Search, SearchState
 from .request import arguments
 from .store import Store
 from .telling import Telling
+
+if TYPE_CHECKING:
+    from ..estimator import Hardware
 
 BEAT_S = 2.0
 """How often it says that it lives, and hears whether it is to end, s."""
@@ -132,8 +136,14 @@ class Searcher:
             "devices": devices,
             "concurrency": None,
             "memory_limit": asked.memory_limit or placed.memory_limit_mib,
-            "hardware": asked.hardware or placed.machine(),
+            "hardware": asked.hardware or self._machine(asked, placed),
         }
+
+    def _machine(self, asked: Request, placed: Placed) -> "Hardware | None":
+        """The hardware for the estimate; None where there is nothing to estimate, as of a command that says no model."""
+        if "command" in self._search.request and resolve_task(asked, device=placed.device).workload is None:
+            return None
+        return placed.machine()
 
     def _placed(self) -> Placed:
         """On what this search runs; once it has begun it stays there."""

@@ -13,7 +13,7 @@ from typing import IO
 from ..errors import NotFound, StorageUnavailable
 from .placing import obstacle
 from .records import Search, SearchState
-from .searcher import FENCED, FROM_STDIN
+from .searcher import FROM_STDIN
 from .store import Store
 
 MOST = 8
@@ -59,6 +59,8 @@ class Searchers:
     """The server's data."""
     most: int = MOST
     """Searches that run at once."""
+    program: tuple[str, ...] = ("-m", "redline.service.searcher")
+    """What Python runs for a search."""
     _children: dict[str, _Child] = field(default_factory=dict, init=False)
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -98,7 +100,7 @@ class Searchers:
         running = {each.id: each for each in self.store.searches(state=SearchState.RUNNING, limit=_EVERYTHING)}
         now = time.monotonic()
         for name, child in list(self._children.items()):
-            self._look_at(name, child, running, now)
+            self._look_at(name, child, now)
         room = self.most - len(self._children)
         for search in running.values():
             if search.id not in self._children:  # of a server before this one
@@ -119,15 +121,12 @@ class Searchers:
         able = [each for each in queued if each.id not in self._children and not obstacle(each, workers)]
         return sorted(able, key=lambda search: (-search.priority, search.created, search.id))
 
-    def _look_at(self, search: str, child: _Child, running: dict[str, Search], now: float) -> None:
+    def _look_at(self, search: str, child: _Child, now: float) -> None:
         if child.process is None or (code := child.process.poll()) is None:
             return
         words = _last_words(child)
         child.process = None
-        if code in (0, FENCED) and search not in running:
-            del self._children[search]
-            return
-        if search not in running and self.store.search(search).state.ended:
+        if self.store.search(search).state.ended:
             del self._children[search]
             return
         child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
@@ -144,8 +143,7 @@ class Searchers:
         child.process = subprocess.Popen(
             [
                 sys.executable,
-                "-m",
-                "redline.service.searcher",
+                *self.program,
                 "--storage",
                 FROM_STDIN,
                 "--data",
