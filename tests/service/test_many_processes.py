@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pool_process
 import pytest
 from redline.service.records import DryRunState
 from redline.service.store import Store
 from redline.service.store.dry_runs import MOST_ATTEMPTS
+from redline.service.store.part import tell
 
 
 class Processes:
@@ -93,39 +96,80 @@ def test_a_dry_run_is_answered_once_whoever_comes_late_or_dies(real, processes):
     assert sorted(ended) == sorted(asked)  # and told once
 
 
-def test_a_key_asked_for_by_many_at_once_is_one_dry_run(real, processes):
+def at_once(url, *tasks):
+    """What each task returns, at a store of its own, all begun at the same moment."""
+    go = threading.Barrier(len(tasks))
+
+    def run(task):
+        with Store.open(url, create=False, patience_s=60) as store:
+            go.wait()
+            return task(store)
+
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        return [each.result() for each in [threads.submit(run, task) for task in tasks]]
+
+
+def test_of_many_who_take_a_search_up_one_has_the_latest_attempt(url, real):
     _, search, attempt = submitted(real)
-    for _ in range(3):
-        processes.start("ask", search.id, attempt, 30)
-    processes.go()
-    first, *others = processes.said()
-    assert len(first) == 30 and all(each == first for each in others)
-    assert len(real.dry_runs(search.id)) == 30
+    taken = at_once(url, *[lambda store: store.take_search(search.id)] * 6)
+    assert sorted(taken) == [attempt + 1 + number for number in range(6)]
+    assert real.search(search.id).attempt == attempt + 6
 
 
-def test_of_many_who_take_a_search_up_one_has_the_latest_attempt(real, processes):
-    _, search, attempt = submitted(real)
-    for _ in range(4):
-        processes.start("take", search.id)
-    processes.go()
-    assert sorted(int(line) for (line,) in processes.said()) == [attempt + 1, attempt + 2, attempt + 3, attempt + 4]
-    assert real.search(search.id).attempt == attempt + 4
+def test_a_key_used_by_many_at_once_is_one_search(url, real):
+    ann = real.add_user("ann")
+    found = at_once(url, *[lambda store: store.submit(ann, {"model": "gpt2"}, devices=1, key="k")] * 6)
+    assert len({search.id for search, _ in found}) == len(real.searches()) == 1
+    assert [new for _, new in found].count(True) == 1
 
 
-def test_whoever_reads_events_as_they_come_misses_none(real, processes):
+def test_whoever_reads_events_as_they_come_misses_none_and_each_key_is_one_dry_run(url, real):
     """On Postgres numbers are given before transactions end: one that ends later must not have the lower number."""
-    _, search, attempt = submitted(real)
-    other, _ = real.submit(real.user("ann"), {}, devices=1)
-    attempts = {search.id: attempt, other.id: real.take_search(other.id)}
-    for each, number in attempts.items():
-        processes.start("ask", each, number, 60)
-        processes.start("ask", each, number, 60)
-    processes.go()
-    seen, after = [], 0
-    while any(each.poll() is None for each in processes.all) or real.events(after=after):
-        for each in real.events(after=after, limit=7):
-            seen.append(each.id)
-            after = each.id
-    processes.said()
+    ann, one, attempt = submitted(real)
+    other, _ = real.submit(ann, {}, devices=1)
+    attempts = {one.id: attempt, other.id: real.take_search(other.id)}
+    seen, writing = [], threading.Event()
+
+    def asker(search):
+        return lambda store: [
+            store.ask_dry_run(search, attempts[search], str(key), "run", {}, 1).id for key in range(30)
+        ]
+
+    def reader(store):
+        while not writing.is_set() or store.events(after=seen[-1] if seen else 0):
+            seen.extend(each.id for each in store.events(after=seen[-1] if seen else 0, limit=7))
+
+    def waiter(asking):
+        out = at_once(url, *asking)
+        writing.set()
+        return out
+
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(waiter, [asker(one.id), asker(one.id), asker(other.id), asker(other.id)])
+        reader(real)
+        first, again, others, others_again = asked.result()
+    assert first == again and others == others_again and not set(first) & set(others)
     assert seen == [each.id for each in real.events(limit=100_000)]
-    assert len(seen) == 4 + 120
+    assert len(seen) == 4 + 60
+
+
+def test_no_event_appears_before_one_with_a_lower_number(url, real):
+    """A transaction that has told its event and lasts on holds the others up; a reader would miss it for good else."""
+    told, go_on = threading.Event(), threading.Event()
+
+    def slowly(connection):
+        tell(connection, 0.0, None, "first", {})
+        told.set()
+        go_on.wait()
+
+    with Store.open(url) as one, Store.open(url, patience_s=60) as two, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one.database.write, slowly)
+        told.wait()
+        second = threads.submit(two.tell, None, "second", {})
+        wait([second], timeout=0.5)  # which it has no business to be done in
+        seen = [each.kind for each in real.events()]
+        go_on.set()
+        first.result()
+        second.result()
+    assert seen == []
+    assert [each.kind for each in real.events()] == ["first", "second"]

@@ -1,15 +1,15 @@
 """A process that takes part in a pool by the store alone: `python pool_process.py ROLE URL ARGUMENTS...`.
 
 A worker leases whatever waits, and at random renews, answers, answers late, gives back, or says nothing more; each
-answer that was taken it prints as `DRY_RUN LEASE`. A reaper ends leases that are over. An asker asks for dry runs under
-keys that others ask for too. All run until they are killed, or have nothing to do for a while.
+answer that was taken it prints as `DRY_RUN LEASE`. A reaper ends leases that are over. Both run until nothing is left to
+do.
 """
 
 import random
 import sys
 import time
 
-from redline.errors import AttemptOver, LeaseOver, Refused
+from redline.errors import LeaseOver, Refused
 from redline.service.store import Store
 
 LEASE_S = 0.15
@@ -56,26 +56,12 @@ def reap(store):
         time.sleep(0.02)
 
 
-def ask(store, search, attempt, number):
-    """Asks for dry runs that others ask for as well, and prints which they are."""
-    for key in range(number):
-        try:
-            print(key, store.ask_dry_run(search, attempt, str(key), "run", {}, 1).id, flush=True)
-        except AttemptOver:
-            print("over", flush=True)
-            return
-
-
-def take(store, search):
-    """Takes a search up."""
-    print(store.take_search(search), flush=True)
-
-
 if __name__ == "__main__":
     role, url, *arguments = sys.argv[1:]
     with Store.open(url, create=False, patience_s=60) as opened:
         print("ready", flush=True)
         sys.stdin.readline()
-        {"work": work, "reap": reap, "ask": ask, "take": take}[role](
-            opened, *(int(each) if each.isdigit() else each for each in arguments)
-        )
+        if role == "work":
+            work(opened, arguments[0], int(arguments[1]))
+        else:
+            reap(opened)
