@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeout
+from functools import cache
 
 from ..errors import LeaseOver, NotFound, Refused, StorageUnavailable
 from .records import Assignment, Share, Worker
@@ -129,7 +130,7 @@ class Dispatcher(threading.Thread):
         given = [each for each in (self._give(*pair) for pair in placed) if each is not None]
         taken = {each.dry_run for each in given}
         left = [each for each in waiting if each.dry_run not in taken]
-        self._left = lambda: why_waiting(left, running, workers, shares, now)
+        self._left = cache(lambda: why_waiting(left, running, workers, shares, now))
         return given
 
     def _give(self, dry_run: int, worker: str) -> Assignment | None:

@@ -85,6 +85,7 @@ class Database:
         except ImportError as error:
             raise MissingDependency(f"{self.words} needs a driver: pip install 'redline[service]' ({error})") from error
         self._writer = self._reader.execution_options(redline_begin="BEGIN IMMEDIATE")
+        self._beating = self._writer.execution_options(redline_durable=False)
 
     def read(self, body: Callable[[Connection], T]) -> T:
         """What `body` reads, in one transaction.
@@ -94,16 +95,21 @@ class Database:
         """
         return self._run(self._reader, body)
 
-    def write(self, body: Callable[[Connection], T]) -> T:
+    def write(self, body: Callable[[Connection], T], *, durable: bool = True) -> T:
         """What `body` returns, whose changes are all made or none.
 
         It may run again, as long as nobody knows that it was done: what it does twice must come to the same.
+
+        Args:
+            body: reads and writes.
+            durable: whether what it wrote outlives a power cut as well as any end of a process. Costs an fsync, which
+                no heartbeat is worth.
 
         Raises:
             StorageUnavailable: the database cannot be used; says why.
         """
         with self._turn:
-            return self._run(self._writer, body)
+            return self._run(self._writer if durable else self._beating, body)
 
     def close(self) -> None:
         """Closes its connections."""
@@ -174,7 +180,9 @@ def _engine(url: URL) -> Engine:
     )
     if url.get_backend_name() == "sqlite":
         event.listen(engine, "connect", _prepare)
-        event.listen(engine, "begin", _begin)
+        event.listen(engine, "begin", _begin_sqlite)
+    else:
+        event.listen(engine, "begin", _begin_postgres)
     return engine
 
 
@@ -182,13 +190,19 @@ def _prepare(connection: Any, record: object) -> None:
     # Transactions begin where we say; see https://docs.sqlalchemy.org/en/21/dialects/sqlite.html, transactions.
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("foreign_keys = ON", "synchronous = FULL"):
-        cursor.execute(f"PRAGMA {pragma}")
+    cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
 
 
-def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql(connection.get_execution_options().get("redline_begin", "BEGIN"))
+def _begin_sqlite(connection: Connection) -> None:
+    options = connection.get_execution_options()
+    connection.exec_driver_sql(f"PRAGMA synchronous = {'FULL' if options.get('redline_durable', True) else 'NORMAL'}")
+    connection.exec_driver_sql(options.get("redline_begin", "BEGIN"))
+
+
+def _begin_postgres(connection: Connection) -> None:
+    if not connection.get_execution_options().get("redline_durable", True):
+        connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
 
 
 def write_ahead(database: Database) -> None:

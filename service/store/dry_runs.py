@@ -13,7 +13,7 @@ from ...errors import AttemptOver, LeaseOver, NotFound, Refused
 from ..records import Assignment, DryRun, DryRunState, SearchState
 from ..scheduling import matches
 from ..tables import dry_runs, searches, workers
-from .part import Part, add, as_count, as_text, locked, one, reads, tell, writes
+from .part import Part, add, as_count, as_text, beats, locked, one, reads, tell, writes
 from .searches import check_attempt
 
 MOST_ATTEMPTS = 3
@@ -154,7 +154,7 @@ class DryRuns(Part):
             devices=row.devices,
         )
 
-    @writes
+    @beats
     def renew(self, connection: Connection, dry_run: int, lease: int, seconds: float) -> float:
         """Has a lease last for so long from now; until when. One that ended, and that nobody else has, goes on.
 
@@ -197,13 +197,22 @@ class DryRuns(Part):
         if row.state == DryRunState.LEASED:
             self._wait_again(connection, row, attempts=row.attempts - 1)
 
-    @writes
-    def expire(self, connection: Connection) -> list[DryRun]:
+    def expire(self) -> list[DryRun]:
         """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS`; those dry runs."""
+        # Asked all the time, and hardly ever is there one: looking keeps nobody from writing.
+        over = self._over()
+        return self._expire(over) if over else []
+
+    @reads
+    def _over(self, connection: Connection) -> list[int]:
+        over = and_(dry_runs.c.state == DryRunState.LEASED, dry_runs.c.until < self.clock())
+        return list(connection.execute(select(dry_runs.c.id).where(over).order_by(dry_runs.c.id)).scalars())
+
+    @writes
+    def _expire(self, connection: Connection, over: list[int]) -> list[DryRun]:
         now = self.clock()
-        over = and_(dry_runs.c.state == DryRunState.LEASED, dry_runs.c.until < now)
         rows = []
-        for number in connection.execute(select(dry_runs.c.id).where(over).order_by(dry_runs.c.id)).scalars().all():
+        for number in over:
             row = _locked(connection, number)
             if row.state != DryRunState.LEASED or row.until >= now:  # renewed or answered in this moment
                 continue

@@ -60,6 +60,16 @@ def writes(method: Callable[Concatenate[S, Connection, P], R]) -> Callable[Conca
     return run
 
 
+def beats(method: Callable[Concatenate[S, Connection, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that writes what a power cut may take back, as it comes again in a moment."""
+
+    @wraps(method)
+    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.database.write(lambda connection: method(self, connection, *args, **kwargs), durable=False)
+
+    return run
+
+
 def new_id() -> str:
     """12 hexadecimal digits."""
     return secrets.token_hex(6)

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, Select, and_, insert, or_, select, updat
 from ...errors import AttemptOver, KeyTaken, NotFound, UsageError
 from ..records import DryRunState, Search, SearchState, User
 from ..tables import dry_runs, searches, users
-from .part import Part, as_count, as_text, locked, new_id, one, reads, tell, writes
+from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes
 
 MOST_PRIORITY = 100
 """Priorities are from minus this to this."""
@@ -157,7 +157,7 @@ class Searches(Part):
         )
         return row.attempt + 1
 
-    @writes
+    @beats
     def beat_search(self, connection: Connection, search: str, attempt: int) -> Search:
         """Records that an attempt's searcher lives; the search, whose state says whether it was cancelled.
 

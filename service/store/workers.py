@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, and_, insert, or_, select, update
 from ...errors import NotFound
 from ..records import DryRunState, User, Worker
 from ..tables import dry_runs, users, workers
-from .part import Part, as_count, as_text, locked, new_id, one, reads, tell, writes
+from .part import Part, as_count, as_text, beats, locked, new_id, one, reads, tell, writes
 
 UNSEEN_S = 60.0
 """A worker that was not heard of for so long has left."""
@@ -66,7 +66,7 @@ class Workers(Part):
         tell(connection, now, None, "worker", told)
         return _get(connection, values["id"])
 
-    @writes
+    @beats
     def seen(self, connection: Connection, worker: str) -> Worker:
         """Records that a worker was heard of; one that was taken for gone is back.
 
@@ -96,16 +96,21 @@ class Workers(Part):
         if row.left is None:
             self._gone(connection, row, "left")
 
-    @writes
-    def forget_unseen(self, connection: Connection, seconds: float = UNSEEN_S) -> list[Worker]:
+    def forget_unseen(self, seconds: float = UNSEEN_S) -> list[Worker]:
         """Takes out of the pool who was not heard of for so long; what they have waits again when their leases end."""
-        gone = and_(workers.c.left.is_(None), workers.c.seen < self.clock() - seconds)
-        rows = connection.execute(
-            select(workers).where(gone).order_by(workers.c.id).with_for_update(key_share=True)
-        ).all()
-        for row in rows:
-            self._gone(connection, row, "unseen")
-        return [_get(connection, row.id) for row in rows]
+        since = self.clock() - seconds
+        unseen = [each.id for each in self.workers() if each.seen < since]
+        return self._forget(unseen, since) if unseen else []
+
+    @writes
+    def _forget(self, connection: Connection, unseen: list[str], since: float) -> list[Worker]:
+        gone = []
+        for worker in unseen:
+            row = _locked(connection, worker)
+            if row.left is None and row.seen < since:  # not heard of in this moment
+                self._gone(connection, row, "unseen")
+                gone.append(_get(connection, worker))
+        return gone
 
     @reads
     def worker(self, connection: Connection, worker: str) -> Worker:

@@ -6,19 +6,7 @@ import postgres
 import pytest
 from redline.service.store import Store
 from redline.service.tables import METADATA
-
-
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 1_000_000.0
-
-    def __call__(self):
-        return self.now
-
-    def pass_by(self, seconds):
-        self.now += seconds
+from service_pool import Clock, Pool
 
 
 @pytest.fixture
@@ -88,26 +76,6 @@ def sqlite(sqlite_url, clock):
     """A store in SQLite, for what is the same in any."""
     with Store.open(sqlite_url, clock=clock) as made:
         yield made
-
-
-class Pool:
-    """A user with a running search, and a worker with two devices."""
-
-    def __init__(self, store):
-        self.store = store
-        self.user = store.add_user("ann")
-        self.search, _ = store.submit(self.user, {"model": "gpt2-tiny"}, devices=1)
-        self.attempt = store.take_search(self.search.id)
-        self.worker = self.join()
-
-    def join(self, devices=2, name="NVIDIA H100", type="cuda"):
-        return self.store.join(self.user, "w", "host", {"type": type, "name": name}, devices, 81920, {"torch": "2.13"})
-
-    def ask(self, key="0", devices=1):
-        return self.store.ask_dry_run(self.search.id, self.attempt, key, "run", {"number": key}, devices)
-
-    def lease(self, dry_run, seconds=10.0, worker=None):
-        return self.store.lease(dry_run.id, (worker or self.worker).id, seconds)
 
 
 @pytest.fixture

@@ -76,15 +76,22 @@ class Cluster:
     def url(self, database="postgres"):
         return f"postgresql://redline@127.0.0.1:{self.port}/{database}"
 
-    def new_database(self, like="template1"):
-        """The URL of a new database, with the tables of another one; an empty one without."""
+    def new_database(self):
+        """The URL of an empty database."""
         import psycopg
 
         self._made += 1
         name = f"made_{os.getpid()}_{self._made}"
         with psycopg.connect(self.url(), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name} TEMPLATE {like}")
+            connection.execute(f"CREATE DATABASE {name}")
         return self.url(name)
+
+    def empty(self, url, tables):
+        """Has tables be as if they were new."""
+        import psycopg
+
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(f"TRUNCATE {', '.join(tables)} RESTART IDENTITY")
 
     def end(self):
         with contextlib.suppress(AssertionError):

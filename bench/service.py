@@ -1,0 +1,288 @@
+"""How the service shares a pool: `python bench/service.py [--out bench/results/service.json] [--storage URL]`.
+
+First a pool on paper, with time that is simulated and everything else as the server has it (`service/scheduling.py`):
+1,024 devices on hosts of 8, and 1,000 searches that 20 users submitted at once, the users from small to large. A search
+has 4 dry runs waiting or running, each on 1 to 8 devices, all at once on one host, and each takes a time that scheduling
+knows only as the average of those before. Told are utilisation while work waits that could run, Jain's index of the
+device-seconds of the users while each of them has work (over their weights), how long what was submitted last waited, and
+what a decision costs (time of the processor).
+
+Then the store, a database for real (`--storage`, else a SQLite file): what a submission costs, and how many dry runs a
+second can be asked for, leased and answered, by one process.
+
+Goals: utilisation 95 % while work waits, a decision within 50 ms, submissions within 100 ms (p99).
+"""
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.device import usable_cores
+from redline.results.environment import host, versions
+from redline.service.records import Running, Share, Waiting, Worker
+from redline.service.scheduling import decide, why_waiting
+from redline.service.store import Store
+from redline.service.store.demand import RECENT_S
+
+H100 = {"type": "cuda", "name": "NVIDIA H100"}
+SIZES = {1: 0.4, 2: 0.2, 4: 0.2, 8: 0.2}
+"""Devices of a search's dry runs, and the share of searches that have them."""
+AT_ONCE = 4
+"""Dry runs that a search has waiting or running."""
+
+
+@dataclass
+class Search:
+    """A search on paper."""
+
+    id: str
+    user: int
+    devices: int
+    submitted: float
+    mean_s: float
+    left: int
+    finished: int = 0
+    seconds: float = 0.0
+
+    @property
+    def average(self) -> float | None:
+        """What scheduling knows of its dry runs."""
+        return self.seconds / self.finished if self.finished else None
+
+
+class PaperPool:
+    """A pool in simulated time: dry runs begin as `decide` says, and end when they do."""
+
+    def __init__(self, hosts: int, per_host: int, searches: list[Search], users: dict[int, float], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now, self.number = 0.0, 0
+        self.devices = hosts * per_host
+        self.workers = [
+            Worker(
+                id=f"{each:012x}", user=0, name=f"host{each}", host=f"host{each}", device=H100, devices=per_host,
+                memory_mib=81920, software={}, seen=0.0, left=None,
+            )
+            for each in range(hosts)
+        ]  # fmt: skip
+        self.searches = {each.id: each for each in searches}
+        self.users = users
+        self.waiting: dict[int, Waiting] = {}
+        self.running: dict[int, Running] = {}
+        self.ends: list[tuple[float, int]] = []
+        self.had: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+        self.begun: dict[str, float] = {}
+        for each in searches:
+            for _ in range(AT_ONCE):
+                self.ask(each)
+
+    def ask(self, search: Search) -> None:
+        """One more dry run of a search, where there is one."""
+        if not search.left:
+            return
+        search.left -= 1
+        self.number += 1
+        self.waiting[self.number] = Waiting(
+            dry_run=self.number, search=search.id, user=search.user, priority=0, device="", devices=search.devices,
+            submitted=search.submitted, seconds=search.average,
+        )  # fmt: skip
+
+    def shares(self) -> list[Share]:
+        """What users had lately, as the store tells it."""
+        since = self.now - RECENT_S
+        recent = {user: sum(_fading(*each, since) for each in had) for user, had in self.had.items()}
+        for each in self.running.values():
+            recent[each.user] = recent.get(each.user, 0.0) + _fading(each.started, self.now, each.devices, since)
+        return [Share(user=user, weight=weight, recent=recent.get(user, 0.0)) for user, weight in self.users.items()]
+
+    def decide(self) -> float:
+        """Begins what is to begin; what deciding took, s."""
+        shares, waiting, running = self.shares(), list(self.waiting.values()), list(self.running.values())
+        began = time.thread_time()
+        placed = decide(waiting, running, self.workers, shares, self.now)
+        took = time.thread_time() - began
+        for number, worker in placed:
+            each = self.waiting.pop(number)
+            search = self.searches[each.search]
+            self.begun.setdefault(search.id, self.now)
+            self.running[number] = Running(
+                dry_run=number, search=each.search, user=each.user, worker=worker, devices=each.devices,
+                started=self.now, seconds=search.average,
+            )  # fmt: skip
+            heapq.heappush(self.ends, (self.now + self.rng.lognormvariate(0, 0.4) * search.mean_s, number))
+        return took
+
+    def advance(self, least_s: float) -> None:
+        """Goes on to when something ends, and a decision's distance at least."""
+        self.now = max(self.now + least_s, self.ends[0][0])
+        while self.ends and self.ends[0][0] <= self.now:
+            end, number = heapq.heappop(self.ends)
+            each = self.running.pop(number)
+            search = self.searches[each.search]
+            search.finished, search.seconds = search.finished + 1, search.seconds + end - each.started
+            self.had[each.user].append((each.started, end, each.devices))
+            self.ask(search)
+
+    @property
+    def busy(self) -> int:
+        """Devices that run something."""
+        return sum(each.devices for each in self.running.values())
+
+
+def _fading(began: float, ended: float, devices: int, since: float) -> float:
+    began = max(began, since)
+    return max(0.0, devices * (ended - began) * ((began + ended) / 2 - since) / RECENT_S)
+
+
+def searches_of(number: int, users: int, trials: int, rng: random.Random) -> list[Search]:
+    """Searches of users from small to large, in the order in which they were submitted."""
+    owners = rng.choices(range(users), [1 + 4 * user / users for user in range(users)], k=number)
+    sizes = rng.choices(list(SIZES), list(SIZES.values()), k=number)
+    return [
+        Search(
+            id=f"{each:012x}", user=owners[each], devices=sizes[each], submitted=each / number,
+            mean_s=rng.uniform(20, 90), left=rng.randint(trials // 2, 3 * trials // 2),
+        )
+        for each in range(number)
+    ]  # fmt: skip
+
+
+def jain(values: list[float]) -> float:
+    """Jain's index of fairness: 1 where all have the same, 1/n where one has all."""
+    return sum(values) ** 2 / (len(values) * sum(each**2 for each in values)) if any(values) else 1.0
+
+
+def on_paper(devices: int, searches: int, users: int, trials: int, seed: int) -> dict[str, Any]:
+    """What a pool does with that many searches."""
+    rng = random.Random(seed)
+    # Every fourth user counts double.
+    weights = {user: 2.0 if user % 4 == 3 else 1.0 for user in range(users)}
+    pool = PaperPool(devices // 8, 8, searches_of(searches, users, trials, rng), weights, seed)
+    decisions, busy_s, waiting_s, fair = [], 0.0, 0.0, None
+    while pool.waiting or pool.running:
+        decisions.append(pool.decide())
+        before, busy, waits = pool.now, pool.busy, bool(pool.waiting)
+        if fair is None and len({each.user for each in pool.waiting.values()}) < users:
+            fair = _device_seconds(pool)
+        pool.advance(0.5)
+        if waits:
+            busy_s, waiting_s = busy_s + busy * (pool.now - before), waiting_s + pool.now - before
+    shares = [fair[user] / weight for user, weight in weights.items()] if fair else []
+    dry_runs = sum(each.finished for each in pool.searches.values())
+    by_size = {
+        size: max(pool.begun[each.id] for each in pool.searches.values() if each.devices == size) for size in SIZES
+    }
+    return {
+        "devices": devices,
+        "searches": searches,
+        "users": users,
+        "dry_runs": dry_runs,
+        "simulated_s": round(pool.now, 1),
+        "dry_runs_per_simulated_minute": round(60 * dry_runs / pool.now, 1),
+        "utilisation_while_work_waits": round(busy_s / (waiting_s * devices), 4),
+        "waiting_s": round(waiting_s, 1),
+        "jain_of_weighted_shares": round(jain(shares), 4),
+        "last_search_begun_by_devices_s": {size: round(at, 1) for size, at in by_size.items()},
+        "decision_cpu_ms": _spread([1000 * each for each in decisions]),
+    }
+
+
+def _device_seconds(pool: PaperPool) -> dict[int, float]:
+    had = dict.fromkeys(pool.users, 0.0)
+    for user, each in pool.had.items():
+        had[user] += sum(devices * (end - began) for began, end, devices in each)
+    for running in pool.running.values():
+        had[running.user] += running.devices * (pool.now - running.started)
+    return had
+
+
+def largest_decision(devices: int, searches: int) -> dict[str, Any]:
+    """What a decision on an empty pool costs, where everything waits, and what saying why costs."""
+    rng = random.Random(0)
+    pool = PaperPool(devices // 8, 8, searches_of(searches, 20, 16, rng), dict.fromkeys(range(20), 1.0), 0)
+    waiting, shares = list(pool.waiting.values()), pool.shares()
+    took, said = [], []
+    for _ in range(20):
+        began = time.thread_time()
+        decide(waiting, [], pool.workers, shares, 0.0)
+        took.append(1000 * (time.thread_time() - began))
+        began = time.thread_time()
+        why_waiting(waiting, [], pool.workers, shares, 0.0)
+        said.append(1000 * (time.thread_time() - began))
+    return {"waiting": len(waiting), "decide_cpu_ms": _spread(took), "why_waiting_cpu_ms": _spread(said)}
+
+
+def in_store(url: str, searches: int) -> dict[str, Any]:
+    """What the store's own work costs, s, on a database that fills up meanwhile."""
+    with Store.open(url) as store:
+        ann = store.add_user(f"bench-{time.time_ns()}")
+        request = {"model": "llama2-7b", "devices": 8, "trials": 30, "filler": "x" * 1000}
+        submits, ids = [], []
+        for _ in range(searches):
+            began = time.perf_counter()
+            ids.append(store.submit(ann, request, devices=1)[0].id)
+            submits.append(1000 * (time.perf_counter() - began))
+        worker = store.join(ann, "bench", "host", H100, 1024, 81920, {})
+        attempts = {each: store.take_search(each) for each in ids[:200]}
+        began = time.perf_counter()
+        asked = [store.ask_dry_run(each, attempt, "0", "run", {"x": 1}, 1) for each, attempt in attempts.items()]
+        leases = [store.lease(each.id, worker.id, 60.0) for each in asked]
+        for each in leases:
+            store.answer(each.dry_run, each.lease, {"status": "ok"})
+        rate = len(leases) / (time.perf_counter() - began)
+        looks = []
+        for each, attempt in attempts.items():
+            store.ask_dry_run(each, attempt, "1", "run", {"x": 1}, 1)
+        for _ in range(20):
+            began = time.perf_counter()
+            store.waiting(), store.running(), store.workers(), store.shares()
+            looks.append(1000 * (time.perf_counter() - began))
+        return {
+            "database": "sqlite" if store.database.sqlite else "postgresql",
+            "submit_ms": _spread(submits),
+            "dry_runs_per_s": round(rate, 1),
+            "looking_at_the_queue_ms": _spread(looks),
+        }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    at = {"median": statistics.median(ordered), "p99": ordered[int(0.99 * (len(ordered) - 1))], "most": ordered[-1]}
+    return {name: round(value, 2) for name, value in at.items()}
+
+
+def main() -> None:
+    """Runs it and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1024)
+    parser.add_argument("--searches", type=int, default=1000)
+    parser.add_argument("--users", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=16, help="of a search, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", action="append", help="URL of an empty database; may be given several times")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    result: dict[str, Any] = {
+        "pool": on_paper(given.devices, given.searches, given.users, given.trials, given.seed),
+        "one_decision": largest_decision(given.devices, given.searches),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        urls = given.storage or [f"sqlite:///{folder}/redline.db"]
+        result["store"] = [in_store(each, given.searches) for each in urls]
+    result["host"] = {**host(), "usable_cores": usable_cores()}
+    result["versions"] = versions()
+    text = json.dumps(result, indent=1)
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

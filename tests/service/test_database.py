@@ -1,0 +1,221 @@
+"""The database: its tables are those of the code, and one that is locked, full, read-only, damaged or ahead says so."""
+
+import contextlib
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from redline.errors import StorageAhead, StorageUnavailable, UsageError
+from redline.service.store import Store
+from redline.service.store.connection import Database
+from redline.service.tables import METADATA, VERSIONS
+from sqlalchemy import text
+
+
+def different(connection):
+    ours = {
+        "version_table": VERSIONS,
+        "include_name": lambda name, kind, parents: name in METADATA.tables or kind != "table",
+    }
+    return compare_metadata(MigrationContext.configure(connection, opts=ours), METADATA)
+
+
+def test_migrations_make_the_tables_that_the_code_knows(empty_url):
+    with Store.open(empty_url) as store:
+        assert store.database.read(different) == []
+
+
+def test_what_differs_from_the_tables_is_found(sqlite):
+    sqlite.database.write(lambda c: c.execute(text("ALTER TABLE redline_users ADD COLUMN extra TEXT")))
+    assert [each[0] for each in sqlite.database.read(different)] == ["remove_column"]
+
+
+def test_opening_again_changes_nothing(url):
+    with Store.open(url) as store:
+        ann = store.add_user("ann")
+    with Store.open(url) as store:
+        assert store.users() == [ann]
+
+
+def test_many_may_open_a_new_database_at_once(empty_url):
+    found, go = [], threading.Barrier(4)
+
+    def open_it():
+        go.wait()
+        with Store.open(empty_url) as store:
+            found.append(store.users())
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [[]] * 4
+
+
+def test_optuna_s_studies_lie_beside(empty_url):
+    """The ledger of a search is in the same database, whoever makes their tables first."""
+    driver = empty_url.replace("postgresql://", "postgresql+psycopg://")
+    storage = optuna.storages.RDBStorage(driver)
+    study = optuna.create_study(storage=storage, study_name="s")
+    with Store.open(empty_url) as store:
+        store.submit(store.add_user("ann"), {}, devices=1)
+        study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+        assert store.database.read(different) == []
+    assert len(optuna.load_study(storage=storage, study_name="s").trials) == 2
+    storage.engine.dispose()
+
+
+def test_a_database_of_a_later_version_is_refused_and_left_alone(empty_url):
+    with Store.open(empty_url) as store:
+        store.database.write(lambda c: c.execute(text(f"UPDATE {VERSIONS} SET version_num = '99'")))
+    with pytest.raises(
+        StorageAhead, match=r"is of version 99, written by a later redline: this one knows versions up to 1"
+    ):
+        Store.open(empty_url)
+
+
+def test_without_leave_to_make_tables_none_are_made(empty_url):
+    with pytest.raises(StorageUnavailable, match="has no tables of redline's; start `redline serve` on it first"):
+        Store.open(empty_url, create=False)
+    if empty_url.startswith("postgresql"):
+        return
+    path = Path(empty_url.removeprefix("sqlite:///"))
+    assert not path.exists() or path.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redline.db", "the storage 'redline.db' is no URL; give sqlite:///FILE or postgresql://"),
+        ("sqlite://", "must outlive its process; give sqlite:///FILE"),
+        ("sqlite:///:memory:", "must outlive its process"),
+        ("mysql://ann:secret@h/d", "unknown database 'mysql'.*Known: postgresql, sqlite"),
+        ("redis://h", "unknown database 'redis'|is no URL"),
+    ],
+)
+def test_another_kind_of_database_is_refused(url, said):
+    with pytest.raises(UsageError, match=said) as refused:
+        Store.open(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_locked_database_says_so_and_goes_on_when_it_is_free(sqlite_url):
+    path = sqlite_url.removeprefix("sqlite:///")
+    other = sqlite3.connect(path, isolation_level=None)
+    with Store.open(sqlite_url, patience_s=0.1) as store:
+        store.database.write(lambda c: c.exec_driver_sql("PRAGMA busy_timeout = 50"))
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(
+            StorageUnavailable, match=rf"the database '{re.escape(sqlite_url)}' is locked by another process"
+        ):
+            store.add_user("ann")
+        assert store.users() == []  # reading goes on meanwhile
+        other.execute("ROLLBACK")
+        assert store.add_user("ann").name == "ann"
+    other.close()
+
+
+def test_a_read_only_database_says_so(sqlite_url):
+    path = sqlite_url.removeprefix("sqlite:///")
+    with Store.open(f"sqlite:///file:{path}?mode=ro&uri=true", create=False) as store:
+        assert store.users() == []
+        with pytest.raises(StorageUnavailable, match="is read-only"):
+            store.add_user("ann")
+
+
+def test_a_full_database_says_so_and_keeps_what_it_has(sqlite_url):
+    with Store.open(sqlite_url, patience_s=0.1) as store:
+        ann = store.add_user("ann")
+
+        def no_more(connection, record):
+            connection.execute("PRAGMA max_page_count = 1")
+
+        from sqlalchemy import event
+
+        event.listen(store.database._reader, "connect", no_more)
+        store.database._reader.dispose()
+        with pytest.raises(StorageUnavailable, match="is full: its disk has no space left"):
+            for _ in range(100):
+                store.submit(ann, {"filler": "x" * 10_000}, devices=1)
+        with Store.open(sqlite_url) as other:
+            assert other.users() == [ann]
+            other.submit(ann, {"filler": "x" * 10_000}, devices=1)
+
+
+def test_what_is_no_database_says_so(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing of the kind " * 500)
+    with pytest.raises(StorageUnavailable, match="is no database"):
+        Store.open(f"sqlite:///{tmp_path}/notes.txt")
+    with pytest.raises(StorageUnavailable, match="cannot be opened"):
+        Store.open(f"sqlite:///{tmp_path}/none/redline.db")
+
+
+def test_a_postgres_that_is_not_there_says_so_without_its_password():
+    pytest.importorskip("psycopg")
+    began = time.monotonic()
+    with pytest.raises(StorageUnavailable, match=r"'postgresql://ann@127.0.0.1:1/d' cannot be reached") as said:
+        Store.open("postgresql://ann:secret@127.0.0.1:1/d", patience_s=0.5)
+    assert "secret" not in str(said.value) and time.monotonic() - began < 60
+
+
+def test_a_postgres_that_crashes_and_starts_again_is_gone_on_with(cluster, postgresql_url):
+    with Store.open(postgresql_url, patience_s=60) as store:
+        ann = store.add_user("ann")
+        search, _ = store.submit(ann, {}, devices=1)
+        cluster.stop("immediate")
+        back = threading.Thread(target=cluster.start)
+        back.start()
+        attempt = store.take_search(search.id)
+        back.join()
+        assert (attempt, store.search(search.id).state) == (1, "running")
+        assert [each.data["state"] for each in store.events(search=search.id)] == ["queued", "running"]
+
+
+def test_a_connection_that_is_cut_is_made_anew(cluster, postgresql_url):
+    with Store.open(postgresql_url) as store:
+        store.add_user("ann")
+        cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+        with Store.open(postgresql_url) as other:
+            other.database.read(lambda c: c.execute(text(cut)).all())
+        assert [each.name for each in store.users()] == ["ann"]
+
+
+def test_a_transaction_that_fails_leaves_nothing(store):
+    def half(connection):
+        connection.execute(text("DELETE FROM redline_users"))
+        raise KeyError("in the middle")
+
+    store.add_user("ann")
+    with pytest.raises(KeyError):
+        store.database.write(half)
+    assert len(store.users()) == 1
+
+
+def test_what_was_written_outlives_a_kill(url, tmp_path):
+    """Whatever a killed process was told is kept is there."""
+    code = (
+        "import sys; from redline.service.store import Store; store = Store.open(sys.argv[1]); ann = store.add_user('ann')\n"
+        "while True: print(store.submit(ann, {'filler': 'x' * 2000}, devices=1)[0].id, flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, url], stdout=subprocess.PIPE, text=True) as process:
+        told = [process.stdout.readline().strip() for _ in range(20)]
+        process.kill()
+        told += [line for line in process.stdout.read().split("\n") if len(line) == 12]
+    with Store.open(url) as store:
+        kept = {each.id for each in store.searches(limit=10_000)}
+        assert len(told) >= 20 and set(told) <= kept
+        assert len(store.events()) == len(kept)  # each with its event, or neither
+        with contextlib.closing(Database(url)) as database:
+            assert (
+                database.sqlite is False
+                or database.read(lambda c: c.execute(text("PRAGMA integrity_check")).scalar()) == "ok"
+            )

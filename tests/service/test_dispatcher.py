@@ -1,0 +1,134 @@
+"""The dispatcher: who asks gets what is to run, leased to them; who waits no more gets nothing."""
+
+import threading
+
+import pytest
+from redline.errors import StorageUnavailable
+from redline.service.dispatcher import Dispatcher
+from redline.service.records import DryRunState
+from redline.service.store import Store
+from service_pool import Pool
+
+
+@pytest.fixture
+def pool(sqlite):
+    return Pool(sqlite)
+
+
+@pytest.fixture
+def dispatcher(sqlite, clock):
+    """One that decides when it is told to, by the store's clock."""
+    return Dispatcher(sqlite, lease_s=10, monotonic=clock)
+
+
+def test_who_asks_gets_what_waits(dispatcher, pool, clock):
+    asked = dispatcher.ask(pool.worker.id)
+    assert dispatcher.step() == []
+    dry_run = pool.ask()
+    (given,) = dispatcher.step()
+    assert (asked.result(0), given.dry_run, given.until) == (given, dry_run.id, clock.now + 10)
+    assert [each.dry_run for each in pool.store.running()] == [dry_run.id]
+
+
+def test_who_waits_no_more_gets_nothing(dispatcher, pool):
+    dispatcher.ask(pool.worker.id).cancel()
+    dry_run = pool.ask()
+    assert dispatcher.step() == []
+    assert pool.store.dry_run(dry_run.id).state == DryRunState.WAITING
+
+
+def test_a_worker_gets_one_for_each_time_it_asks(dispatcher, pool):
+    for key in "012":
+        pool.ask(key)
+    one, two = dispatcher.ask(pool.worker.id), dispatcher.ask(pool.worker.id)
+    assert len(dispatcher.step()) == 2
+    assert {one.result(0).payload["number"], two.result(0).payload["number"]} == {"0", "1"}
+
+
+def test_a_worker_that_asks_no_more_is_not_waited_for(dispatcher, pool, clock):
+    """What would fit it best goes to one that asks."""
+    silent, asking = pool.worker, pool.join(devices=8)
+    dispatcher.ask(silent.id).cancel()
+    clock.pass_by(3)
+    future = dispatcher.ask(asking.id)
+    pool.ask(devices=2)
+    assert [each.worker for each in dispatcher.step()] == [asking.id]
+    assert future.done()
+
+
+def test_leases_are_not_ended_before_their_workers_could_renew_them_after_a_start(dispatcher, pool, clock):
+    lease = pool.lease(pool.ask(), seconds=10)
+    clock.pass_by(60)  # no server ran
+    again = Dispatcher(pool.store, lease_s=10, monotonic=clock)
+    again.step()
+    assert pool.store.dry_run(lease.dry_run).state == DryRunState.LEASED
+    pool.store.renew(lease.dry_run, lease.lease, 10)
+    clock.pass_by(10.5)
+    again.step()
+    assert pool.store.dry_run(lease.dry_run).state == DryRunState.WAITING
+
+
+def test_what_is_cancelled_in_the_same_moment_goes_to_nobody(dispatcher, pool, monkeypatch):
+    future = dispatcher.ask(pool.worker.id)
+    pool.ask()
+    waiting = pool.store.waiting()
+    pool.store.cancel(pool.search.id)
+    monkeypatch.setattr(pool.store, "waiting", lambda: waiting)
+    assert dispatcher.step() == []
+    assert future.result(0) is None  # and asks again
+
+
+def test_why_searches_wait_is_known(dispatcher, pool):
+    dispatcher.ask(pool.worker.id)
+    pool.ask(devices=4)
+    dispatcher.step()
+    assert dispatcher.reasons == {pool.search.id: "a dry run takes 4 devices of one worker, and none has more than 2"}
+
+
+def test_it_runs_by_itself_and_hears_of_what_other_processes_ask_for(sqlite_url):
+    with Store.open(sqlite_url) as store, Store.open(sqlite_url) as other:
+        pool, dispatcher = Pool(other), Dispatcher(store)
+        dispatcher.start()
+        got = []
+
+        def work():
+            while (assignment := dispatcher.take(pool.worker.id, 30)) is not None:
+                other.answer(assignment.dry_run, assignment.lease, {"number": assignment.payload["number"]})
+                got.append(assignment.dry_run)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for each in threads:
+            each.start()
+        asked = [pool.ask(str(number)).id for number in range(20)]
+        while len(got) < 20:
+            threading.Event().wait(0.01)
+        assert dispatcher.take("nobody", 0.01) is None
+        dispatcher.close()
+        for each in threads:
+            each.join()
+        assert sorted(got) == asked
+        assert [other.outcome(each) for each in asked] == [{"number": str(number)} for number in range(20)]
+
+
+def test_a_database_that_is_away_is_waited_for(sqlite_url, monkeypatch):
+    with Store.open(sqlite_url) as store:
+        pool, dispatcher = Pool(store), Dispatcher(store)
+        latest, failing = store.latest, threading.Event()
+
+        def away():
+            if failing.is_set():
+                raise StorageUnavailable("the database is away")
+            return latest()
+
+        failing.set()
+        monkeypatch.setattr(store, "latest", away)
+        dispatcher.start()
+        asked = dispatcher.ask(pool.worker.id)
+        while not dispatcher.failure:
+            threading.Event().wait(0.01)
+        assert dispatcher.failure == "the database is away"
+        pool.ask()
+        failing.clear()
+        assert asked.result(60).payload == {"number": "0"}
+        dispatcher.close()
+        assert dispatcher.failure == ""

@@ -1,0 +1,67 @@
+"""A process that takes part in a pool by the store alone: `python pool_process.py ROLE URL ARGUMENTS...`.
+
+A worker leases whatever waits, and at random renews, answers, answers late, gives back, or says nothing more; each
+answer that was taken it prints as `DRY_RUN LEASE`. A reaper ends leases that are over. Both run until nothing is left to
+do.
+"""
+
+import random
+import sys
+import time
+
+from redline.errors import LeaseOver, Refused
+from redline.service.store import Store
+
+LEASE_S = 0.15
+IDLE_S = 20.0
+
+
+def work(store, worker, seed):
+    """Leases and answers, not always in time."""
+    rng, idle = random.Random(seed), time.monotonic()
+    while time.monotonic() - idle < IDLE_S:
+        waiting = store.waiting()
+        if not waiting:
+            if store.latest() and not store.running():
+                return
+            time.sleep(0.01)
+            continue
+        idle = time.monotonic()
+        try:
+            lease = store.lease(rng.choice(waiting).dry_run, worker, LEASE_S)
+            what = rng.random()
+            if what < 0.1:
+                continue  # says nothing more
+            if what < 0.2:
+                store.give_back(lease.dry_run, lease.lease)
+                continue
+            if what < 0.4:
+                time.sleep(2 * LEASE_S)  # late: another one may have it by now
+            elif what < 0.5:
+                store.renew(lease.dry_run, lease.lease, LEASE_S)
+            store.answer(lease.dry_run, lease.lease, {"by": worker, "lease": lease.lease})
+            print(lease.dry_run, lease.lease, flush=True)
+        except (LeaseOver, Refused):
+            continue
+
+
+def reap(store):
+    """Ends leases that are over, beside others who do."""
+    idle = time.monotonic()
+    while time.monotonic() - idle < IDLE_S:
+        if store.expire() or store.waiting():
+            idle = time.monotonic()
+        elif not store.running():
+            return
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    role, url, *arguments = sys.argv[1:]
+    with Store.open(url, create=False, patience_s=60) as opened:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        if role == "work":
+            work(opened, arguments[0], int(arguments[1]))
+        else:
+            reap(opened)
