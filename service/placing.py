@@ -8,7 +8,7 @@ from ..device import Device, detect
 from ..errors import RunnerError
 from ..tuner.running import share_of_host
 from .records import Search, Worker
-from .store.dry_runs import matches
+from .scheduling import matches
 
 if TYPE_CHECKING:
     from ..estimator import Hardware

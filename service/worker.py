@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import LeaseOver, NotFound, RunnerError, StorageUnavailable, UsageError
+from ..errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
 from ..results import Measurement, environment
 from ..runners import Runner, TrialRequest
 from ..scratch import Scratch, remove
@@ -88,31 +88,46 @@ class Worker:
         self._leases: dict[int, _Lease] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._id: str | None = None
+        self._trouble: RedlineError | None = None
 
     def run(self) -> None:
-        """Works until `stop` is called; what runs then goes back, and the devices leave the pool."""
-        device, memory_mib = self._describe(self.devices)
+        """Works until `stop` is called; what runs then goes back, and the devices leave the pool.
+
+        Raises:
+            RedlineError: the pool does not take this worker.
+        """
+        joining = (self.name, self.host, *self._describe(self.devices), environment.versions())
         with Scratch("worker") as folder:
             self._folder = folder
             self._warm = self._make_warm(self._runner, self.devices, folder / "asked", address=self._address)
-            renewing = threading.Thread(target=self._renew, daemon=True, name="leases")
-            renewing.start()
+            threading.Thread(target=self._renew, daemon=True, name="renewing").start()
+            # A question that waits for its answer must not keep this from ending.
+            threading.Thread(target=self._work, args=joining, daemon=True, name="leasing").start()
             try:
-                while not self._stopping.is_set():
-                    joined = (self.name, self.host, device, self.devices, memory_mib, environment.versions())
-                    worker = self._insisting(self.pool.join, *joined)
-                    if worker is not None:
-                        self._work(worker)
+                self._stopping.wait()
             finally:
                 self._end()
+        if self._trouble is not None:
+            raise self._trouble
 
     def stop(self) -> None:
         """Has `run` return soon. May be called from a signal's handler."""
         self._stopping.set()
 
-    def _work(self, worker: str) -> None:
-        """Leases until it is stopped, or the pool does not know this worker any more."""
-        self._id = worker
+    def _work(self, name: str, host: str, device: dict[str, Any], memory_mib: int, software: dict[str, Any]) -> None:
+        """Joins, and leases until it is stopped; joins again where the pool does not know it any more."""
+        try:
+            while not self._stopping.is_set():
+                self._id = self._insisting(self.pool.join, name, host, device, self.devices, memory_mib, software)
+                if self._id is not None:
+                    self._lease(self._id)
+        except RedlineError as error:
+            self._trouble = error
+        finally:
+            self._stopping.set()
+
+    def _lease(self, worker: str) -> None:
         while not self._stopping.is_set():
             try:
                 found = self.pool.lease(worker, WAIT_S)
@@ -124,12 +139,15 @@ class Worker:
                 continue
             if found is None:
                 continue
+            if self._stopping.is_set():
+                self._insisting(self.pool.give_back, found.dry_run, found.lease)
+                return
             lease = _Lease(found, self._folder / f"{found.dry_run}-{found.lease}" / "logs")
-            with self._lock:
-                self._leases[found.dry_run] = lease
             lease.thread = threading.Thread(
                 target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}"
             )
+            with self._lock:
+                self._leases[found.dry_run] = lease
             lease.thread.start()
 
     def _do(self, lease: _Lease) -> None:
@@ -226,8 +244,8 @@ class Worker:
         for thread in threads:
             if thread is not None:
                 thread.join(timeout=10.0)
-        if worker := getattr(self, "_id", None):
-            self._insisting(self.pool.leave, worker)
+        if self._id is not None:
+            self._insisting(self.pool.leave, self._id)
 
 
 def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
@@ -276,11 +294,9 @@ def main() -> None:
     pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
     host = socket.gethostname()
     worker = Worker(pool, name=host, host=host, devices=given.devices)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        worker.run()
-    except KeyboardInterrupt:
-        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.run()
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ from collections import Counter
 from redline.device import Device
 from redline.errors import LeaseOver
 from redline.results import Measurement, Status
+from redline.results.names import holds_run
 from redline.runners import TrialRequest
 from redline.service.placing import Placed
+from redline.service.pool_runner import PoolRunner
 from redline.service.store import Store
+from redline.service.telling import Telling
 from redline.space import Space
+from redline.tuner import tune
 
 DEVICE = Device(type="cpu", name="a CPU", count=1, memory_mib=8000)
 GPU = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))
@@ -43,10 +47,10 @@ def measured(payload):
     peak = 150.0 * config["micro_batch"] * (1 - 0.5 * config["checkpoint_ratio"])
     known = {"peak_memory_mib": peak, "memory_limit_mib": payload["memory_limit_mib"], "started": time.time()}
     if peak > payload["memory_limit_mib"]:
-        return Measurement(status=Status.OOM, reason="out of memory", seconds_total=1.0, **known).to_dict()
+        return Measurement(status=Status.OOM, reason="out of memory", seconds_total=0.001, **known).to_dict()
     rate = speed(config)
     return Measurement(
-        status=Status.OK, throughput=rate, unit="tokens/s", seconds_total=1.0, step_ms=1e3 / rate, **known
+        status=Status.OK, throughput=rate, unit="tokens/s", seconds_total=0.001, step_ms=1e3 / rate, **known
     ).to_dict()
 
 
@@ -59,8 +63,16 @@ class Hands(threading.Thread):
         self.worker = store.join(user, "hands", "here", {**DEVICE.to_dict()}, 8, 1000, {"torch": "2"}).id
         self.ran = Counter()
         self.stopping = threading.Event()
+        self.trouble = None
 
     def run(self):
+        try:
+            self._work()
+        except Exception as error:
+            self.trouble = error
+            raise
+
+    def _work(self):
         while not self.stopping.wait(0.01):
             for each in self.store.waiting():
                 try:
@@ -78,3 +90,38 @@ class Hands(threading.Thread):
     def __exit__(self, *exc):
         self.stopping.set()
         self.join()
+        assert self.trouble is None
+
+
+class Killed(BaseException):
+    """The death of a searcher, where it is to be seen what comes after."""
+
+
+def a_runner(store, search, **more):
+    """The runner of a new attempt at a search."""
+    attempt = store.take_search(search)
+    return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
+
+
+def a_whole_search(store, search, folder, killed_after=None):
+    """A search to its end, or to the death of its searcher after so many finished trials."""
+
+    class Dying(Telling):
+        def finished(self, trial):
+            super().finished(trial)
+            if killed_after is not None and self.done >= killed_after:
+                raise Killed
+
+    listener = Dying(store, search)
+    runner = a_runner(store, search, finished=lambda: listener.done)
+    return tune(
+        lambda config: 0.0,  # which the pool runs in its own way
+        a_space(),
+        runner=runner,
+        trials=8,
+        seed=1,
+        out=folder,
+        storage=f"sqlite:///{folder.parent}/redline.db",
+        resume=holds_run(folder),
+        listener=listener,
+    )
