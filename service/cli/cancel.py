@@ -8,7 +8,7 @@ from .reach import client_of, reached
 @click.command(short_help="End searches on a server.")
 @click.argument("searches", metavar="ID...", nargs=-1, required=True)
 @reached
-def cancel(server: str, token: str, trust: str | None, searches: tuple[str, ...]) -> None:
+def cancel(server: str, token: str | None, trust: str | None, searches: tuple[str, ...]) -> None:
     """End the searches ID: nothing of them starts any more; what was found so far is kept."""
     with client_of(server, token, trust) as client:
         for each in searches:

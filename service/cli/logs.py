@@ -25,7 +25,7 @@ Examples:
 @click.option("-f", "--follow", is_flag=True, help="Go on until it ends.")
 @click.option("--trial", type=click.IntRange(min=0), metavar="N", help="What this trial printed.")
 @reached
-def logs(server: str, token: str, trust: str | None, search: str, follow: bool, trial: int | None) -> None:
+def logs(server: str, token: str | None, trust: str | None, search: str, follow: bool, trial: int | None) -> None:
     """Show what happened in the search ID so far, or what a trial of it printed."""
     with client_of(server, token, trust) as client:
         run = client.search(search)

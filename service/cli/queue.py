@@ -26,7 +26,7 @@ Examples:
 @click.option("--workers", is_flag=True, help="The pool, in place of searches.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reached
-def queue(server: str, token: str, trust: str | None, everything: bool, workers: bool, as_json: bool) -> None:
+def queue(server: str, token: str | None, trust: str | None, everything: bool, workers: bool, as_json: bool) -> None:
     """Show the searches that run and those that wait, and why they do."""
     from rich.console import Console
     from rich.text import Text

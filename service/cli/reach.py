@@ -8,6 +8,7 @@ import click
 from ...errors import UsageError
 
 Command = Callable[..., Any]
+NO_TOKEN = "a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one"
 
 
 def reached(command: Command) -> Command:
@@ -17,7 +18,7 @@ def reached(command: Command) -> Command:
         click.option(
             "--token",
             envvar="REDLINE_TOKEN",
-            required=True,
+           
             metavar="TEXT",
             help="Who one is.  [default: REDLINE_TOKEN]",
         ),
@@ -42,5 +43,5 @@ def client_of(server: str, token: str | None, trust: str | None) -> Any:
     from ..client import Client
 
     if not token:
-        raise UsageError("a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one")
+        raise UsageError(NO_TOKEN)
     return Client(server, token=token, trust=trust)

@@ -41,7 +41,7 @@ Examples:
 @click.option("--key", metavar="TEXT", help="The same key is the same search, however often it is submitted.")
 @click.option("--wait", is_flag=True, help="Show what happens until it ends.")
 @reached
-def submit(server: str, token: str, trust: str | None, wait: bool, **options: Any) -> int:
+def submit(server: str, token: str | None, trust: str | None, wait: bool, **options: Any) -> int:
     """Submit a search of MODEL to a server, as `redline tune` would make it here. Prints its id.
 
     --devices is 1 unless given. A config.json, a space and a file with a workload travel as what they hold.

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from .reach import reached
+from ...errors import UsageError
+from .reach import NO_TOKEN, reached
 
 FROM_STDIN = "-"
 
@@ -31,7 +32,7 @@ Examples:
 )
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster, for the runner ray.")
 @click.option("--name", metavar="TEXT", help="What it calls itself.  [default: the host's name]")
-def worker(server: str, token: str, trust: str | None, devices: int | None, name: str | None, **given: Any) -> None:
+def worker(server: str, token: str | None, trust: str | None, devices: int | None, name: str | None, **given: Any) -> None:
     """Lease dry runs from a server and run them on this host's devices, until it is ended.
 
     What runs then goes back to the queue. If it is killed, its dry runs are taken up by another worker some seconds later.
@@ -44,6 +45,8 @@ def worker(server: str, token: str, trust: str | None, devices: int | None, name
     watched = token == FROM_STDIN
     if watched:
         token = sys.stdin.readline().strip()
+    if not token:
+        raise UsageError(NO_TOKEN)
     host = socket.gethostname()
     pool = ServerPool(server, token, trust)
     count = devices or detect().count
