@@ -33,6 +33,7 @@ from .schedule import (
     seed_ranks as seed_ranks,
     verify as verify,
 )
+from .service.client import Client as Client
 from .space import Config as Config, Space as Space
 from .training.applying import apply_schedule as apply_schedule
 from .tuner import Result as Result, Sampler as Sampler, tune as tune

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,6 +43,20 @@ class Device:
         out["capability"] = ".".join(map(str, self.capability)) if self.capability else None
         out["features"] = sorted(self.features)
         return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Device":
+        """The inverse of `to_dict`; unknown keys are ignored."""
+        capability = data.get("capability")
+        major, minor = str(capability).split(".") if capability else ("0", "0")
+        return cls(
+            type=str(data["type"]),
+            name=str(data["name"]),
+            count=int(data["count"]),
+            memory_mib=int(data["memory_mib"]),
+            capability=(int(major), int(minor)) if capability else None,
+            features=frozenset(data.get("features", ())),
+        )
 
 
 @lru_cache(maxsize=1)

@@ -178,6 +178,17 @@ class Hardware:
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
 
+    def shared(self, ranks: int) -> "Hardware":
+        """What each of so many ranks of a CPU has: they share the cores and the bandwidth that were measured as one."""
+        if ranks == 1:
+            return self
+        return self.but(
+            tflops={name: max(rate / ranks, SLOWEST_TFLOPS) for name, rate in self.tflops.items()},
+            memory_gb_per_s=self.memory_gb_per_s / ranks,
+            memory_gib=self.memory_gib / ranks,
+            devices_per_node=ranks,
+        )
+
     def but(self, **changes: Any) -> "Hardware":
         """A copy with some fields changed."""
         return replace(self, **changes)

@@ -128,15 +128,7 @@ def machine_of(
 
     device = detect()
     made, count = this_machine(settle=settle), devices or device.count
-    if device.type == "cpu" and count > 1:
-        # Ranks share the cores and the memory's bandwidth that were measured as one.
-        made = made.but(
-            tflops={name: max(rate / count, 1e-4) for name, rate in made.tflops.items()},
-            memory_gb_per_s=made.memory_gb_per_s / count,
-            memory_gib=made.memory_gib / count,
-            devices_per_node=count,
-        )
-    return made, count
+    return made.shared(count) if device.type == "cpu" else made, count
 
 
 def without_knobs(space: Space) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Trials on this machine, without Ray."""
 
-import queue
 from dataclasses import replace
 
 from ..device import visible_gpus
@@ -9,6 +8,7 @@ from ..models import Workload
 from .dispatch import DryRunner
 from .host import HostAgent
 from .job import Job, Outcome
+from .shared_devices import SharedDevices
 from .work import TrialTerms, Work
 
 
@@ -20,6 +20,7 @@ class LocalRunner(DryRunner):
         terms: devices, limits and deadlines of every trial.
         concurrency: trials at once; by default devices present over devices a trial, and one on a CPU.
         agent: one that was started beforehand; this runner closes it. By default one is started.
+        shared: the devices it shares with other runners; by default those that so many trials at once need are its own.
 
     Raises:
         UsageError: a trial needs more devices than there are.
@@ -34,6 +35,7 @@ class LocalRunner(DryRunner):
         *,
         concurrency: int | None = None,
         agent: HostAgent | None = None,
+        shared: SharedDevices | None = None,
     ) -> None:
         super().__init__(what, terms)
         cuda = terms.device.type == "cuda"
@@ -51,10 +53,10 @@ class LocalRunner(DryRunner):
                 )
             at_once = concurrency
         self.slots = at_once
-        self._free: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
-        ids = visible_gpus(terms.device.count) if cuda else []
-        for slot in range(at_once):
-            self._free.put(tuple(ids[slot * terms.devices : (slot + 1) * terms.devices]))
+        if shared is None:
+            ids = visible_gpus(terms.device.count) if cuda else []
+            shared = SharedDevices(ids[: at_once * terms.devices], count=at_once * terms.devices)
+        self._shared = shared
         if agent is None:
             agent = HostAgent(self.work.imports)
         else:
@@ -62,11 +64,15 @@ class LocalRunner(DryRunner):
         self._agent = agent
 
     def dispatch(self, job: Job) -> Outcome:
-        ids = self._free.get()
+        ids = self._shared.take(self.terms.devices)
         try:
-            return self._agent.run(replace(job, device_ids=ids))
+            return self._agent.run(replace(job, device_ids=ids), key=job.log or "")
         finally:
-            self._free.put(ids)
+            self._shared.give_back(ids, self.terms.devices)
+
+    def stop(self, log: str) -> None:
+        """Ends the trial that writes this log."""
+        self._agent.stop(log)
 
     def wait_ready(self) -> None:
         """Returns when the first trial would start at once."""

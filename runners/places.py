@@ -8,6 +8,7 @@ from .dispatch import DryRunner
 from .host import HostAgent
 from .local import LocalRunner
 from .ray_runner import RayRunner
+from .shared_devices import SharedDevices
 from .slurm import SlurmRunner
 from .work import TrialTerms, Work
 
@@ -22,6 +23,7 @@ def runner_on(
     concurrency: int | None = None,
     address: str | None = None,
     agent: HostAgent | None = None,
+    shared: SharedDevices | None = None,
 ) -> DryRunner:
     """The runner of a name.
 
@@ -32,6 +34,7 @@ def runner_on(
         concurrency: how much of it at once; None for what the devices allow.
         address: for `ray`, of a cluster.
         agent: for `local`, one that was started beforehand.
+        shared: for `local`, the devices that it has together with others.
 
     Raises:
         UsageError: there is no such runner, or it has fewer devices than a trial needs.
@@ -39,6 +42,6 @@ def runner_on(
     """
     if name not in PLACES:
         raise UsageError(unknown("runner", name, PLACES))
-    own: Mapping[str, Mapping[str, Any]] = {"ray": {"address": address}, "local": {"agent": agent}}
+    own: Mapping[str, Mapping[str, Any]] = {"ray": {"address": address}, "local": {"agent": agent, "shared": shared}}
     make: Any = PLACES[name]
     return make(work, terms, concurrency=concurrency, **own.get(name, {}))

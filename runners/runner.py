@@ -1,14 +1,19 @@
 """The protocol of everything that tries a configuration."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ..device import Device
+from ..errors import UsageError
 from ..results import Measurement
 from ..results.probe import Probe
+from ..results.schema import shown
 from ..space import Config
+from ..writing import as_data
 from .soak import SoakPlan
 
 
@@ -46,6 +51,56 @@ class TrialRequest:
         """The log relative to the run's folder, as a measurement keeps it; empty where there is none."""
         return f"logs/{self.log.name}" if self.log else ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping, by which another process tries the same; of the log it has the name."""
+        reference, soak = self.reference, self.soak
+        return {
+            "config": as_data(self.config.to_dict()),
+            "number": self.number,
+            "log": self.log.name if self.log else None,
+            "timeout_s": self.timeout_s,
+            "best_throughput": None if self.best_throughput is None else float(self.best_throughput),
+            "reference": reference and {"probe": reference.probe.to_dict(), "config_id": reference.config_id},
+            "soak": soak and asdict(soak),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], logs: Path | None = None) -> "TrialRequest":
+        """The inverse of `to_dict`; unknown keys are ignored.
+
+        Args:
+            data: what `to_dict` made.
+            logs: the folder of the log; None for no log.
+
+        Raises:
+            UsageError: a part is missing or of another type.
+        """
+        try:
+            name, reference, soak = data["log"], data["reference"], data["soak"]
+            if name is not None and not _LOG.fullmatch(name):
+                raise UsageError(f"a log is called like 7.log, but got {shown(name)}")
+            return cls(
+                config=Config(data["config"]),
+                number=int(data["number"]),
+                log=logs / name if logs is not None and name is not None else None,
+                timeout_s=_seconds(data["timeout_s"]),
+                best_throughput=_seconds(data["best_throughput"]),
+                reference=reference
+                and Reference(probe=Probe.from_dict(reference["probe"]), config_id=str(reference["config_id"])),
+                soak=soak and SoakPlan(**soak),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"what is to be tried is not described: {type(error).__name__} {error}") from error
+
+
+_LOG = re.compile(r"\d{1,12}(\.[a-z]{1,12})?\.log")
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else float(value)
+
 
 class Runner(ABC):
     """Dry-runs configurations. `run` may be called from `slots` threads at once."""
@@ -60,6 +115,8 @@ class Runner(ABC):
     """Whether leaders are measured again at the end."""
     per_host: int | None = None
     """Devices that a host gives a trial, where that is for the runner to find out; None where it is not."""
+    device: Device | None = None
+    """The kind of devices that trials run on, where it is not this machine's."""
     closed: bool = False
     """Whether `close` was called; a trial that fails from then on is not tried again."""
 

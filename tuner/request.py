@@ -11,6 +11,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 from ..errors import UsageError, unknown
 from ..models import Workload
 from ..models.request import Asked, ModelRequest, SpaceRequest, TrainingRequest, either
+from ..runners import Runner
 from ..runners.command.command import Command
 from ..runners.places import PLACES
 from ..runners.slurm import nodes
@@ -101,7 +102,8 @@ class RunRequest:
     Args:
         runner: `ray` or `local`; `slurm` on the nodes of the allocation that this process is in; `simulate` answers with
             predictions for `hardware`, which need not be here. By default `slurm` in an allocation of several nodes, else
-            `ray`; for a command else `local`, and for a callable `local`.
+            `ray`; for a command else `local`, and for a callable `local`. In Python also a `Runner`, which says itself on
+            which devices its trials run.
         isolate: call a callable in a fresh process for each trial, with a deadline and a memory limit: whatever
             ends that is an outcome, not the end of the search. What it prints goes to the trial's log, and what
             it changes is gone afterwards. False calls it in this process, as it must be where it works on state
@@ -118,7 +120,7 @@ class RunRequest:
     """
 
     runner: Annotated[
-        str | None,
+        str | Runner | None,
         Asked(f"Who runs the trials: {either(RUNNERS)}.  [default: ray]", metavar="NAME"),
     ] = None
     isolate: bool = True
@@ -213,6 +215,8 @@ class Request(OutputRequest, RunRequest, SearchRequest, TrainingRequest):
         Raises:
             UsageError: there is no such runner, or it contradicts `isolate`.
         """
+        if isinstance(self.runner, Runner):
+            return self.runner.name
         if self.isolate:
             if self.runner is not None and self.runner not in RUNNERS:
                 raise UsageError(unknown("runner", self.runner, RUNNERS))

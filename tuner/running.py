@@ -16,6 +16,7 @@ from ..runners.dispatch import DryRuns
 from ..runners.function import Calls
 from ..runners.host import HostAgent
 from ..runners.places import runner_on
+from ..runners.shared_devices import SharedDevices
 from ..runners.work import Work
 from ..space import Space
 from .predicting import simulator
@@ -89,6 +90,8 @@ def check_honoured(request: Request, task: "Task") -> None:
 def memory_of_rank(request: Request, task: "Task") -> float | None:
     """Memory of a rank, MiB; None where it is the device's own, or the affair of what is tuned."""
     given = request.limit_mib
+    if isinstance(request.runner, Runner):
+        return given  # of what the devices of others have left, this machine knows nothing
     if given is not None or task.own is None or task.simulated or task.device.type != "cpu":
         return given
     return share_of_host(task.devices * (request.concurrency or 1))
@@ -100,12 +103,12 @@ def share_of_host(ranks: int) -> float:
 
 
 def make_work(request: Request, task: "Task") -> Work | None:
-    """What the processes of a trial run; None where there are none.
+    """What the processes of a trial run; None where there are none, or where a given runner starts them.
 
     Raises:
         UsageError: a callable cannot be sent to another process, or a command's program is not there.
     """
-    if request.runs_on == IN_PROCESS or task.simulated:
+    if request.runs_on == IN_PROCESS or task.simulated or isinstance(request.runner, Runner):
         return None
     if task.command is not None:
         task.command.check_program()
@@ -124,6 +127,7 @@ def make_runner(
     estimator: "Estimator | None",
     earlier: Sequence[Trial],
     agent: HostAgent | None = None,
+    shared: SharedDevices | None = None,
 ) -> Runner:
     """The runner that is asked for, ready for the first trial.
 
@@ -135,9 +139,12 @@ def make_runner(
         estimator: answers where nothing is run.
         earlier: trials of a run that is taken up again.
         agent: for the runner `local`, one that was started beforehand.
+        shared: for the runner `local`, the devices it shares with others.
     """
     plan = TimingPlan(seconds=request.measure_s)
     at_once = request.concurrency
+    if isinstance(request.runner, Runner):
+        return request.runner
     if task.simulated:
         assert estimator is not None, "what is simulated is a workload, which has an estimator"
         limits = {"timeout_s": request.timeout_s, "measure_s": plan.seconds}
@@ -153,7 +160,9 @@ def make_runner(
         plan=plan,
         seed=request.seed,
     )
-    made = runner_on(request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent)
+    made = runner_on(
+        request.runs_on, work, terms, concurrency=at_once, address=request.ray_address, agent=agent, shared=shared
+    )
     try:
         if task.own is not None:
             # Once here, while the workers start, rather than in every trial.

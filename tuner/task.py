@@ -77,11 +77,17 @@ class Task:
         return self.function
 
 
-def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: "Hardware | None" = None) -> Task:
+def resolve_task(
+    request: TrainingRequest,
+    *,
+    cluster: bool = False,
+    simulated: "Hardware | None" = None,
+    device: Device | None = None,
+) -> Task:
     """What a request comes to on the devices at hand.
 
     With `cluster` devices may be on other hosts, and whoever places the trials counts them. With `simulated` they
-    are this hardware's, of a node where no number is given.
+    are this hardware's, of a node where no number is given. With `device` they are of this kind, wherever they are.
 
     Raises:
         UsageError: something that is asked is invalid.
@@ -95,7 +101,8 @@ def resolve_task(request: TrainingRequest, *, cluster: bool = False, simulated: 
         count = request.devices or device.count
         notes: tuple[str, ...] = (f"simulated: nothing is run, trials are predictions for {count} x {device.name}",)
     else:
-        device = detect()
+        cluster = cluster or device is not None
+        device = device or detect()
         count = request.devices or device.count
         notes = _check_devices(count, device, cluster)
     if isinstance(target, (str, Path, Workload)):

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import RunnerError, UsageError
 from ..models.families.standard import BLOCK_KNOBS
 from ..results import RunFolder, summary
+from ..runners import Runner
 from ..runners.host import PLAIN_IMPORTS, HostAgent
 from ..runners.soak import SoakPlan
 from ..scratch import Scratch
@@ -57,6 +58,7 @@ def tune(request: Request) -> Result:
             cluster=request.runs_on == "slurm"
             or (request.runs_on == "ray" and bool(request.ray_address or os.environ.get("RAY_ADDRESS"))),
             simulated=described(request.hardware) if request.runs_on == "simulate" else None,
+            device=request.runner.device if isinstance(request.runner, Runner) else None,
         )
         if request.runs_on == "local" and task.own is not None and agent is None:
             agent = held.enter_context(contextlib.closing(HostAgent(PLAIN_IMPORTS)))

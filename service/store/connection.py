@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+# All of it at once: Optuna imports the ORM later, and what another thread does meanwhile would meet half of it.
+import sqlalchemy.orm  # noqa: F401
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError

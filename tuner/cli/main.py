@@ -31,15 +31,28 @@ _COMMANDS = {
     "dashboard": "Serve a page over all runs in a folder.",
     "doctor": "Check versions, devices and memory, and what is missing.",
 }
+_SERVICE = {
+    "serve": "Serve searches for a team on shared devices.",
+    "submit": "Submit a search to a server.",
+    "queue": "Show what runs and what waits on a server.",
+    "logs": "Show what happens in a search on a server, or what a trial printed.",
+    "cancel": "End searches on a server.",
+    "results": "Show what came of a search on a server.",
+    "worker": "Join this host's devices to a server's pool.",
+    "token": "Add users and tokens of a server, and revoke them.",
+}
+"""Commands of the floor above, which are found by name."""
 
 
 class _Commands(click.Group):
     """Imports a command when it is called, so that help comes at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [*_COMMANDS, *_SERVICE]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in _SERVICE:
+            return getattr(import_module(f"...service.cli.{name}", __package__), name)
         if name not in _COMMANDS:
             return None
         return getattr(import_module(f".{name}", __package__), name)
@@ -47,12 +60,14 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
+        with formatter.section("Searches for a team"):
+            formatter.write_dl(list(_SERVICE.items()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
-            raise UsageError(unknown("command", args[0], _COMMANDS))
+        if args and not args[0].startswith("-") and args[0] not in (*_COMMANDS, *_SERVICE):
+            raise UsageError(unknown("command", args[0], (*_COMMANDS, *_SERVICE)))
         return super().resolve_command(ctx, args)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,7 @@ Examples:
   redline tune llama-tiny --soak
   redline tune --command "python train.py --batch-size {micro_batch}" --space knobs.yaml
   redline tune --from sweep.yaml
+  redline tune llama2-7b --devices 8 --server https://redline.example.org
   redline tune llama2-7b --runner simulate --hardware h100-80gb --devices 1024 --global-batch 2048 --trials 40
 """
 DRY_COMMANDS = 3
@@ -42,7 +44,11 @@ DRY_COMMANDS = 3
 @click.option("--command-file", metavar="FILE", help="A YAML file with what --command and its options say.")
 @click.option("--dry", is_flag=True, help="Print the commands of the first trials, and start none.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> int:
+@click.option("--server", metavar="URL", help="Search on a server's devices, instead of here; see `redline submit`.")
+@click.option("--token", envvar="REDLINE_TOKEN", metavar="TEXT", help="For --server.  [default: REDLINE_TOKEN]")
+def tune(
+    as_json: bool, dry: bool, command_file: str | None, server: str | None, token: str | None, **options: Any
+) -> int:
     """Find the configuration that trains MODEL fastest on the devices at hand.
 
     MODEL is a name (`redline models`), a folder or config.json of a Hugging Face model, or a hub id.
@@ -53,8 +59,13 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
 
     Exit codes: 0 found, 2 bad usage or input, 3 nothing feasible, 130 interrupted (what was found is kept).
     """
-    command = _command(options, command_file)
+    command = command_of(options, command_file)
     given = request_of(options, command)
+    if server is not None:
+        if dry:
+            raise UsageError("--dry prints the commands of this machine; leave --server out")
+        # The floor above, which is found by name.
+        return int(import_module("...service.cli.submit", __package__).searched(given, server, token, as_json))
     if dry:
         _print_commands(command, given)
         return 0
@@ -79,7 +90,7 @@ def tune(as_json: bool, dry: bool, command_file: str | None, **options: Any) -> 
     return EXIT_FOUND if result.best is not None else EXIT_NOTHING_FEASIBLE
 
 
-def _command(options: dict[str, Any], file: str | None) -> Command | None:
+def command_of(options: dict[str, Any], file: str | None) -> Command | None:
     """The command that is asked for, or stated by another tool's file, whose options are taken out; None where it is a
     model.
 

@@ -1,0 +1,118 @@
+"""The application: its routes, its errors, its pages, and what is counted of every request."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.gzip import GZipMiddleware
+
+from ... import __version__
+from . import operations, pages, searches, studies, workers
+from .models import ErrorAnswer
+from .parts import Parts
+from .problems import TooLarge, answer_problems
+
+LARGEST_BODY = 1 << 20
+"""Bytes of a request's body, where its route does not say otherwise."""
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": words}
+    for status, words in (
+        (400, "The request is malformed."),
+        (401, "There is no token, or none that is taken."),
+        (403, "The caller may not do that."),
+        (404, "There is no such thing."),
+        (409, "It is another's by now, or ended otherwise."),
+        (413, "The body is too large."),
+        (422, "A field breaks a rule."),
+        (429, "Too many requests."),
+        (503, "The database, or what this needs, is away."),
+    )
+}
+_log = logging.getLogger("redline.http")
+
+
+def make_app(parts: Parts) -> Any:
+    """The application of a service, an ASGI one."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        reading = asyncio.create_task(parts.feed.run())
+        yield
+        parts.feed.stop()
+        await reading
+
+    # No generated documentation: it would load its scripts from elsewhere.
+    app = FastAPI(
+        title="redline", version=__version__, description="Searches for a team on shared devices.",
+        openapi_url="/v1/openapi.json", docs_url=None, redoc_url=None, lifespan=lifespan, responses=_ERRORS,
+        max_body_size=LARGEST_BODY,
+    )  # fmt: skip
+    app.state.parts = parts
+    answer_problems(app)
+    for each in (operations, searches, studies, workers):
+        app.include_router(each.router)
+    pages.add(app, parts)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)
+    # Around all of it: FastAPI itself answers what is too large, and what fails.
+    return pages.Headers(Counted(TooLarge(app), parts))
+
+
+class Counted:
+    """An ASGI application in front of another: counts, times and logs what it answers."""
+
+    def __init__(self, app: Any, parts: Parts) -> None:
+        self.app, self._metrics = app, parts.metrics
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def seen(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._metrics.seconds.labels(_route(scope)).observe(time.monotonic() - began)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, seen)
+        finally:
+            self._metrics.requests.labels(scope["method"][:10], _route(scope), str(status)).inc()
+            _log.info("request", extra={"told": _told(scope, status, time.monotonic() - began)})
+
+
+def _route(scope: dict[str, Any]) -> str:
+    """The route's template, so that ids make no labels."""
+    found = scope.get("route")
+    return str(getattr(found, "path", "other"))
+
+
+def _told(scope: dict[str, Any], status: int, seconds: float) -> dict[str, Any]:
+    client = scope.get("client")
+    return {
+        "method": scope["method"],
+        "path": scope["path"][:500],
+        "status": status,
+        "ms": round(1000 * seconds, 1),
+        "user": scope.get("state", {}).get("user", ""),
+        "from": client[0] if client else "",
+    }
+
+
+class JsonLines(logging.Formatter):
+    """Log records as lines of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        made = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
+        out = {"time": made, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        out |= getattr(record, "told", {})
+        if record.exc_info:
+            out["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(out, ensure_ascii=False, default=str)

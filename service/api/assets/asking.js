@@ -1,0 +1,115 @@
+// Asking the server: reads with the session's cookie alone, changes with the token against forged requests, too.
+
+const connection = document.getElementById("connection");
+let session = null;
+
+function connected(fine) {
+  connection.hidden = fine;
+  connection.textContent = fine ? "" : "The server does not answer; what is shown is what was known. Trying again.";
+}
+
+class Refused extends Error {
+  constructor(detail, status) {
+    super(detail.message);
+    this.status = status;
+    this.field = detail.field;
+  }
+}
+
+class Unreachable extends Error {}
+
+async function ask(path, body, headers = {}) {
+  const options = { credentials: "same-origin", headers: { ...headers } };
+  if (body !== undefined) {
+    options.method = "POST";
+    options.headers[session.header] = session.csrf;
+    options.headers["content-type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let answer;
+  try {
+    answer = await fetch(path, options);
+  } catch (error) {
+    connected(false);
+    throw new Unreachable(String(error));
+  }
+  connected(answer.status !== 503);
+  if (answer.status === 401) location.href = "login";
+  const found = await answer.json().catch(() => null);
+  if (!answer.ok) throw new Refused(found && found.error ? found.error : { message: `The server answered ${answer.status}.` }, answer.status);
+  return found;
+}
+
+// Calls `draw` now, whenever something happens, and every few seconds, until the returned function is called; never
+// twice at once, and not more often than a few times a second.
+const listeners = new Set();
+function live(draw, everyMs = 5000) {
+  let ended = false, busy = false, again = false, timer = 0;
+  const round = async () => {
+    if (ended) return;
+    if (busy) { again = true; return; }
+    busy = true;
+    clearTimeout(timer);
+    try {
+      await draw();
+    } catch (error) {
+      if (!(error instanceof Unreachable) && !(error instanceof Refused)) throw error;
+      if (error instanceof Refused && error.status !== 503 && error.status !== 429) { ended = true; complain(error); }
+    } finally {
+      busy = false;
+      if (!ended) timer = setTimeout(round, again ? 300 : everyMs);
+      again = false;
+    }
+  };
+  listeners.add(round);
+  round();
+  return () => { ended = true; clearTimeout(timer); listeners.delete(round); };
+}
+
+function complain(error) {
+  clear(document.getElementById("page")).append(el("div", { class: "problems", role: "alert" }, el("h2", {}, "This cannot be shown"), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "The queue"))));
+}
+
+// One stream for the whole page; a browser that loses it connects again and says what it saw last.
+const happenings = [];
+const MOST_HAPPENINGS = 200;
+const KINDS = ["search", "dry_run", "worker", "plan", "placed", "started", "finished", "remeasuring", "waiting", "said", "ended"];
+function listen() {
+  const source = new EventSource("v1/events");
+  source.addEventListener("open", () => { connected(true); listeners.forEach((each) => each()); });
+  source.addEventListener("error", () => connected(false));
+  const heard = (event) => {
+    happenings.unshift(JSON.parse(event.data));
+    happenings.length = Math.min(happenings.length, MOST_HAPPENINGS);
+    listeners.forEach((each) => each());
+  };
+  KINDS.forEach((kind) => source.addEventListener(kind, heard));
+}
+
+function when(unix) {
+  return given(unix) ? new Date(unix * 1000).toLocaleString() : MISSING;
+}
+
+function state(name) {
+  return el("span", { class: `state state-${name}` }, name);
+}
+
+function table(names, rows, label) {
+  return el("table", { class: "service-table", "aria-label": label }, el("thead", {}, el("tr", {}, names.map((each) => el("th", { scope: "col" }, each)))), el("tbody", {}, rows));
+}
+
+function bestOf(best) {
+  return best ? `${number(best.throughput, 5)} ${best.unit || ""}` : MISSING;
+}
+
+function cancelButton(search, told) {
+  if (!["queued", "running"].includes(search.state)) return null;
+  if (session.role === "reader" || (session.role !== "admin" && session.user !== search.user)) return null;
+  const button = el("button", { type: "button", "data-cancel": search.id }, "Cancel");
+  button.addEventListener("click", async () => {
+    button.disabled = true;
+    try { await ask(`v1/searches/${search.id}/cancel`, {}); } catch (error) { if (!(error instanceof Refused)) throw error; told.textContent = error.message; }
+    listeners.forEach((each) => each());
+  });
+  return button;
+}

@@ -1,0 +1,51 @@
+// The queue, the searches that ended, and the pool.
+
+function searchRow(each, told) {
+  return el("tr", { "data-search": each.id },
+    el("td", {}, el("a", { href: `#/search/${each.id}` }, each.name || each.id), el("span", { class: "under" }, ` ${each.id}`)),
+    el("td", {}, each.user),
+    el("td", {}, state(each.state), each.reason ? el("div", { class: "under" }, each.reason) : null),
+    el("td", { class: "number" }, number(each.priority)),
+    el("td", { class: "number" }, `${number(each.devices)}${each.device ? ` × ${each.device}` : ""}`),
+    el("td", { class: "number" }, number(each.trials)),
+    el("td", {}, bestOf(each.best)),
+    el("td", {}, when(each.created)),
+    el("td", {}, cancelButton(each, told)));
+}
+
+const SEARCH_COLUMNS = ["search", "user", "state", "priority", "devices", "trials", "best", "submitted", ""];
+
+function queuePage(page) {
+  const told = el("p", { class: "wrong", role: "alert" });
+  const counts = el("p", { class: "lead", role: "status" });
+  const open = el("div"), ended = el("div");
+  page.append(el("h1", {}, "Queue"), counts, told, open, el("h2", {}, "Ended"), ended);
+  return live(async () => {
+    const [queue, all] = await Promise.all([ask("v1/queue"), ask("v1/searches?limit=50")]);
+    counts.textContent = `${plural(queue.searches.length, "search", "searches")}; ${plural(queue.running, "dry run")} on ${queue.busy} of ${plural(queue.devices, "device")}, ${queue.waiting} waiting`;
+    clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, told)), "Queue") : el("p", {}, "Nothing runs and nothing waits. ", el("a", { href: "#/submit" }, "Submit a search")));
+    const over = all.searches.filter((each) => !["queued", "running"].includes(each.state));
+    clear(ended).append(over.length ? table(SEARCH_COLUMNS, over.map((each) => searchRow(each, told)), "Ended") : el("p", { class: "under" }, "None yet."));
+  });
+}
+
+function devicesPage(page) {
+  const place = el("div");
+  page.append(el("h1", {}, "Devices"), place);
+  return live(async () => {
+    const { workers } = await ask("v1/workers");
+    clear(place).append(workers.length ? table(["worker", "user", "host", "device", "busy", "memory", "last heard of"], workers.map((each) => el("tr", { "data-worker": each.id },
+      el("td", {}, each.name || each.id), el("td", {}, each.user), el("td", {}, each.host),
+      el("td", {}, `${each.devices} × ${each.device.name || each.device.type || "device"}`),
+      el("td", { class: "number" }, `${each.busy} of ${each.devices}`), el("td", { class: "number" }, memory(each.memory)), el("td", {}, when(each.seen)))), "Devices")
+      : el("p", {}, "No worker is in the pool: ", el("code", {}, "redline worker"), " joins one."));
+  });
+}
+
+function eventsPage(page) {
+  const list = el("ol", { class: "events", "aria-live": "off" });
+  page.append(el("h1", {}, "Events"), el("p", { class: "lead" }, "What happens from now on, the latest first."), list);
+  return live(async () => {
+    clear(list).append(...happenings.map((each) => el("li", {}, `${when(each.time)}  ${each.kind}  `, each.search ? el("a", { href: `#/search/${each.search}` }, each.search) : null, `  ${JSON.stringify(each.data).slice(0, 300)}`)));
+  });
+}

@@ -1,0 +1,48 @@
+// A form to submit a search by.
+
+const FIELDS = [
+  ["target", "Model: a preset's name or a hub id", { required: true, value: "gpt2-tiny" }, String],
+  ["name", "Name, if it is to have one of its own", {}, String],
+  ["devices", "Devices of a trial", { type: "number", min: 1, value: 1 }, Number],
+  ["trials", "Trials", { type: "number", min: 1, value: 16 }, Number],
+  ["seq_len", "Sequence length, tokens", { type: "number", min: 1 }, Number],
+  ["global_batch", "Samples of a step", { type: "number", min: 1 }, Number],
+  ["time", "Time, such as 30m", {}, String],
+  ["priority", "Priority, -100 to 100", { type: "number", min: -100, max: 100, value: 0 }, Number],
+  ["device", "Kind of device; any where empty", {}, String],
+];
+const OF_THE_QUEUE = ["name", "priority", "device"];
+
+function submitPage(page) {
+  const wrong = el("p", { class: "wrong", role: "alert" });
+  const inputs = Object.fromEntries(FIELDS.map(([name, , attributes]) => [name, el("input", { name, spellcheck: "false", ...attributes })]));
+  const button = el("button", { type: "submit", class: "primary" }, "Submit");
+  const form = el("form", { class: "service-form", novalidate: true }, FIELDS.map(([name, label]) => el("label", {}, label, inputs[name])), wrong, button);
+  // The same key as long as the form says the same: a click that was answered too late submits nothing twice.
+  let key = crypto.randomUUID ? crypto.randomUUID() : String(Math.random()).slice(2);
+  form.addEventListener("input", () => { key = `${key.slice(0, 36)}-${Date.now()}`; });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    wrong.textContent = "";
+    button.disabled = true;
+    const body = { request: {} };
+    for (const [name, , , read] of FIELDS) {
+      const value = inputs[name].value.trim();
+      if (value === "") continue;
+      (OF_THE_QUEUE.includes(name) ? body : body.request)[name] = read(value);
+    }
+    try {
+      const made = await ask("v1/searches", body, { "idempotency-key": key });
+      location.hash = `#/search/${made.id}`;
+    } catch (error) {
+      if (!(error instanceof Refused) && !(error instanceof Unreachable)) throw error;
+      wrong.textContent = error instanceof Refused ? error.message : "The server does not answer; try again.";
+      const field = error.field ? inputs[error.field.split(".").at(-1)] : null;
+      if (field) field.focus();
+    } finally {
+      button.disabled = false;
+    }
+  });
+  page.append(el("h1", {}, "Submit a search"), el("p", { class: "lead" }, "More can be asked for by ", el("code", {}, "redline submit"), "."), session.role === "reader" ? el("p", { class: "wrong" }, "You may look, not submit: ask an admin for the role submitter.") : null, form);
+  return () => {};
+}

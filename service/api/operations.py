@@ -1,0 +1,105 @@
+"""The service as a whole over HTTP: who one is, what runs and waits, events, estimates, and how it is."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+
+from ... import __version__
+from ...errors import ServiceError
+from ..records import Role, Search, SearchState
+from .access import Reader
+from .models import EstimateForm, EventAnswer, HealthAnswer, MeAnswer, QueueAnswer
+from .problems import Problem
+from .searches import STREAM, EventId, PartsOf, resumed, shown, stream
+
+router = APIRouter(tags=["service"])
+WEEK_S = 7 * 24 * 3600.0
+MOST_SHOWN = 1000
+
+
+@router.get("/v1/me")
+def me(user: Reader) -> MeAnswer:
+    """Whom the token is of, and what they may do."""
+    names = ("name", "device_hours", "running", "allow_code")
+    return MeAnswer(**{name: getattr(user, name) for name in names}, role=Role(user.role).value)
+
+
+@router.get("/v1/queue")
+def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
+    """What runs and what waits, and why."""
+    store = parts.store
+    found = [
+        each
+        for state in (SearchState.RUNNING, SearchState.QUEUED)
+        for each in store.searches(state=state, limit=MOST_SHOWN)
+    ]
+    found.sort(key=_turn)
+    workers = store.workers()
+    running, names = store.running(), {each.id: each.name for each in store.users()}
+    used = {names[each]: seconds / 3600 for each, seconds in store.usage(WEEK_S).items() if each in names}
+    return QueueAnswer(
+        searches=[shown(parts, each, workers) for each in found],
+        waiting=len(store.waiting()),
+        running=len(running),
+        devices=sum(each.devices for each in workers),
+        busy=sum(each.devices for each in running),
+        usage=used,
+    )
+
+
+def _turn(search: Search) -> tuple[int, float]:
+    return -search.priority, search.created
+
+
+@router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)
+async def events(
+    user: Reader, parts: PartsOf, after: EventId | None = None, last_event_id: Annotated[str | None, Header()] = None
+) -> Response:
+    """What happens to all searches and the pool, from now on or behind an event."""
+    return stream(parts, resumed(after, last_event_id), None)
+
+
+@router.get("/v1/history")
+def history(
+    user: Reader,
+    parts: PartsOf,
+    after: EventId = 0,
+    search: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> list[EventAnswer]:
+    """What happened behind an event, as a list."""
+    found = parts.store.events(after, search=search, limit=limit)
+    return [EventAnswer(**{name: getattr(each, name) for name in EventAnswer.model_fields}) for each in found]
+
+
+@router.post("/v1/estimate")
+def estimate(form: EstimateForm, user: Reader, parts: PartsOf) -> dict[str, Any]:
+    """What `redline estimate --json` says: the best configurations, predicted without a device."""
+    asked = {"devices": form.devices, **form.model_dump(exclude_unset=True, exclude_none=True)}
+    return parts.estimates.of(asked)
+
+
+@router.get("/healthz", tags=["operations"])
+def healthz() -> HealthAnswer:
+    """Whether the process answers."""
+    return HealthAnswer(status="ok", version=__version__)
+
+
+@router.get("/readyz", tags=["operations"])
+def readyz(parts: PartsOf) -> HealthAnswer:
+    """Whether it can do its work: the database answers, and dry runs are given out."""
+    try:
+        parts.store.latest()
+    except ServiceError as error:
+        raise Problem(503, "not_ready", str(error), headers={"retry-after": "2"}) from None
+    if parts.dispatcher.failure or not parts.dispatcher.is_alive():
+        reason = parts.dispatcher.failure or "it has not begun, or is about to end"
+        raise Problem(503, "not_ready", f"no dry runs are given out: {reason}", headers={"retry-after": "2"})
+    return HealthAnswer(status="ready", version=__version__)
+
+
+@router.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
+def metrics(parts: PartsOf) -> Response:
+    """For Prometheus; counts and no names, so that it needs no token."""
+    return Response(parts.metrics.render(parts), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,161 @@
+"""The pages: queue, devices, a form to submit by, live events; and the dashboard's pages of every search."""
+
+import html
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qsl
+
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+
+from ...results.dashboard import Library
+from ...results.dashboard.app import make_app as make_dashboard, own as of_dashboard
+from ...results.dashboard.guard import HEADERS
+from ...results.report.page import asset, bundle
+from .access import CSRF, cookie_name, csrf_of, user_of
+from .parts import Parts
+from .problems import Problem
+
+LARGEST_FORM = 4096
+_SCRIPTS = ("dom", "format")
+_PAGES = ("asking", "queue", "submit", "search", "service")
+_POLICY = HEADERS["content-security-policy"].replace("form-action 'none'", "form-action 'self'")
+RUNS = "/runs"
+"""Where the dashboard's pages of searches are."""
+
+
+def add(app: FastAPI, parts: Parts) -> None:
+    """Adds the pages to an application."""
+    parts.runs.searches.mkdir(parents=True, exist_ok=True)
+    app.mount(RUNS, _LoggedIn(make_dashboard(Library(parts.runs.searches)), parts))
+
+    @app.get("/", include_in_schema=False)
+    async def index(request: Request) -> Response:
+        if not request.cookies.get(cookie_name(request)):
+            return RedirectResponse("/login", status_code=303)
+        return _html(own("index.html"))
+
+    @app.get("/login", include_in_schema=False)
+    async def login() -> Response:
+        return _html(own("login.html").replace("<!--why-->", ""))
+
+    @app.post("/login", include_in_schema=False, max_body_size=LARGEST_FORM)
+    async def logging_in(request: Request) -> Response:
+        _same_origin(request)
+        form = dict(parse_qsl((await request.body()).decode("utf-8", "replace"), max_num_fields=10))
+        token = form.get("token", "").strip()
+        address = request.client.host if request.client else ""
+        try:
+            user = await run_sync(user_of, parts, token, address)
+        except Problem as error:
+            return _html(
+                own("login.html").replace("<!--why-->", f"<p role=alert>{html.escape(str(error))}</p>"), error.status
+            )
+        await run_sync(parts.store.audit, user.name, "login", address)
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(
+            cookie_name(request), token, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+        )
+        return answer
+
+    @app.post("/logout", include_in_schema=False)
+    async def logout(request: Request) -> Response:
+        _same_origin(request)
+        answer = RedirectResponse("/login", status_code=303)
+        answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict")
+        return answer
+
+    @app.get("/session", include_in_schema=False)
+    async def session(request: Request) -> Response:
+        cookie = request.cookies.get(cookie_name(request), "")
+        user = await run_sync(user_of, parts, cookie, request.client.host if request.client else "")
+        return JSONResponse({"user": user.name, "role": str(user.role), "header": CSRF, "csrf": csrf_of(cookie)})
+
+    @app.get("/icon.svg", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(of_dashboard("icon.svg"), media_type="image/svg+xml")
+
+    @app.get("/service.js", include_in_schema=False)
+    async def script() -> Response:
+        text = bundle(_SCRIPTS, *(own(f"{name}.js") for name in _PAGES))
+        return Response(text, media_type="text/javascript; charset=utf-8")
+
+    @app.get("/service.css", include_in_schema=False)
+    async def style() -> Response:
+        text = asset("style.css") + of_dashboard("dashboard.css") + own("service.css")
+        return Response(text, media_type="text/css; charset=utf-8")
+
+
+def own(name: str) -> str:
+    """A file of the pages, as text."""
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _html(text: str, status: int = 200) -> Response:
+    return Response(text, status_code=status, media_type="text/html; charset=utf-8")
+
+
+def _same_origin(request: Request) -> None:
+    """Whether a form was sent by a page of this server: browsers say where a form comes from.
+
+    Raises:
+        Problem: it was another's.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    # Of a page that names no referrer the origin is null, so that what the browser says of the site comes first.
+    own = site in ("same-origin", "none") if site else origin in (None, f"{request.url.scheme}://{request.url.netloc}")
+    if own:
+        return
+    raise Problem(403, "csrf", "this form was sent by a page of another site")
+
+
+class Headers:
+    """An ASGI application in front of another: what a browser may do with its answers."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        added = [(name.encode(), value.encode()) for name, value in _headers().items()]
+
+        async def answered(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                kept = [each for each in message["headers"] if each[0].lower().decode("latin-1") not in HEADERS]
+                message = message | {"headers": [*kept, *added]}
+            await send(message)
+
+        await self.app(scope, receive, answered)
+
+
+def _headers() -> Mapping[str, str]:
+    return {**HEADERS, "content-security-policy": _POLICY}
+
+
+class _LoggedIn:
+    """An ASGI application in front of the dashboard's: for those who are logged in, or bring a bearer token."""
+
+    def __init__(self, app: Any, parts: Parts) -> None:
+        self.app, self._parts = app, parts
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        token = given if kind.lower() == "bearer" else request.cookies.get(cookie_name(request), "")
+        address = request.client.host if request.client else ""
+        if not token:
+            await RedirectResponse("/login", status_code=303)(scope, receive, send)
+            return
+        try:
+            await run_sync(user_of, self._parts, token, address)
+        except Problem as error:
+            await error.answer()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)

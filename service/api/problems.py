@@ -1,0 +1,171 @@
+"""What goes wrong as an answer: a code for programs, a sentence for people, the field, what was given, the rule."""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from ...errors import (
+    AttemptOver,
+    KeyTaken,
+    LeaseOver,
+    MissingDependency,
+    NotFound,
+    QuotaExceeded,
+    RedlineError,
+    Refused,
+    StorageAhead,
+    StorageUnavailable,
+    StudyError,
+    UsageError,
+)
+from .models import ErrorAnswer, ErrorDetail, short
+
+_log = logging.getLogger(__name__)
+_STATUS: tuple[tuple[type[RedlineError], int, str], ...] = (
+    (NotFound, 404, "not_found"),
+    (KeyTaken, 409, "key_taken"),
+    (LeaseOver, 409, "lease_over"),
+    (AttemptOver, 409, "attempt_over"),
+    (QuotaExceeded, 403, "quota_exceeded"),
+    (Refused, 403, "refused"),
+    (StorageAhead, 503, "storage_ahead"),
+    (StorageUnavailable, 503, "storage_unavailable"),
+    (StudyError, 404, "not_found"),
+    (MissingDependency, 501, "not_installed"),
+    (UsageError, 422, "invalid"),
+)
+_CODES = {
+    400: "malformed",
+    401: "no_token",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "too_large",
+}
+_RETRY_S = 2
+
+
+class Problem(Exception):
+    """An answer of 400 and above.
+
+    Args:
+        status: of HTTP.
+        code: a word for programs.
+        message: a sentence for people.
+        field: which field of the request.
+        given: what it was.
+        rule: the rule it broke.
+        headers: beside the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        field: str | None = None,
+        given: Any = None,
+        rule: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self.detail = ErrorDetail(code=code, message=message, field=field, given=short(given), rule=rule)
+
+    def answer(self) -> Response:
+        """It as a response."""
+        content = ErrorAnswer(error=self.detail).model_dump(mode="json")
+        return JSONResponse(content, status_code=self.status, headers=self.headers)
+
+
+def problem_of(error: RedlineError) -> Problem:
+    """The answer that an error of redline's is."""
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
+            return Problem(status, code, str(error), headers=headers)
+    return Problem(503, "unavailable", str(error), headers={"retry-after": str(_RETRY_S)})
+
+
+def _invalid(error: RequestValidationError) -> Problem:
+    first = error.errors()[0]
+    kind, place = str(first.get("type", "")), [str(each) for each in first.get("loc", ())]
+    if kind == "json_invalid":
+        return Problem(400, "malformed", f"the body is no JSON: {first.get('ctx', {}).get('error', first.get('msg'))}")
+    rule = str(first.get("msg", "")).removeprefix("Value error, ")
+    field = ".".join(place[1:]) or None
+    many = len(error.errors()) - 1
+    more = f" ({many} more field{'s' * (many > 1)} of it {'are' if many > 1 else 'is'} wrong)" if many else ""
+    where = field or {"body": "the body", "query": "the query", "path": "the path"}.get(place[0] if place else "", "it")
+    return Problem(422, "invalid", f"{where}: {rule}{more}", field=field, given=first.get("input"), rule=rule)
+
+
+def answer_problems(app: FastAPI) -> None:
+    """Has every error of an application answered in the one form."""
+
+    @app.exception_handler(Problem)
+    def problem(request: Request, error: Problem) -> Response:
+        return error.answer()
+
+    @app.exception_handler(RedlineError)
+    def known(request: Request, error: RedlineError) -> Response:
+        return problem_of(error).answer()
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(error).answer()
+
+    @app.exception_handler(HTTPException)
+    def http(request: Request, error: HTTPException) -> Response:
+        code = _CODES.get(error.status_code, "refused")
+        path = request.url.path[:200]
+        told = {
+            413: "the body is larger than this takes",
+            404: f"there is no {path}",
+            405: f"{path} does not take {request.method}",
+        }
+        return Problem(
+            error.status_code, code, told.get(error.status_code, str(error.detail)), headers=dict(error.headers or {})
+        ).answer()
+
+    @app.exception_handler(Exception)
+    def unforeseen(request: Request, error: Exception) -> Response:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return Problem(500, "internal", "the server failed at this; its log says at what").answer()
+
+
+class TooLarge:
+    """An ASGI application in front of another: words a body that is too large as all errors are worded.
+
+    Starlette, which counts a body's bytes, answers by itself, in plain text.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        reworded = False
+
+        async def answered(message: dict[str, Any]) -> None:
+            nonlocal reworded
+            if message["type"] == "http.response.start" and message["status"] == 413:
+                plain = (b"application/json",) not in [each[1:] for each in message["headers"]]
+                if plain:
+                    reworded = True
+                    headers = {"connection": "close"}
+                    problem = Problem(413, "too_large", "the body is larger than this takes", headers=headers)
+                    await problem.answer()(scope, receive, send)
+                    return
+            if not reworded:
+                await send(message)
+
+        await self.app(scope, receive, answered)

@@ -1,0 +1,261 @@
+"""Searches over HTTP: submitted, listed, cancelled, and what came of them."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Path, Query
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+
+from ...errors import Refused, UsageError
+from ...results.export import export_targets
+from ..logs import read_log
+from ..placing import obstacle
+from ..records import Role, Search, SearchState, User, Worker
+from ..request import is_code
+from .access import Reader, Submitter
+from .models import SearchAnswer, SearchesAnswer, Submission
+from .parts import Parts, parts_of
+from .problems import Problem
+
+router = APIRouter(prefix="/v1/searches", tags=["searches"])
+PartsOf = Annotated[Parts, Depends(parts_of)]
+SearchId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a search.")]
+TrialNumber = Annotated[int, Path(ge=0, lt=1 << 40, description="Of a trial.")]
+EventId = Annotated[int, Query(ge=0, lt=1 << 31, description="The event that was seen last.")]
+RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}
+}
+
+
+def shown(parts: Parts, search: Search, workers: Sequence[Worker] | None = None) -> SearchAnswer:
+    """A search as it is answered; while it has not ended, with why it waits.
+
+    Args:
+        parts: of the application.
+        search: which.
+        workers: the pool, where it is known.
+    """
+    waits = "" if search.state.ended else parts.dispatcher.reasons.get(search.id, "")
+    if search.state is SearchState.QUEUED:
+        waits = obstacle(search, parts.store.workers() if workers is None else workers) or waits
+    return SearchAnswer(
+        **{name: getattr(search, name) for name in ("id", "name", "priority", "devices", "device", "reuse")},
+        **{name: getattr(search, name) for name in ("created", "started", "ended", "request", "best")},
+        user=search.owner,
+        reason=search.reason or waits,
+        state=search.state.value,
+        trials=parts.runs.count(search.id),
+    )
+
+
+def may_change(user: User, search: Search) -> None:
+    """Whether a user may cancel a search.
+
+    Raises:
+        Problem: it is another's, and they are no admin.
+    """
+    if search.user != user.id and user.role != Role.ADMIN:
+        raise Problem(403, "not_yours", f"search {search.id} is {search.owner}'s; an admin may change it, too")
+
+
+@router.post("", status_code=201)
+def submit(
+    form: Submission,
+    user: Submitter,
+    parts: PartsOf,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(pattern="^[!-~]{1,200}$")] = None,
+) -> SearchAnswer:
+    """Submits a search. The same `Idempotency-Key` again is the same search, and answered with 200."""
+    request = form.request.request()
+    if is_code(request) and not (parts.allow_code and user.allow_code):
+        raise Refused(
+            f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
+            "config.json, or ask an admin to allow it"
+        )
+    name = form.name or named(request)
+    search, new = parts.store.submit(
+        user,
+        request,
+        devices=form.request.devices,
+        device=form.device,
+        priority=form.priority,
+        name=name,
+        key=idempotency_key,
+        reuse=form.reuse,
+    )
+    if new:
+        parts.store.audit(user.name, "submit", search.id, {"name": name, "devices": search.devices})
+        parts.metrics.submitted.inc()
+    response.status_code = 201 if new else 200
+    return shown(parts, search).model_copy(update={"created_now": new})
+
+
+def named(request: dict[str, Any]) -> str:
+    """What a search is called whose owner gives no name."""
+    if "target" in request:
+        return str(request["target"]).rpartition("/")[2][:100]
+    if "workload" in request:
+        return str(request["workload"]["name"])
+    if "command" in request:
+        from ...runners.command.command import Command
+
+        return Command(command=request["command"]["command"]).name[:100] or "command"
+    return str(request["model"].get("model_type", "model"))[:100]
+
+
+@router.get("")
+def listed(
+    user: Reader,
+    parts: PartsOf,
+    state: SearchState | None = None,
+    mine: bool = False,
+    after: Annotated[str | None, Query(pattern="^[0-9a-f]{12}$", description="Go on below this search.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> SearchesAnswer:
+    """Searches of everybody, the latest first."""
+    whose = user.id if mine else None
+    found = parts.store.searches(user=whose, state=state, after=after, limit=limit)
+    last = found[-1].id if len(found) == limit else None
+    workers = parts.store.workers()
+    return SearchesAnswer(searches=[shown(parts, each, workers) for each in found], next=last)
+
+
+@router.get("/{search}")
+def one(search: SearchId, user: Reader, parts: PartsOf) -> SearchAnswer:
+    """A search; while it runs, `best` is the best so far."""
+    found = parts.store.search(search)
+    answer = shown(parts, found)
+    if found.best is None and answer.trials:
+        answer = answer.model_copy(update={"best": parts.runs.summary(search)["best"]})
+    return answer
+
+
+@router.post("/{search}/cancel")
+def cancel(search: SearchId, user: Submitter, parts: PartsOf) -> SearchAnswer:
+    """Ends a search; what was found so far is kept. One that has ended stays as it is."""
+    found = parts.store.search(search)
+    may_change(user, found)
+    if not found.state.ended:
+        found = parts.store.cancel(search)
+        parts.store.audit(user.name, "cancel", search)
+    return shown(parts, found)
+
+
+@router.get("/{search}/trials")
+def trials(search: SearchId, user: Reader, parts: PartsOf) -> list[dict[str, Any]]:
+    """The trials that have ended, by the columns of trials.csv."""
+    parts.store.search(search)
+    return parts.runs.rows(search)
+
+
+@router.get("/{search}/trials.csv", response_class=PlainTextResponse)
+def table(search: SearchId, user: Reader, parts: PartsOf) -> Response:
+    """trials.csv, as it is in the folder of a run."""
+    parts.store.search(search)
+    headers = {"content-disposition": f'attachment; filename="{search}.csv"'}
+    return Response(parts.runs.table(search), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+@router.get("/{search}/best")
+def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
+    """The winner, or the best so far, beside the default configuration; `why` where there is none."""
+    found = parts.store.search(search)
+    return {"state": found.state.value, **parts.runs.summary(search)}
+
+
+@router.get("/{search}/events", response_class=StreamingResponse, responses=STREAM)
+async def events(
+    search: SearchId,
+    user: Reader,
+    parts: PartsOf,
+    after: EventId = 0,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response:
+    """What happens to a search, from its beginning or behind an event, until it ends."""
+    from anyio.to_thread import run_sync
+
+    await run_sync(parts.store.search, search)
+    return stream(parts, resumed(after, last_event_id), search)
+
+
+def resumed(after: int | None, header: str | None) -> int | None:
+    """Behind which event a stream goes on: a browser that reconnects says it in a header.
+
+    Raises:
+        UsageError: the header is no number.
+    """
+    if not header:
+        return after
+    if not re.fullmatch("[0-9]{1,9}", header, re.ASCII):
+        raise UsageError(f"Last-Event-ID must be the id of an event, but got '{header[:40]}'")
+    return int(header)
+
+
+def stream(parts: Parts, after: int | None, search: str | None) -> Response:
+    """Server-sent events."""
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(parts.feed.follow(after, search), media_type="text/event-stream", headers=headers)
+
+
+@router.get("/{search}/logs/{trial}", response_class=PlainTextResponse, responses={206: {}, 416: {}})
+def log(
+    search: SearchId,
+    trial: TrialNumber,
+    user: Reader,
+    parts: PartsOf,
+    begin: Annotated[int, Query(ge=0, lt=1 << 40, description="From this byte on.")] = 0,
+    given_range: Annotated[str, Header(alias="range", max_length=100)] = "",
+) -> Response:
+    """What a trial printed, a MiB at most: from a byte on, or with `Range: bytes=...`; `x-redline-size` is the whole."""
+    parts.store.search(search)
+    name = f"{trial}.log"
+    _, size = read_log(parts.runs.data, search, name, count=0)
+    end, status = size, 200
+    if given_range:
+        begin, end, status = _span(given_range, size)
+    data, _ = read_log(parts.runs.data, search, name, begin, end - begin)
+    headers = {"accept-ranges": "bytes", "x-redline-size": str(size)}
+    if status == 206:
+        headers["content-range"] = f"bytes {begin}-{begin + len(data) - 1}/{size}"
+    return Response(data, status_code=status, media_type="text/plain; charset=utf-8", headers=headers)
+
+
+def _span(asked: str, size: int) -> tuple[int, int, int]:
+    """From which byte to which, and the status (RFC 9110, 14); what is no range of bytes is the whole.
+
+    Raises:
+        Problem: there is nothing there.
+    """
+    found = RANGE.fullmatch(asked.strip())
+    if found is None or not (found[1] or found[2]):
+        return 0, size, 200
+    if not found[1]:
+        begin, end = max(0, size - int(found[2])), size
+    else:
+        begin, end = int(found[1]), min(size, int(found[2]) + 1) if found[2] else size
+    if begin >= end:
+        raise Problem(
+            416, "no_such_range", f"the log has {size} bytes", field="range", given=asked[:80],
+            headers={"content-range": f"bytes */{size}"},
+        )  # fmt: skip
+    return begin, end, 206
+
+
+@router.get("/{search}/export/{target}", response_class=PlainTextResponse)
+def export(
+    search: SearchId,
+    target: Annotated[str, Path(max_length=40)],
+    user: Reader,
+    parts: PartsOf,
+    trial: Annotated[int | None, Query(ge=0, lt=1 << 40)] = None,
+    form: Annotated[str | None, Query(max_length=20)] = None,
+) -> Response:
+    """The winner's configuration, or a trial's, for the framework one trains with."""
+    parts.store.search(search)
+    made = parts.runs.export(search, target, trial, form)
+    name = f"{search}-{export_targets()[target].file(made.form)}"
+    headers = {"content-disposition": f'attachment; filename="{name}"', "x-redline-form": made.form}
+    return Response(made.text, media_type="text/plain; charset=utf-8", headers=headers)

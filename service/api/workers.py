@@ -1,0 +1,198 @@
+"""The pool over HTTP: workers join, ask for dry runs and wait, say that they live, answer, and leave."""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Body, Path, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from ...errors import LeaseOver, NotFound, UsageError
+from ..logs import MOST_AT_ONCE, write_log
+from ..records import Assignment, DryRun, Role, User, Worker
+from .access import Reader, Submitter
+from .models import (
+    LARGEST_ID,
+    JoinAnswer,
+    JoinForm,
+    LeaseForm,
+    LogAnswer,
+    OutcomeForm,
+    RenewAnswer,
+    WorkerAnswer,
+    WorkersAnswer,
+)
+from .parts import Parts
+from .problems import Problem
+from .searches import PartsOf
+
+LONGEST_WAIT_S = 25.0
+"""A question for a dry run is answered after so long, with one or without: proxies cut off what is silent."""
+LARGEST_OUTCOME = 16 << 20
+"""Bytes of an outcome: it has a line for each rank."""
+LARGEST_LOG = 256 << 20
+"""Bytes of a log."""
+_LOOK_S = 0.5
+router = APIRouter(tags=["workers"])
+WorkerId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="Of a worker.")]
+DryRunId = Annotated[int, Path(ge=0, le=LARGEST_ID, description="Of a dry run.")]
+_ASSIGNMENT: dict[int | str, dict[str, Any]] = {204: {"description": "Nothing waits for this worker."}}
+
+
+def shown(worker: Worker, busy: int, names: dict[int, str]) -> WorkerAnswer:
+    """A worker as it is answered."""
+    return WorkerAnswer(
+        **{
+            name: getattr(worker, name)
+            for name in ("id", "name", "host", "device", "devices", "software", "seen", "left")
+        },
+        user=names.get(worker.user, ""),
+        busy=busy,
+        memory=worker.memory_mib,
+    )
+
+
+def _own(user: User, worker: Worker) -> Worker:
+    if worker.user != user.id and user.role != Role.ADMIN:
+        raise Problem(403, "not_yours", f"the worker {worker.id} was joined by somebody else")
+    return worker
+
+
+def _leased(parts: Parts, user: User, dry_run: int, lease: int) -> DryRun:
+    """A dry run that a worker of this user has, or had.
+
+    Raises:
+        LeaseOver: another worker's it is.
+    """
+    found = parts.store.dry_run(dry_run)
+    if found.worker is None or found.lease < lease:
+        raise LeaseOver(f"the dry run {dry_run} has no lease {lease}")
+    _own(user, parts.store.worker(found.worker))
+    return found
+
+
+@router.get("/v1/workers")
+def listed(user: Reader, parts: PartsOf) -> WorkersAnswer:
+    """The pool: workers that are there, and what they do."""
+    busy: dict[str, int] = {}
+    for each in parts.store.running():
+        busy[each.worker] = busy.get(each.worker, 0) + each.devices
+    names = {each.id: each.name for each in parts.store.users()}
+    return WorkersAnswer(workers=[shown(each, busy.get(each.id, 0), names) for each in parts.store.workers()])
+
+
+@router.post("/v1/workers", status_code=201)
+def join(form: JoinForm, user: Submitter, parts: PartsOf) -> JoinAnswer:
+    """Adds a host's devices to the pool."""
+    joined = parts.store.join(
+        user, form.name, form.host, form.device, form.devices, int(form.memory_mib), form.software
+    )
+    parts.store.audit(user.name, "join", joined.id, {"host": form.host, "devices": form.devices})
+    return JoinAnswer(id=joined.id, lease_seconds=parts.dispatcher.lease_s)
+
+
+@router.post("/v1/workers/{worker}/leave", status_code=204)
+def leave(worker: WorkerId, user: Submitter, parts: PartsOf) -> None:
+    """Takes a worker out of the pool; what it has waits again."""
+    _own(user, parts.store.worker(worker))
+    parts.store.leave(worker)
+    parts.store.audit(user.name, "leave", worker)
+
+
+@router.post("/v1/workers/{worker}/lease", responses=_ASSIGNMENT)
+async def lease(
+    worker: WorkerId,
+    user: Submitter,
+    parts: PartsOf,
+    request: Request,
+    wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT_S)] = LONGEST_WAIT_S,
+) -> Response:
+    """A dry run for this worker, leased to it, as soon as there is one."""
+    _own(user, await run_sync(parts.store.worker, worker))
+    await run_sync(parts.store.seen, worker)
+    question = parts.dispatcher.ask(worker)
+    try:
+        found = await _answer(question, wait, request, parts)
+    except asyncio.CancelledError:  # this server is about to end
+        if not question.cancel():
+            question.add_done_callback(lambda asked: _unheard(parts, asked))
+        raise
+    if found is None:
+        return Response(status_code=204)
+    if await request.is_disconnected():  # nobody would run it until the lease ends
+        await run_sync(parts.store.give_back, found.dry_run, found.lease)
+    return JSONResponse(asdict(found))
+
+
+async def _answer(
+    question: "Future[Assignment | None]", wait: float, request: Request, parts: Parts
+) -> Assignment | None:
+    """The answer to a question, unless the worker hangs up or it takes too long; a question that is answered in that
+    moment is answered."""
+    loop = asyncio.get_running_loop()
+    until, waiting = loop.time() + wait, asyncio.wrap_future(question)
+    while not waiting.done():
+        left = until - loop.time()
+        gone = left <= 0 or parts.feed.stopped or await request.is_disconnected()
+        if gone and question.cancel():
+            return None
+        await asyncio.wait({waiting}, timeout=max(0.01, min(left, _LOOK_S)))
+    return waiting.result()
+
+
+def _unheard(parts: Parts, asked: "Future[Assignment | None]") -> None:
+    """Has an answer that nobody hears wait again."""
+    if not asked.cancelled() and (found := asked.result()) is not None:
+        parts.store.give_back(found.dry_run, found.lease)
+
+
+@router.post("/v1/leases/{dry_run}/renew")
+def renew(dry_run: DryRunId, form: LeaseForm, user: Submitter, parts: PartsOf) -> RenewAnswer:
+    """A heartbeat: it is still run. 409 says to stop: nobody waits for it any more, or another worker has it."""
+    _leased(parts, user, dry_run, form.lease)
+    return RenewAnswer(until=parts.store.renew(dry_run, form.lease, parts.dispatcher.lease_s))
+
+
+@router.post("/v1/leases/{dry_run}/answer", status_code=204, max_body_size=LARGEST_OUTCOME)
+def answer(dry_run: DryRunId, form: OutcomeForm, user: Submitter, parts: PartsOf) -> None:
+    """What came of it. Told again it stays what it was; 409 where another worker has it, whose answer counts."""
+    _leased(parts, user, dry_run, form.lease)
+    try:
+        parts.store.answer(dry_run, form.lease, form.outcome)
+    except LeaseOver:
+        parts.metrics.fenced.inc()
+        raise
+    parts.metrics.outcomes.inc()
+    parts.dispatcher.wake()
+
+
+@router.post("/v1/leases/{dry_run}/return", status_code=204)
+def give_back(dry_run: DryRunId, form: LeaseForm, user: Submitter, parts: PartsOf) -> None:
+    """Has another worker run it; it does not count as lost."""
+    _leased(parts, user, dry_run, form.lease)
+    parts.store.give_back(dry_run, form.lease)
+    parts.dispatcher.wake()
+
+
+@router.put("/v1/leases/{dry_run}/log")
+def log(
+    dry_run: DryRunId,
+    lease: Annotated[int, Query(ge=0, le=LARGEST_ID)],
+    name: Annotated[str, Query(max_length=40)],
+    offset: Annotated[int, Query(ge=0, lt=1 << 40)],
+    text: Annotated[bytes, Body(media_type="application/octet-stream", max_length=MOST_AT_ONCE)],
+    user: Submitter,
+    parts: PartsOf,
+) -> LogAnswer:
+    """A piece of what it prints, from a byte on."""
+    found = _leased(parts, user, dry_run, lease)
+    if found.lease != lease:
+        raise LeaseOver(f"the dry run {dry_run} is leased anew")
+    requests = found.payload.get("requests", [])
+    if name not in [each.get("log") for each in requests]:
+        raise NotFound(f"the dry run {dry_run} has no log '{name}'")
+    if offset + len(text) > LARGEST_LOG:
+        raise UsageError(f"a log of more than {LARGEST_LOG >> 20} MiB is not kept on")
+    return LogAnswer(size=write_log(parts.runs.data, found.search, name, offset, text))

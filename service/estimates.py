@@ -1,0 +1,69 @@
+"""Estimates for whoever asks: what was asked once is answered from memory.
+
+`predicted` runs in a helper (`helper.py`), which imports torch and traces models; `Estimates` in the server.
+"""
+
+import json
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .helper import Helper
+from .request import TARGETS, arguments
+
+SECONDS = 120.0
+"""What an estimate may take."""
+REMEMBERED = 2000
+_OWN = ("hardware", "memory_limit", "config", "top", "layerwise")
+
+
+class Estimates:
+    """Estimates, remembered. May be used from several threads."""
+
+    def __init__(self) -> None:
+        self._helper = Helper(SECONDS)
+        self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, form: Mapping[str, Any]) -> dict[str, Any]:
+        """What `redline estimate --json` says of a request that travelled.
+
+        Raises:
+            UsageError: something of it is unknown or impossible, or takes too long.
+        """
+        key = json.dumps(form, sort_keys=True)
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        found: dict[str, Any] = self._helper.call(predicted, dict(form))
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._helper.close()
+
+
+def predicted(form: dict[str, Any]) -> dict[str, Any]:
+    """The estimate of a request that travelled; see `Estimates.of`."""
+    from ..estimator.document import estimate_document
+    from ..estimator.request import estimate_request
+    from ..tuner.budget import parse_memory
+
+    own = {name: form.get(name) for name in _OWN}
+    with tempfile.TemporaryDirectory(prefix="redline-") as folder:
+        asked = arguments(
+            {name: each for name, each in form.items() if name not in _OWN or name in TARGETS}, Path(folder)
+        )
+        request = estimate_request(
+            hardware=own["hardware"], memory_limit_mib=parse_memory(own["memory_limit"]), **asked
+        )
+        top, layerwise = own["top"] or 5, bool(own["layerwise"])
+        return estimate_document(request, config=own["config"], top=top, layerwise=layerwise).to_dict()

@@ -1,0 +1,106 @@
+"""A process beside the server for what takes long to import or to compute, so that the server itself answers at once."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .. import errors
+from ..errors import RedlineError, RunnerError, UsageError
+
+_log = logging.getLogger(__name__)
+
+
+class Helper:
+    """Calls functions in a process of its own, one at a time; one that takes too long, or dies, is started anew.
+
+    Args:
+        seconds: what a call may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._ours: Connection | None = None
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What `function(*args)` returns there; both must be importable, and what they take and return plain data.
+
+        Raises:
+            RedlineError: as the function raised it.
+            UsageError: it took longer than it may.
+            RunnerError: the process ended with it, or it failed otherwise.
+        """
+        with self._lock:
+            pipe = self._begun()
+            try:
+                pipe.send((function, args))
+                if not pipe.poll(self._seconds):
+                    self._end()
+                    raise UsageError(
+                        f"this takes longer than the {self._seconds:g} s that it may; ask for something smaller"
+                    )
+                kind, found = pipe.recv()
+            except (EOFError, OSError):
+                self._end()
+                raise RunnerError("the process that computes this ended with it; its memory may have run out") from None
+        if kind == "done":
+            return found
+        if kind == "failed":
+            _log.error("a helper failed: %s", found)
+            raise RunnerError("what computes this failed; the server's log says at what")
+        raise getattr(errors, kind, UsageError)(found)
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            self._end()
+
+    def _begun(self) -> Connection:
+        if self._process is None or self._ours is None or not self._process.is_alive():
+            self._end()
+            context = multiprocessing.get_context("spawn")
+            self._ours, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs,), daemon=True, name="redline-helper")
+            self._process.start()
+            theirs.close()
+        return self._ours
+
+    def _end(self) -> None:
+        if self._ours is not None:
+            self._ours.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        self._process = self._ours = None
+
+
+def _serve(pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("done", function(*args))
+        except RedlineError as error:
+            answer = (type(error).__name__, str(error))
+        except Exception:
+            import traceback
+
+            answer = ("failed", traceback.format_exc())
+        pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a helper has a parent"
+    parent.join()
+    os._exit(1)

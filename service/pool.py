@@ -1,0 +1,124 @@
+"""What a worker asks of the pool it is in, over HTTP or of the store itself."""
+
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from ..errors import LeaseOver
+from .logs import write_log
+from .records import Assignment
+from .scheduling import decide
+from .store import Store
+
+LOOK_S = 0.2
+"""How often a worker without a server looks for something to run, s."""
+
+
+class Pool(ABC):
+    """Where a worker gets dry runs from, and brings what came of them.
+
+    What fails on the way there, a server that is away or a database that is locked, is an `OSError` or a
+    `StorageUnavailable`: the worker tries it again.
+    """
+
+    @abstractmethod
+    def join(
+        self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
+    ) -> str:
+        """Joins so many devices to the pool, and returns the worker's id."""
+
+    @abstractmethod
+    def lease(self, worker: str, wait_s: float) -> Assignment | None:
+        """A dry run for this worker, waited for at most so long; None where there is none. Says that the worker lives.
+
+        Raises:
+            NotFound: the pool does not know the worker any more; it has to join again.
+        """
+
+    @abstractmethod
+    def renew(self, dry_run: int, lease: int) -> None:
+        """Says that it is still run.
+
+        Raises:
+            LeaseOver: nobody waits for it any more, or another worker has it.
+        """
+
+    @abstractmethod
+    def answer(self, dry_run: int, lease: int, outcome: dict[str, Any]) -> None:
+        """What came of it.
+
+        Raises:
+            LeaseOver: as for `renew`; the outcome is not taken.
+        """
+
+    @abstractmethod
+    def give_back(self, dry_run: int, lease: int) -> None:
+        """Has another worker run it, for no fault of its own. One whose lease is over is nobody's."""
+
+    @abstractmethod
+    def log(self, assignment: Assignment, name: str, offset: int, text: bytes) -> None:
+        """A part of what a dry run prints.
+
+        Raises:
+            LeaseOver: as for `renew`.
+        """
+
+    @abstractmethod
+    def leave(self, worker: str) -> None:
+        """Takes the worker's devices out of the pool."""
+
+
+class StorePool(Pool):
+    """The pool of a store that this process has open: nobody dispatches, each worker takes what is its turn.
+
+    Args:
+        store: of the pool.
+        user: who joins workers, by number.
+        data: the server's data, for logs.
+        lease_s: how long a lease lasts without being renewed, s.
+    """
+
+    def __init__(self, store: Store, *, user: int, data: Path, lease_s: float) -> None:
+        self._store, self._user, self._data, self._lease_s = store, user, data, lease_s
+
+    def join(
+        self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]
+    ) -> str:
+        return self._store.join(self._user, name, host, device, devices, memory_mib, software).id
+
+    def lease(self, worker: str, wait_s: float) -> Assignment | None:
+        until = time.monotonic() + wait_s
+        self._store.seen(worker)
+        while True:
+            self._store.expire()
+            for dry_run, chosen in self._decided(worker):
+                if chosen != worker:
+                    continue
+                try:
+                    return self._store.lease(dry_run, worker, self._lease_s)
+                except LeaseOver:  # another was faster
+                    continue
+            if time.monotonic() >= until:
+                return None
+            time.sleep(LOOK_S)
+
+    def _decided(self, worker: str) -> list[tuple[int, str]]:
+        store = self._store
+        return decide(store.waiting(), store.running(), [store.worker(worker)], store.shares(), time.time())
+
+    def renew(self, dry_run: int, lease: int) -> None:
+        self._store.renew(dry_run, lease, self._lease_s)
+
+    def answer(self, dry_run: int, lease: int, outcome: dict[str, Any]) -> None:
+        self._store.answer(dry_run, lease, outcome)
+
+    def give_back(self, dry_run: int, lease: int) -> None:
+        self._store.give_back(dry_run, lease)
+
+    def log(self, assignment: Assignment, name: str, offset: int, text: bytes) -> None:
+        self._store.renew(assignment.dry_run, assignment.lease, self._lease_s)
+        write_log(self._data, assignment.search, name, offset, text)
+
+    def leave(self, worker: str) -> None:
+        self._store.leave(worker)

@@ -1,0 +1,200 @@
+"""A search of the service, in a process of its own: `redline.tune` with the pool as its runner.
+
+    python -m redline.service.searcher --storage URL --data DIR SEARCH
+
+It may be killed at any moment and started again: what it has learnt is in the ledger, its dry runs are in the store. Of
+two that have the same search the later one has it; the earlier finds out and ends without a further word.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AttemptOver, RedlineError, StorageUnavailable, StudyError
+from ..results.names import holds_run
+from ..tuner import Result, tune
+from ..tuner.request import Request
+from ..tuner.task import resolve_task
+from .known import Known
+from .logs import folder_of
+from .placing import SIMULATE, Placed, place
+from .pool_runner import PoolRunner
+from .records import Search, SearchState
+from .request import arguments
+from .store import Store
+from .telling import Telling
+
+if TYPE_CHECKING:
+    from ..estimator import Hardware
+
+BEAT_S = 2.0
+"""How often it says that it lives, and hears whether it is to end, s."""
+LOOK_S = 0.5
+"""How often it is looked for devices where there are none, s."""
+LOCKED_S = 10.0
+"""How long the one before may hold the search's folder, s."""
+MOST_AT_ONCE = 4
+"""Dry runs of a search at the same time, unless it asks for another number: a sampler that knows less of what runs
+beside proposes worse."""
+FENCED = 3
+"""Exit code of one whose search another has."""
+FROM_STDIN = "-"
+"""In the place of a storage's URL: it is the first line of standard input, as command lines are for all to see, and the
+search ends when that closes."""
+
+
+class Searcher:
+    """One attempt at a search.
+
+    Args:
+        store: of the search.
+        url: of the same database, for the ledger.
+        data: the server's data.
+        search: which.
+    """
+
+    def __init__(self, store: Store, url: str, data: Path, search: str) -> None:
+        self._store, self._url = store, url
+        self._id, self._folder = search, folder_of(data, search)
+        self._attempt = store.take_search(search)
+        self._search: Search = store.search(search)
+        self._cancelled = False
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Searches to the end, and says in the store what came of it."""
+        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        try:
+            result = self._tuned()
+        except StudyError as error:
+            # A database or a disk that fails may be better in a moment: the search is started again.
+            raise SystemExit(f"the search cannot go on at the moment: {error}") from error
+        except RedlineError as error:
+            self._finish(SearchState.FAILED, str(error))
+            return
+        finally:
+            self._over.set()
+        if self._cancelled:
+            self._finish(SearchState.CANCELLED, "", result)
+        elif result.interrupted:
+            raise SystemExit("interrupted")
+        else:
+            self._finish(SearchState.DONE, result.why if result.best is None else result.ended, result)
+
+    def _finish(self, state: SearchState, reason: str, result: Result | None = None) -> None:
+        best = result.to_dict()["best"] if result is not None else None
+        self._store.finish(self._id, self._attempt, state, reason, best)
+
+    def _tuned(self) -> Result:
+        search = self._search
+        self._folder.mkdir(parents=True, exist_ok=True)
+        asked = arguments(search.request, self._folder / "asked")
+        target = asked.pop("target")
+        listener = Telling(self._store, search.id)
+        more: dict[str, Any] = {"out": self._folder, "storage": self._url, "listener": listener}
+        placed = None if asked.get("runner") == SIMULATE else self._placed()
+        known = Known(self._store, search, self._folder, placed)
+        listener.finished_one = known.note
+        if placed is not None:
+            more |= self._on_the_pool(Request(target, **asked), placed, known, listener)
+        if asked.get("sampler", "bayes") == "bayes":
+            more["warm_start"] = known.earlier(Request(target, **{**asked, **more}))
+        begun = time.monotonic()
+        while True:
+            try:
+                return tune(target, **{**asked, **more, "resume": holds_run(self._folder)})
+            except StudyError as error:
+                if "is in use by" not in str(error) or time.monotonic() - begun > LOCKED_S:
+                    raise
+            time.sleep(LOOK_S)
+
+    def _on_the_pool(self, asked: Request, placed: Placed, known: Known, listener: Telling) -> dict[str, Any]:
+        """What a search on the pool is called with beside what is asked."""
+        devices = self._search.devices
+        at_once = asked.concurrency
+        if at_once is None:
+            # On a CPU dry runs beside each other are in each other's way.
+            at_once = 1 if placed.device.type == "cpu" else max(1, min(MOST_AT_ONCE, placed.workers_devices // devices))
+        runner = PoolRunner(
+            self._store,
+            search=self._id,
+            attempt=self._attempt,
+            placed=placed,
+            devices=devices,
+            slots=at_once,
+            in_turns="command" not in self._search.request,
+            finished=lambda: listener.done,
+            known=known.measurement,
+        )
+        return {
+            "runner": runner,
+            "devices": devices,
+            "concurrency": None,
+            "memory_limit": asked.memory_limit or placed.memory_limit_mib,
+            "hardware": asked.hardware or self._machine(asked, placed),
+        }
+
+    def _machine(self, asked: Request, placed: Placed) -> "Hardware | None":
+        """The hardware for the estimate; None where there is nothing to estimate, as of a command that says no model."""
+        if "command" in self._search.request and resolve_task(asked, device=placed.device).workload is None:
+            return None
+        return placed.machine()
+
+    def _placed(self) -> Placed:
+        """On what this search runs; once it has begun it stays there."""
+        for event in self._store.events(search=self._id):
+            if event.kind == "placed":
+                return Placed.from_dict(event.data)
+        while (found := place(self._search, self._store.workers())) is None:
+            time.sleep(LOOK_S)
+        self._store.tell(self._id, "placed", found.to_dict())
+        return found
+
+    def _beat(self) -> None:
+        """Says that this lives until the search is over; ends it where it is cancelled or another has it."""
+        while not self._over.wait(BEAT_S if not self._cancelled else 10 * BEAT_S):
+            try:
+                found = self._store.beat_search(self._id, self._attempt)
+            except AttemptOver:
+                os._exit(FENCED)
+            except StorageUnavailable:
+                continue
+            if found.state is SearchState.CANCELLED and not self._cancelled:
+                self._cancelled = True
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def main() -> None:
+    """Runs the search that the command line names."""
+    parser = argparse.ArgumentParser(prog="redline.service.searcher", description=__doc__)
+    parser.add_argument(
+        "--storage", required=True, help="URL of the service's database; - reads it from standard input"
+    )
+    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
+    parser.add_argument("search", help="id of the search")
+    given = parser.parse_args()
+    url = given.storage
+    # What is killed now goes on when it is started again; there is nothing to tidy up.
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if url == FROM_STDIN:
+        url = sys.stdin.readline().rstrip("\n")
+        threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
+    try:
+        Searcher(Store.open(url, create=False), url, given.data, given.search).run()
+    except AttemptOver:
+        sys.exit(FENCED)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(128 + signal.SIGHUP)
+
+
+if __name__ == "__main__":
+    main()

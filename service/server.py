@@ -1,0 +1,255 @@
+"""`redline serve`: everything of the service that runs in one process, and the processes beside it.
+
+It may be killed at any moment and started again: truth is in the database, and everything goes on by itself.
+"""
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingDependency, UsageError
+from ..lock import FolderLock
+from ..results.dashboard.serve import is_local, listen
+from .dispatcher import Dispatcher
+from .embedded import EmbeddedWorker
+from .estimates import Estimates
+from .helper import Helper
+from .records import Role
+from .runs import Runs
+from .searchers import MOST, Searchers
+from .store import Store
+
+PORT = 8700
+ADMIN, EMBEDDED = "admin", "embedded"
+"""Users that a first start makes: who administers, and whom the worker of the server's own is of."""
+STUDY_SECONDS = 120.0
+"""What a question for a study's next trial may take."""
+_log = logging.getLogger("redline.server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What a server is asked to be."""
+
+    data: Path
+    """Its folder: searches, logs, and the database where that is a file of its own."""
+    storage: str | None = None
+    """URL of the database; None for SQLite in the folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = PORT
+    """The first port to try; 0 for any."""
+    certificate: Path | None = None
+    """Of TLS."""
+    key: Path | None = None
+    """Of the certificate; None where it is in the same file."""
+    worker: bool = True
+    """Whether this host's devices join the pool."""
+    devices: int | None = None
+    """How many of them; None for all."""
+    ray_address: str | None = None
+    """A Ray cluster whose devices they are, in place of this host's."""
+    allow_code: bool = True
+    """Whether users who may submit code can."""
+    searches: int = MOST
+    """Searches that run at once."""
+    rate: float = 50.0
+    """Requests a second of a user."""
+    json_logs: bool = False
+    """Whether the log is lines of JSON."""
+
+
+def serve(
+    options: ServeOptions,
+    *,
+    say: Callable[[str], None] = print,
+    started: Callable[[str, Any], None] = lambda address, server: None,
+) -> None:
+    """Serves until it is interrupted or asked to end.
+
+    Args:
+        options: what is asked.
+        say: told the address, and the token of a first start.
+        started: given the address and the uvicorn server before it runs; its `should_exit` ends it.
+
+    Raises:
+        UsageError: the address, the certificate or the storage cannot be used.
+        StudyError: another server has the folder.
+        StorageUnavailable: the database cannot be used.
+        MissingDependency: a package is not installed.
+    """
+    uvicorn = _uvicorn()
+    _check(options)
+    _begin_logging(options.json_logs)
+    with contextlib.ExitStack() as held:
+        options.data.mkdir(parents=True, exist_ok=True)
+        held.callback(FolderLock(options.data).release)
+        url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        store = held.enter_context(Store.open(url))
+        for line in _first_users(store):
+            say(line)
+        parts = held.enter_context(_parts(options, store, url))
+        listening = listen(options.host, options.port)
+        held.callback(listening.close)
+        server = _server(uvicorn, options, parts)
+        address = _address(options, listening.getsockname()[1])
+        say(f"redline serve on {address}, data in {options.data}, database {store.database.words}")
+        started(address, server)
+        if options.worker:
+            held.enter_context(_embedded(options, store, address))
+        with _ended_by_signals():
+            server.run(sockets=[listening])
+    say("stopped; searches go on with the next start")
+
+
+def _uvicorn() -> Any:
+    try:
+        import uvicorn
+
+        from .api import app as app  # what it needs is there
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            f"the service needs {error.name}, which is not installed: pip install 'redline[service]'"
+        ) from error
+    return uvicorn
+
+
+def _check(options: ServeOptions) -> None:
+    for name, path in (("--certificate", options.certificate), ("--key", options.key)):
+        if path is not None and not path.is_file():
+            raise UsageError(f"{name} {path}: there is no such file")
+    if options.key is not None and options.certificate is None:
+        raise UsageError("--key belongs to a --certificate")
+
+
+def _first_users(store: Store) -> Iterator[str]:
+    """Makes the users of a first start; what is to be said of them."""
+    names = {each.name for each in store.users()}
+    if EMBEDDED not in names:
+        store.add_user(EMBEDDED, Role.SUBMITTER)
+    if ADMIN in names or len(names - {EMBEDDED}):
+        return
+    token = store.new_token(store.add_user(ADMIN, Role.ADMIN, allow_code=True), "made by the first start")
+    yield f"a first start: this is the token of the user '{ADMIN}', shown this once\nexport REDLINE_TOKEN={token}"
+
+
+@contextlib.contextmanager
+def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
+    """What the routes work with, running; ended in the other order."""
+    from .api.feed import Feed
+    from .api.limits import Rates
+    from .api.metrics import Metrics
+    from .api.parts import Parts
+
+    with contextlib.ExitStack() as held:
+        dispatcher = Dispatcher(store)
+        dispatcher.start()
+        held.callback(dispatcher.close)
+        searchers = Searchers(store, url, options.data, options.searches)
+        searchers.start()
+        held.callback(searchers.close)
+        estimates, studies = Estimates(), Helper(STUDY_SECONDS)
+        held.callback(estimates.close)
+        held.callback(studies.close)
+        yield Parts(
+            store=store,
+            dispatcher=dispatcher,
+            runs=Runs(options.data),
+            feed=Feed(store),
+            estimates=estimates,
+            studies=studies,
+            metrics=Metrics(),
+            rates=Rates(options.rate, 4 * options.rate),
+            allow_code=options.allow_code,
+            url=url,
+        )
+
+
+def _server(uvicorn: Any, options: ServeOptions, parts: Any) -> Any:
+    """The HTTP server, which ends its streams as soon as it is asked to end."""
+    from .api.app import make_app
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            parts.feed.stop()
+            super().handle_exit(sig, frame)
+
+    config = uvicorn.Config(
+        make_app(parts), log_config=None, access_log=False, server_header=False, ws="none",
+        timeout_graceful_shutdown=3, timeout_keep_alive=30, h11_max_incomplete_event_size=64 * 1024,
+        ssl_certfile=options.certificate, ssl_keyfile=options.key, forwarded_allow_ips="127.0.0.1",
+    )  # fmt: skip
+    return Server(config)
+
+
+def _address(options: ServeOptions, port: int) -> str:
+    scheme = "https" if options.certificate is not None else "http"
+    host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def _embedded(options: ServeOptions, store: Store, address: str) -> Iterator[None]:
+    """This host's worker, with a token that ends with this server."""
+    for old in store.tokens(store.user(EMBEDDED).id):
+        if old.revoked is None:
+            store.revoke(old.id)
+    token = store.new_token(store.user(EMBEDDED), "of the server's own worker")
+    worker = EmbeddedWorker(
+        address,
+        token,
+        devices=options.devices,
+        ray_address=options.ray_address,
+        certificate=options.certificate,
+    )
+    worker.start()
+    try:
+        yield
+    finally:
+        worker.close()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Has a request to end be one to tidy up: uvicorn raises it once more when it has ended."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _begin_logging(as_json: bool) -> None:
+    from .api.app import JsonLines
+
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    plain.converter = time.gmtime
+    handler.setFormatter(JsonLines() if as_json else plain)
+    logger = logging.getLogger("redline")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if as_json else logging.WARNING)
+
+
+def exposed(host: str, certificate: Path | None) -> str:
+    """What to say of an address that others reach without encryption; empty where it is none."""
+    if is_local(host) or certificate is not None:
+        return ""
+    return (
+        f"{host} is reached by others, and nothing is encrypted: give --certificate, or put a proxy with TLS in front"
+    )

@@ -1,0 +1,135 @@
+"""Requests to a server: its errors as redline's, what does not get through as `ConnectionError`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from ..errors import (
+    AttemptOver,
+    KeyTaken,
+    LeaseOver,
+    MissingDependency,
+    NotFound,
+    QuotaExceeded,
+    Refused,
+    ServiceError,
+    StorageUnavailable,
+    UsageError,
+)
+
+TIMEOUT_S = 30.0
+_KINDS: dict[str, type[Exception]] = {
+    "not_found": NotFound,
+    "key_taken": KeyTaken,
+    "lease_over": LeaseOver,
+    "attempt_over": AttemptOver,
+    "quota_exceeded": QuotaExceeded,
+    "invalid": UsageError,
+    "malformed": UsageError,
+    "too_large": UsageError,
+    "storage_unavailable": StorageUnavailable,
+    "storage_ahead": StorageUnavailable,
+    "not_ready": StorageUnavailable,
+    "unavailable": StorageUnavailable,
+}
+
+
+class Away(ServiceError, ConnectionError):
+    """The server cannot be reached, or does not answer."""
+
+
+class Transport:
+    """Requests to one server. May be used from several threads.
+
+    Args:
+        server: its address, such as `http://127.0.0.1:8700`.
+        token: of who asks.
+        verify: file with the certificates to trust; None for the system's.
+
+    Raises:
+        UsageError: that is no address, or no token.
+    """
+
+    def __init__(self, server: str, token: str, verify: str | None = None) -> None:
+        try:
+            import httpx
+        except ModuleNotFoundError as error:
+            raise MissingDependency(
+                f"a server is reached by {error.name}, which is not installed: pip install 'redline[service]'"
+            ) from error
+        parts = urlsplit(server)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"a server's address is like http://127.0.0.1:8700, but got '{server}'")
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise UsageError("a server needs a token: --token, or REDLINE_TOKEN; `redline token new` makes one")
+        self.server = server.rstrip("/")
+        """Its address."""
+        headers = {"authorization": f"Bearer {token}"}
+        trusted: Any = True if verify is None else verify
+        # What is said to a server is between it and who has the token: no proxy of the environment's for this machine.
+        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        self._client = httpx.Client(
+            base_url=self.server, headers=headers, timeout=TIMEOUT_S, verify=trusted, trust_env=not local,
+            limits=httpx.Limits(max_connections=100),
+        )  # fmt: skip
+
+    def json(self, method: str, path: str, **more: Any) -> Any:
+        """What is answered, as data; None where there is nothing.
+
+        Raises:
+            Away: the server cannot be reached.
+            RedlineError: as the server says.
+        """
+        answer = self.send(method, path, **more)
+        return answer.json() if answer.content else None
+
+    def send(self, method: str, path: str, **more: Any) -> Any:
+        """The answer, as httpx has it; as `json`."""
+        import httpx
+
+        try:
+            answer = self._client.request(method, path, **more)
+        except httpx.HTTPError as error:
+            raise self._away(error) from None
+        if answer.status_code >= 400:
+            refused(answer)
+        return answer
+
+    @contextmanager
+    def stream(self, path: str, **more: Any) -> Iterator[Iterator[str]]:
+        """The lines of an answer as they come; as `json`."""
+        import httpx
+
+        timeout = httpx.Timeout(TIMEOUT_S, read=3 * TIMEOUT_S)
+        try:
+            with self._client.stream("GET", path, timeout=timeout, **more) as answer:
+                if answer.status_code >= 400:
+                    answer.read()
+                    refused(answer)
+                yield answer.iter_lines()
+        except httpx.HTTPError as error:
+            raise self._away(error) from None
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._client.close()
+
+    def _away(self, error: Exception) -> Away:
+        return Away(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
+
+
+def refused(answer: Any) -> NoReturn:
+    """Raises what an answer of 400 and above says."""
+    try:
+        found = answer.json()["error"]
+        code, message = str(found["code"]), str(found["message"])
+    except (ValueError, KeyError, TypeError):
+        code, message = "", f"the server answered {answer.status_code}: {answer.text[:200]}"
+    if code in _KINDS:
+        raise _KINDS[code](message)
+    if answer.status_code in (401, 403):
+        raise Refused(message)
+    if answer.status_code in (429, 502, 503, 504):
+        raise Away(message)
+    raise ServiceError(message)

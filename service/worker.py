@@ -1,0 +1,303 @@
+"""A worker: joins the pool with its host's devices, leases dry runs, runs them, and brings what came of them.
+
+A dry run that it leases is its own as long as it says in time that it still runs it. If it is killed, or cut off for
+longer than that, another worker runs it, and what this one answers then is not taken. A server that is away for less is
+waited for, and so is a database that is locked.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
+from ..results import Measurement, environment
+from ..runners import Runner, TrialRequest
+from ..scratch import Scratch, remove
+from .logs import MOST_AT_ONCE
+from .placing import described
+from .pool import Pool
+from .records import Assignment
+from .warm import WarmRunners
+
+RENEW_S = 2.0
+"""How often it is renewed, s."""
+WAIT_S = 20.0
+"""How long it is waited for something to run before it is asked again, s."""
+RETRY_S = 0.5
+"""Pause after something that did not get through, s."""
+LOG_S = 1.0
+"""How often what a dry run prints is sent, s."""
+AWAY = (OSError, StorageUnavailable)
+"""What says that the pool cannot be reached at the moment."""
+
+_log = logging.getLogger("redline.worker")
+
+
+@dataclass
+class _Lease:
+    """A dry run that this worker has."""
+
+    assignment: Assignment
+    logs: Path
+    """The folder of its log."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when nobody waits for it any more, or another has it."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when there is nothing left to run."""
+    thread: threading.Thread | None = None
+
+    @property
+    def log(self) -> str | None:
+        """What its log is called."""
+        return self.assignment.payload["requests"][0]["log"]
+
+
+class Worker:
+    """Runs dry runs of a pool until it is stopped.
+
+    Args:
+        pool: where they come from.
+        name: what it calls itself.
+        host: where it is.
+        devices: how many devices it has.
+        runner: `local`, or `ray` for those of a Ray cluster.
+        ray_address: of that cluster.
+        describe: says what the devices are, and what memory a rank may take.
+        warm: makes what keeps its runners.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        name: str,
+        host: str,
+        devices: int,
+        runner: str = "local",
+        ray_address: str | None = None,
+        describe: Callable[[int], tuple[dict[str, Any], int]] = described,
+        warm: Callable[..., WarmRunners] = WarmRunners,
+    ) -> None:
+        self.pool, self.name, self.host, self.devices = pool, name, host, devices
+        self._runner, self._address = runner, ray_address
+        self._describe, self._make_warm = describe, warm
+        self._leases: dict[int, _Lease] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._id: str | None = None
+        self._trouble: RedlineError | None = None
+
+    def run(self) -> None:
+        """Works until `stop` is called; what runs then goes back, and the devices leave the pool.
+
+        Raises:
+            RedlineError: the pool does not take this worker.
+        """
+        joining = (self.name, self.host, *self._describe(self.devices), environment.versions())
+        with Scratch("worker") as folder:
+            self._folder = folder
+            self._warm = self._make_warm(self._runner, self.devices, folder / "asked", address=self._address)
+            threading.Thread(target=self._renew, daemon=True, name="renewing").start()
+            # A question that waits for its answer must not keep this from ending.
+            threading.Thread(target=self._work, args=joining, daemon=True, name="leasing").start()
+            try:
+                self._stopping.wait()
+            finally:
+                self._end()
+        if self._trouble is not None:
+            raise self._trouble
+
+    def stop(self) -> None:
+        """Has `run` return soon. May be called from a signal's handler."""
+        self._stopping.set()
+
+    def _work(self, name: str, host: str, device: dict[str, Any], memory_mib: int, software: dict[str, Any]) -> None:
+        """Joins, and leases until it is stopped; joins again where the pool does not know it any more."""
+        try:
+            while not self._stopping.is_set():
+                self._id = self._insisting(self.pool.join, name, host, device, self.devices, memory_mib, software)
+                if self._id is not None:
+                    self._lease(self._id)
+        except RedlineError as error:
+            self._trouble = error
+        finally:
+            self._stopping.set()
+
+    def _lease(self, worker: str) -> None:
+        while not self._stopping.is_set():
+            try:
+                found = self.pool.lease(worker, WAIT_S)
+            except NotFound:
+                return
+            except AWAY as error:
+                _log.warning("the pool cannot be reached: %s", error)
+                self._stopping.wait(RETRY_S)
+                continue
+            if found is None:
+                continue
+            if self._stopping.is_set():
+                self._insisting(self.pool.give_back, found.dry_run, found.lease)
+                return
+            lease = _Lease(found, self._folder / f"{found.dry_run}-{found.lease}" / "logs")
+            lease.thread = threading.Thread(
+                target=self._do, args=(lease,), daemon=True, name=f"dry run {found.dry_run}"
+            )
+            with self._lock:
+                self._leases[found.dry_run] = lease
+            lease.thread.start()
+
+    def _do(self, lease: _Lease) -> None:
+        """Runs a dry run and answers; one that the end of this worker ends is given back."""
+        assignment = lease.assignment
+        lease.logs.mkdir(parents=True)
+        shipping = threading.Thread(target=self._ship, args=(lease,), daemon=True, name="log")
+        shipping.start()
+        outcome: dict[str, Any] | None = None
+        try:
+            with self._warm.runner(assignment) as runner:
+                if not lease.over.is_set():
+                    outcome = tried(runner, assignment, lease.logs)
+        except UsageError as error:
+            outcome = {"refused": str(error)}
+        except RunnerError as error:  # the machinery, not the candidate
+            _log.warning("dry run %d was lost: %s", assignment.dry_run, error)
+        finally:
+            lease.ended.set()
+            shipping.join()
+        if self._stopping.is_set():
+            self._insisting(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
+        elif outcome is not None:
+            self._insisting(self.pool.answer, assignment.dry_run, assignment.lease, outcome, over=lease.over)
+        # Else the lease runs out, and counts as one that was lost: what always fails so must end somewhere.
+        with self._lock:
+            self._leases.pop(assignment.dry_run, None)
+        remove(lease.logs.parent)
+
+    def _renew(self) -> None:
+        """Says of all that runs that it still does; ends what nobody waits for any more."""
+        while True:
+            began = time.monotonic()
+            with self._lock:
+                leases = list(self._leases.values())
+            if self._stopping.is_set() and not leases:
+                return
+            for lease in leases:
+                try:
+                    self.pool.renew(lease.assignment.dry_run, lease.assignment.lease)
+                except (LeaseOver, NotFound):
+                    self._over(lease)
+                except AWAY as error:
+                    _log.warning("the pool cannot be reached: %s", error)
+            time.sleep(max(0.1, RENEW_S - (time.monotonic() - began)))
+
+    def _over(self, lease: _Lease) -> None:
+        if lease.over.is_set() or lease.ended.is_set():
+            return
+        lease.over.set()
+        if lease.log is not None:
+            self._warm.stop(lease.assignment, lease.logs / lease.log)
+
+    def _ship(self, lease: _Lease) -> None:
+        """Sends what a dry run prints, as it grows."""
+        if lease.log is None:
+            return
+        path, sent, begun = lease.logs / lease.log, 0, False
+        while True:
+            last = lease.ended.wait(LOG_S)
+            try:
+                data = _part(path, sent)
+                while data or (last and not begun):
+                    self.pool.log(lease.assignment, lease.log, sent, data)
+                    sent, begun = sent + len(data), True
+                    data = _part(path, sent)
+            except (LeaseOver, NotFound, UsageError):
+                return
+            except AWAY:
+                if not last:
+                    continue
+            if last:
+                return
+
+    def _insisting(self, ask: Any, *what: Any, over: threading.Event | None = None) -> Any:
+        """Asks the pool until it answers, unless the worker is stopped or what is asked about is over; None then."""
+        while True:
+            try:
+                return ask(*what)
+            except (LeaseOver, NotFound):
+                return None
+            except AWAY as error:
+                _log.warning("the pool cannot be reached: %s", error)
+                if self._stopping.is_set() or (over is not None and over.is_set()):
+                    return None
+                time.sleep(RETRY_S)
+
+    def _end(self) -> None:
+        """Ends what runs, gives it back, and leaves."""
+        self._stopping.set()
+        self._warm.close()
+        with self._lock:
+            threads = [each.thread for each in self._leases.values()]
+        for thread in threads:
+            if thread is not None:
+                thread.join(timeout=10.0)
+        if self._id is not None:
+            self._insisting(self.pool.leave, self._id)
+
+
+def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
+    """What comes of a dry run, as it travels.
+
+    Raises:
+        UsageError: it is not described.
+        RunnerError: the machinery failed.
+    """
+    payload = assignment.payload
+    requests = [TrialRequest.from_dict(each, logs) for each in payload["requests"]]
+    if assignment.kind == "run":
+        return runner.run(requests[0]).to_dict()
+    if not runner.takes_turns:
+        return {"turns": None}
+    alone = [Measurement.from_dict(each) for each in payload["alone"]]
+    found = runner.take_turns(requests, alone, payload["patience_s"])
+    return {"turns": found and [[each.to_dict() for each in turns] for turns in found]}
+
+
+def _part(path: Path, begin: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            return file.read(MOST_AT_ONCE)
+    except FileNotFoundError:  # it has printed nothing yet
+        return b""
+
+
+def main() -> None:
+    """A worker that has the database itself at hand, and needs no server: for tests, and for one host."""
+    import argparse
+    import signal
+    import socket
+
+    from .dispatcher import LEASE_S
+    from .pool import StorePool
+    from .store import Store
+
+    parser = argparse.ArgumentParser(prog="redline.service.worker", description=main.__doc__)
+    parser.add_argument("--storage", required=True, help="URL of the service's database")
+    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
+    parser.add_argument("--user", required=True, type=int, help="whose worker it is, by number")
+    parser.add_argument("--devices", type=int, default=1, help="how many devices it has")
+    given = parser.parse_args()
+    pool = StorePool(Store.open(given.storage, create=False), user=given.user, data=given.data, lease_s=LEASE_S)
+    host = socket.gethostname()
+    worker = Worker(pool, name=host, host=host, devices=given.devices)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The service's pages in a browser: logged in to by a token, live, and safe from other sites' forms."""
+
+import json
+import re
+
+import pytest
+from served import SEARCH, served
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def log_in(tab, service, role="submitter"):
+    """Opens the first page and logs in."""
+    tab.context.clear_cookies()
+    tab.goto(service.address)
+    tab.get_by_label("Token").fill(service.tokens[role])
+    tab.get_by_role("button", name="Log in").click()
+    tab.wait_for_url(f"{service.address}/")
+    tab.get_by_role("heading", name="Queue").wait_for()
+
+
+def test_a_wrong_token_does_not_open_the_pages(tab, service, expect):
+    tab.context.clear_cookies()
+    tab.goto(service.address)
+    tab.get_by_label("Token").fill("redline_00000000_forged")
+    tab.get_by_role("button", name="Log in").click()
+    expect(tab.get_by_role("alert")).to_contain_text("not known")
+    tab.errors[:] = [each for each in tab.errors if "401" not in each]  # the browser notes the status
+    tab.goto(service.address)
+    expect(tab).to_have_url(f"{service.address}/login")
+
+
+def test_a_search_is_submitted_seen_live_and_cancelled(tab, service, expect):
+    log_in(tab, service)
+    expect(tab.locator("#who")).to_have_text("submitter, submitter")
+    tab.get_by_role("link", name="Submit", exact=True).click()
+    tab.get_by_label("Model").fill("gpt2-tny")
+    tab.get_by_label("Trials").fill("5")
+    tab.get_by_role("button", name="Submit").click()
+    expect(tab.get_by_role("alert")).to_contain_text("did you mean 'gpt2-tiny'")
+    tab.errors[:] = [each for each in tab.errors if "422" not in each]
+    tab.get_by_label("Model").fill("gpt2-tiny")
+    tab.get_by_label("Name").fill("<b>bold</b>")
+    tab.get_by_role("button", name="Submit").click()
+    tab.wait_for_url(re.compile("#/search/[0-9a-f]{12}$"))
+    search = tab.url.rpartition("/")[2]
+    assert service.store.search(search).request == {"target": "gpt2-tiny", "trials": 5, "devices": 1}
+    expect(tab.get_by_role("heading", name="<b>bold</b>")).to_be_visible()  # a text stays a text
+    expect(tab.locator(".state")).to_have_text("queued")
+    service.store.take_search(search)
+    expect(tab.locator(".state")).to_have_text("running")
+    tab.get_by_role("link", name="Queue").click()
+    row = tab.locator(f"[data-search='{search}']")
+    expect(row).to_contain_text("running")
+    row.get_by_role("button", name="Cancel").click()
+    expect(row).to_contain_text("cancelled")
+    assert service.store.search(search).state == "cancelled"
+
+
+def test_devices_and_events_show_what_happens(tab, service, expect):
+    log_in(tab, service, "reader")
+    tab.get_by_role("link", name="Devices").click()
+    expect(tab.get_by_text("No worker is in the pool")).to_be_visible()
+    device = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
+    expect(tab.locator(f"[data-worker='{worker.id}']")).to_contain_text("8 × NVIDIA H100")
+    tab.get_by_role("link", name="Events").click()
+    service.store.tell(None, "said", {"message": "something new"})
+    expect(tab.locator(".events")).to_contain_text("something new")
+    service.store.leave(worker.id)
+    expect(tab.locator(".events")).to_contain_text('"state":"left"')
+
+
+def test_a_reader_sees_no_buttons_that_change(tab, service, expect):
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    log_in(tab, service, "reader")
+    expect(tab.locator(f"[data-search='{search}']")).to_be_visible()
+    assert tab.get_by_role("button", name="Cancel").count() == 0
+    service.store.cancel(search)
+
+
+def test_another_site_s_page_changes_nothing(tab, service, expect):
+    """What a forged form can send is the cookie at most, and browsers do not even send that from another site."""
+    log_in(tab, service)
+    cookie = next(each for each in tab.context.cookies() if each["name"].startswith("redline-session"))
+    assert cookie["httpOnly"] and cookie["sameSite"] == "Strict"
+    before = len(service.store.searches(limit=1000))
+    with service.client(None, cookies={cookie["name"]: cookie["value"]}) as forged:
+        assert forged.get("/v1/me").status_code == 200
+        for headers in ({}, {"x-csrf-token": "0" * 64}):
+            answer = forged.post("/v1/searches", json=SEARCH, headers=headers)
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "csrf"
+        token = forged.get("/session").json()
+        assert forged.post("/v1/searches", json=SEARCH, headers={token["header"]: token["csrf"]}).status_code == 201
+        for headers in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            assert forged.post("/login", data={"token": "x"}, headers=headers).status_code == 403
+    assert len(service.store.searches(limit=1000)) == before + 1
+    policy = service.client(None).get("/login").headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "form-action 'self'" in policy and "frame-ancestors 'none'" in policy
+
+
+def test_a_run_s_figures_are_those_of_the_dashboard(tab, service, expect):
+    import redline as rl
+
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    folder = service.parts.runs.folder(search)
+    space = rl.Space.from_dict({"knobs": [{"name": "micro_batch", "type": "choice", "values": [1, 2, 4]}]})
+    rl.tune(lambda config: 10.0 * config["micro_batch"], space, isolate=False, sampler="grid", trials=3, out=folder)
+    service.store.finish(search, service.store.take_search(search), "done", "all tried", None)
+    log_in(tab, service)
+    tab.locator(f"[data-search='{search}']").get_by_role("link").click()
+    expect(tab.locator("[data-trial='2']")).to_contain_text("40")
+    tab.get_by_role("link", name="The run with its figures").click()
+    expect(tab.locator("#headline")).to_be_visible()
+    assert tab.url.startswith(f"{service.address}/runs/#/run/{search}")
+    tab.goto(service.address)
+    tab.get_by_role("button", name="Log out").click()
+    expect(tab).to_have_url(f"{service.address}/login")
+    answer = tab.request.get(f"{service.address}/runs/api/runs", max_redirects=0)
+    assert answer.status == 303 and "micro_batch" not in json.dumps(answer.headers)

@@ -1,0 +1,37 @@
+"""Devices that trials of several runners share: each is one trial's at a time."""
+
+import threading
+
+from redline.runners.shared_devices import SharedDevices
+
+
+def test_devices_are_taken_in_order_and_given_back():
+    shared = SharedDevices(["0", "1", "2", "3"])
+    first, second = shared.take(2), shared.take(1)
+    assert (first, second) == (("0", "1"), ("2",))
+    shared.give_back(first, 2)
+    assert shared.take(3) == ("0", "1", "3")
+
+
+def test_who_wants_more_than_are_free_waits_for_them():
+    shared, taken = SharedDevices(["0", "1"]), []
+    held = shared.take(1)
+    waiting = threading.Thread(target=lambda: taken.append(shared.take(2)))
+    waiting.start()
+    waiting.join(0.1)
+    assert not taken
+    shared.give_back(held, 1)
+    waiting.join(10.0)
+    assert taken == [("0", "1")]
+
+
+def test_devices_without_names_are_counted():
+    shared = SharedDevices(count=1)
+    assert shared.take(1) == ()
+    waiting = threading.Thread(target=lambda: shared.take(1))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    shared.give_back((), 1)
+    waiting.join(10.0)
+    assert not waiting.is_alive()

@@ -1,0 +1,238 @@
+"""The service over HTTP: who may do what, what is refused and in which words, and what a key makes of a submission."""
+
+import time
+
+import pytest
+from redline.service.request import digest
+from served import SEARCH, SPACE, served
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def submitter(service):
+    with service.client() as client:
+        yield client
+
+
+def error(answer, status, code):
+    """The detail of an error, which has the form of all errors."""
+    assert answer.status_code == status, answer.text
+    detail = answer.json()["error"]
+    assert set(detail) == {"code", "message", "field", "given", "rule"}
+    assert detail["code"] == code
+    assert "Traceback" not in answer.text
+    return detail
+
+
+# -- who may do what -----------------------------------------------------------------------------------------
+
+
+def test_nobody_gets_in_without_a_token(service):
+    with service.client(None) as client:
+        for path in ("/v1/me", "/v1/queue", "/v1/searches", "/v1/events", "/v1/workers", "/v1/history"):
+            detail = error(client.get(path), 401, "no_token")
+            assert "Authorization: Bearer" in detail["message"]
+        assert client.get("/runs/api/runs", follow_redirects=False).status_code == 303
+        assert client.get("/healthz").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("token", ["forged", "redline_00000000_x", "redline_" + "a" * 500, "ü", "a b"])
+def test_a_forged_token_is_refused(service, token):
+    with service.client(None, headers={"authorization": f"Bearer {token}".encode()}) as client:
+        error(client.get("/v1/me"), 401, "bad_token")
+
+
+def test_a_revoked_and_an_expired_token_are_refused_from_that_moment_on(service):
+    user = service.store.user("reader")
+    revoked, expired = service.store.new_token(user), service.store.new_token(user, expires=time.time() + 0.5)
+    for token, end in ((revoked, lambda: service.store.revoke(revoked)), (expired, lambda: time.sleep(0.6))):
+        with service.client(None, headers={"authorization": f"Bearer {token}"}) as client:
+            assert client.get("/v1/me").json()["name"] == "reader"
+            end()
+            error(client.get("/v1/me"), 401, "bad_token")
+
+
+def test_a_reader_looks_and_changes_nothing(service):
+    search = service.client().post("/v1/searches", json=SEARCH).json()["id"]
+    with service.client("reader") as client:
+        assert client.get(f"/v1/searches/{search}").json()["user"] == "submitter"
+        detail = error(client.post("/v1/searches", json=SEARCH), 403, "role")
+        assert "submitter" in detail["message"] and detail["given"] == "reader"
+        error(client.post(f"/v1/searches/{search}/cancel"), 403, "role")
+        error(client.post("/v1/studies", json={"space": SPACE}), 403, "role")
+        error(client.post("/v1/workers", json={"host": "h", "device": {}, "devices": 1, "memory_mib": 1}), 403, "role")
+    assert service.store.search(search).state == "queued"
+
+
+def test_a_search_is_cancelled_by_its_owner_and_an_admin_only(service):
+    first, second = (service.client().post("/v1/searches", json=SEARCH).json()["id"] for _ in range(2))
+    error(service.client("other").post(f"/v1/searches/{first}/cancel"), 403, "not_yours")
+    assert service.client().post(f"/v1/searches/{first}/cancel").json()["state"] == "cancelled"
+    assert service.client("admin").post(f"/v1/searches/{second}/cancel").json()["state"] == "cancelled"
+    done = [(each.user, each.action, each.subject) for each in service.store.audited(limit=10_000)]
+    assert ("submitter", "cancel", first) in done and ("admin", "cancel", second) in done
+
+
+def test_a_worker_and_its_leases_are_its_owner_s(service, submitter):
+    form = {"host": "h", "device": {"type": "cpu", "name": "c"}, "devices": 1, "memory_mib": 100}
+    worker = submitter.post("/v1/workers", json=form).json()["id"]
+    with service.client("other") as other:
+        error(other.post(f"/v1/workers/{worker}/lease?wait=0"), 403, "not_yours")
+        error(other.post(f"/v1/workers/{worker}/leave"), 403, "not_yours")
+    assert submitter.post(f"/v1/workers/{worker}/lease?wait=0").status_code == 204
+    assert submitter.post(f"/v1/workers/{worker}/leave").status_code == 204
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "said"),
+    [
+        ({"target": "gpt2-tny"}, "request.target", "did you mean 'gpt2-tiny'"),
+        ({"target": "../../etc/passwd"}, "request.target", "unknown model"),
+        ({"target": "/etc/passwd"}, "request.target", "unknown model"),
+        ({"target": "tests/service"}, "request.target", "unknown model"),
+        ({"target": "gpt2-tiny", "devices": 0}, "request.devices", "greater than or equal to 1"),
+        ({"target": "gpt2-tiny", "devices": "many"}, "request.devices", "valid integer"),
+        ({"target": "gpt2-tiny", "time": "soon"}, "request.time", "such as 90s"),
+        ({"target": "gpt2-tiny", "memory_limit": "much"}, "request.memory_limit", "much"),
+        ({"target": "gpt2-tiny", "sampler": "bays"}, "request.sampler", "did you mean 'bayes'"),
+        ({"target": "gpt2-tiny", "hardware": "setup.cfg"}, "request.hardware", "not a file"),
+        ({"target": "gpt2-tiny", "hardware": "h1000"}, "request.hardware", "unknown hardware"),
+        ({"target": "gpt2-tiny", "space": {"knobs": [{"name": 1}]}}, "request.space", "name"),
+        ({"target": "gpt2-tiny", "out": "/tmp/x"}, "request.out", "not permitted"),
+        ({"target": "gpt2-tiny", "storage": "sqlite:///x"}, "request.storage", "not permitted"),
+        ({"target": "gpt2-tiny", "runner": "slurm"}, "request.runner", "simulate"),
+        ({}, "request", "give one of target, model, workload, command, but got none"),
+        ({"target": "gpt2-tiny", "model": {"model_type": "gpt2"}}, "request", "but got target, model"),
+        ({"target": "gpt2-tiny", "fix": {"a": "b\0c"}}, "", "NUL"),
+        ({"target": "gpt2-tiny", "fix": {"a": 1 << 60}}, "", "beyond"),
+    ],
+)  # fmt: skip
+def test_a_field_that_breaks_a_rule_is_named_with_what_was_given(submitter, monkeypatch, request_, field, said):
+    detail = error(submitter.post("/v1/searches", json={"request": request_}), 422, "invalid")
+    assert said in detail["message"]
+    assert (detail["field"] or "").startswith(field)
+    name = field.partition(".")[2]
+    if name:
+        assert detail["given"] == request_[name]
+
+
+def test_a_hub_id_that_is_a_path_here_is_none(submitter, tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}).status_code == 201
+    monkeypatch.chdir(tmp_path)
+    error(submitter.post("/v1/searches", json={"request": {"target": "owner/name"}}), 422, "invalid")
+
+
+def test_what_is_no_json_is_malformed(submitter):
+    for body in (b"{", b"", b"[" * 100_000, b"\xff\xfe", b'{"request": NaN}'):
+        answer = submitter.post("/v1/searches", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422), answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(submitter):
+    large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
+    headers = {"content-type": "application/json"}
+    error(submitter.post("/v1/searches", content=large, headers=headers), 413, "too_large")
+    error(
+        submitter.post(
+            "/v1/searches", content=(large[at : at + 999] for at in range(0, len(large), 999)), headers=headers
+        ),
+        413,
+        "too_large",
+    )
+
+
+def test_there_is_no_such_path_search_or_method(submitter):
+    error(submitter.get("/v1/nothing"), 404, "not_found")
+    assert "no search" in error(submitter.get("/v1/searches/0123456789ab"), 404, "not_found")["message"]
+    error(submitter.get("/v1/searches/..%2F..%2Fetc"), 404, "not_found")
+    error(submitter.delete("/v1/searches"), 405, "method_not_allowed")
+    error(submitter.get("/v1/searches/zzz"), 422, "invalid")
+
+
+def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
+    text = "import redline\nworkload = None\n"
+    code = {"request": {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}}
+    command = {
+        "request": {"command": {"command": "python train.py {micro_batch}"}, "override": {"micro_batch": [1, 2]}}
+    }
+    for each in (code, command):
+        assert "code" in error(service.client().post("/v1/searches", json=each), 403, "refused")["message"]
+        assert service.client("coder").post("/v1/searches", json=each).status_code == 201
+    with served(tmp_path, allow_code=False) as closed, closed.client("coder") as client:
+        error(client.post("/v1/searches", json=code), 403, "refused")
+
+
+def test_code_that_is_not_what_its_digest_says_is_refused(service):
+    code = {"request": {"workload": {"text": "a = 1", "sha256": digest("a = 2"), "name": "a"}}}
+    assert "sha256" in error(service.client("coder").post("/v1/searches", json=code), 422, "invalid")["message"]
+
+
+# -- keys, lists, rates --------------------------------------------------------------------------------------
+
+
+def test_the_same_key_is_the_same_search(submitter, service):
+    headers = {"idempotency-key": "once"}
+    first = submitter.post("/v1/searches", json=SEARCH, headers=headers)
+    again = submitter.post("/v1/searches", json=SEARCH, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["id"] == again.json()["id"] and not again.json()["created_now"]
+    other = {"request": {"target": "gpt2-tiny", "trials": 4}}
+    assert (
+        first.json()["id"]
+        in error(submitter.post("/v1/searches", json=other, headers=headers), 409, "key_taken")["message"]
+    )
+    theirs = service.client("other").post("/v1/searches", json=SEARCH, headers=headers)
+    assert theirs.status_code == 201 and theirs.json()["id"] != first.json()["id"]
+    error(submitter.post("/v1/searches", json=SEARCH, headers={"idempotency-key": "a b"}), 422, "invalid")
+
+
+def test_a_list_goes_on_where_it_stopped(submitter):
+    made = [submitter.post("/v1/searches", json=SEARCH).json()["id"] for _ in range(5)]
+    seen, after = [], None
+    while True:
+        page = submitter.get(
+            "/v1/searches", params={"limit": 2, "mine": True, **({"after": after} if after else {})}
+        ).json()
+        seen += [each["id"] for each in page["searches"]]
+        if (after := page["next"]) is None:
+            break
+    assert seen[:5] == made[::-1] and len(set(seen)) == len(seen)
+
+
+def test_who_asks_too_often_is_told_when_to_come_again(tmp_path):
+    with served(tmp_path, rate=5) as slow, slow.client() as client:
+        answers = [client.get("/v1/me") for _ in range(40)]
+        assert answers[0].status_code == 200
+        detail = error(answers[-1], 429, "too_many")
+        assert "5 a second" in detail["rule"] and int(answers[-1].headers["retry-after"]) >= 1
+        assert slow.client("reader").get("/v1/me").status_code == 200
+
+
+def test_the_queue_says_why_a_search_waits(service, submitter):
+    search = submitter.post("/v1/searches", json={**SEARCH, "device": "h100", "priority": 100}).json()["id"]
+    first = submitter.get("/v1/queue").json()["searches"][0]
+    assert first["id"] == search and "no worker" in first["reason"]
+
+
+def test_metrics_count_requests_by_route_and_name_nobody(service, submitter):
+    submitter.get("/v1/searches/0123456789ab")
+    text = service.client(None).get("/metrics").text
+    assert 'redline_http_requests_total{method="GET",route="/v1/searches/{search}",status="404"}' in text
+    assert "submitter" not in text and "0123456789ab" not in text
+
+
+def test_a_server_whose_database_is_gone_is_not_ready_and_says_so(tmp_path):
+    with served(tmp_path) as running, running.client() as client:
+        assert client.get("/readyz").json()["status"] == "ready"
+        running.parts.dispatcher.close()
+        assert "no dry runs" in error(client.get("/readyz"), 503, "not_ready")["message"]

@@ -1,0 +1,256 @@
+"""`rl.Client` and the commands: what Python and a terminal say is what the server knows."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import redline as rl
+from click.testing import CliRunner
+from redline.errors import KeyTaken, NotFound, Refused, UsageError
+from redline.service.request import arguments, digest, travelling
+from redline.service.transport import Away
+from redline.tuner.cli.main import redline as command_line
+from served import SPACE, served
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service):
+    with service.rl() as made:
+        yield made
+
+
+def search_of(service, search, trials=3, state="done"):
+    """Has a search run as one does, over measurements that are made up, and end so."""
+    attempt = service.store.take_search(search)
+    folder = service.parts.runs.folder(search)
+    result = found(folder, trials)
+    (folder / "logs" / "0.log").write_text("what it printed\x1b[31m\n")
+    service.store.finish(search, attempt, state, "trials", result.to_dict()["best"])
+    return result
+
+
+def found(folder, trials=3):
+    """What a search of some trials finds."""
+    space = rl.Space.from_dict(SPACE)
+    more = {"isolate": False, "sampler": "grid", "trials": trials, "out": folder}
+    result = rl.tune(lambda config: 100.0 + config["micro_batch"], space, **more)
+    (folder / "logs").mkdir(exist_ok=True)
+    return result
+
+
+def test_a_search_is_submitted_waited_for_and_read(service, client, tmp_path):
+    run = client.submit("gpt2-tiny", trials=3, name="mine", priority=5, fix={"precision": "fp32"})
+    assert run.state == "queued"
+    look = run.look()
+    assert (look.name, look.priority, look.devices, look.user) == ("mine", 5, 1, "submitter")
+    assert look.request == {"target": "gpt2-tiny", "trials": 3, "fix": {"precision": "fp32"}, "devices": 1}
+    assert run.best is None and len(run.trials) == 0
+    threading.Timer(0.3, search_of, [service, run.id]).start()
+    kinds = [(each.kind, each.data.get("state")) for each in run.events()]
+    assert kinds == [("search", "queued"), ("search", "running"), ("search", "done")]
+    assert run.wait(timeout=60) is run
+    result = found(tmp_path / "same")
+    assert run.best.config == result.best.config
+    assert run.best.throughput == pytest.approx(result.best.throughput)
+    assert list(run.trials.columns) == list(result.trials.columns)
+    assert list(run.trials["throughput"]) == pytest.approx(list(result.trials["throughput"]))
+    assert run.log(0) == b"what it printed\x1b[31m\n"
+    assert f"micro_batch: {run.best.config['micro_batch']}" in run.export("yaml")
+    assert [each.id for each in client.searches(state="done", mine=True)][0] == run.id
+
+
+def test_errors_are_redline_s_own(service, client):
+    with pytest.raises(UsageError, match="did you mean 'gpt2-tiny'"):
+        client.submit("gpt2-tny")
+    with pytest.raises(NotFound, match="no search"):
+        client.search("0123456789ab")
+    with pytest.raises(Refused, match="reader"):
+        service.rl("reader").submit("gpt2-tiny")
+    first = client.submit("gpt2-tiny", key="k1")
+    assert client.submit("gpt2-tiny", key="k1").id == first.id
+    with pytest.raises(KeyTaken, match=first.id):
+        client.submit("gpt2-tiny", trials=7, key="k1")
+    with pytest.raises(UsageError, match="does not travel"):
+        client.submit("gpt2-tiny", out="runs/x")
+    with pytest.raises(UsageError, match="objects do not"):
+        client.submit(lambda config: 1.0)
+    with pytest.raises(UsageError, match="like http://"):
+        rl.Client("127.0.0.1:8700", token="x")
+    with pytest.raises(UsageError, match="REDLINE_TOKEN"):
+        rl.Client("http://127.0.0.1:8700", token="")
+
+
+def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
+    with served(tmp_path) as first:
+        client = rl.Client(first.address, token=first.tokens["submitter"], patience_s=30)
+        run, port, tokens = client.submit("gpt2-tiny"), int(first.address.rpartition(":")[2]), first.tokens
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(run.events()))
+    thread.start()
+    time.sleep(1)
+    with served(tmp_path, port=port, tokens=tokens) as again:
+        assert run.state == "queued"
+        again.store.tell(run.id, "said", {"message": "after"})
+        time.sleep(0.5)
+        run.cancel()
+        thread.join(timeout=20)
+    assert [each.data.get("message") or each.data["state"] for each in seen] == ["queued", "after", "cancelled"]
+    assert len({each.id for each in seen}) == 3
+    with pytest.raises(Away):
+        rl.Client(f"http://127.0.0.1:{port}", token="redline_x", patience_s=0.3).me()
+
+
+@pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
+def test_a_study_is_asked_and_told(service, client, sampler):
+    study = client.study(SPACE, sampler=sampler, seed=1)
+    tried = {}
+    while (asked := client.ask(study)).config is not None:
+        batch = asked.config["micro_batch"]
+        tried[asked.trial] = batch
+        if batch == 8:
+            client.tell(study, asked.trial, status="oom", reason="too much")
+        else:
+            client.tell(study, asked.trial, throughput=100.0 * batch, memory=10.0 * batch)
+    assert sorted(tried.values()) == [1, 2, 4, 8] and sorted(tried) == [0, 1, 2, 3]
+    found = client.look(study)
+    assert found.best["config"] == {"micro_batch": 4} and found.best["throughput"] == 400.0
+    assert {each["status"] for each in found.trials} == {"ok", "oom"}
+    good = next(number for number, batch in tried.items() if batch == 1)
+    client.tell(study, good, throughput=100.0, memory=10.0)
+    with pytest.raises(KeyTaken, match="otherwise"):
+        client.tell(study, good, throughput=101.0)
+    with pytest.raises(NotFound, match="no trial 99"):
+        client.tell(study, 99, throughput=1.0)
+    with pytest.raises(Refused, match="somebody else"):
+        service.rl("other").ask(study)
+    service.parts.studies.close()  # as a server that was killed: the ledger is in the database
+    assert client.look(study).best["throughput"] == 400.0
+    assert client.ask(study).config is None
+
+
+@pytest.mark.slow  # models are traced, twice
+def test_an_estimate_is_that_of_the_command_and_comes_from_memory_the_second_time(client):
+    asked = {"hardware": "h100-80gb", "devices": 8, "global_batch": 64, "top": 1}
+    found = client.estimate("gpt2-tiny", **asked)
+    command = [sys.executable, "-m", "redline.tuner.cli", "estimate", "gpt2-tiny", "--hardware", "h100-80gb"]
+    command += ["--devices", "8", "--global-batch", "64", "--top", "1", "--json"]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["best"] == said["best"] and found["best"]
+    began = time.monotonic()
+    assert client.estimate("gpt2-tiny", **asked) == found
+    assert time.monotonic() - began < 2
+    with pytest.raises(UsageError, match="unknown hardware"):
+        client.estimate("gpt2-tiny", hardware="h1000")
+    with pytest.raises(UsageError, match="global"):
+        client.estimate("gpt2-tiny", hardware="h100-80gb", devices=7, global_batch=3, fix={"dp": 9})
+
+
+def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
+    (tmp_path / "train.py").write_text("workload = 1\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
+    (tmp_path / "space.yaml").write_text("knobs:\n- {name: micro_batch, type: choice, values: [1, 2]}\n")
+    code = travelling({"target": f"{tmp_path}/train.py:workload", "trials": 2, "out": None, "allow": ()})
+    assert code == {
+        "workload": {"text": "workload = 1\n", "sha256": digest("workload = 1\n"), "name": "workload"},
+        "trials": 2,
+    }
+    model = travelling({"target": str(tmp_path / "config.json"), "space": str(tmp_path / "space.yaml")})
+    assert model["model"] == {"model_type": "gpt2", "n_layer": 2}
+    there = tmp_path / "there"
+    found = arguments(code, there)
+    assert (
+        found["target"] == f"{there}/workload.py:workload" and (there / "workload.py").read_text() == "workload = 1\n"
+    )
+    found = arguments(model, there)
+    assert json.loads((there / "model" / "config.json").read_text()) == model["model"]
+    assert found["target"] == str(there / "model" / "config.json")
+    assert len(found["space"]) == 2
+    with pytest.raises(UsageError, match="digest"):
+        arguments({"workload": {**code["workload"], "text": "workload = 2\n"}}, there)
+    with pytest.raises(UsageError, match="path"):
+        arguments({"target": str(tmp_path)}, there)
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def ran(service, *arguments, role="submitter", code=0):
+    """What a command prints."""
+    environment = {"REDLINE_SERVER": service.address, "REDLINE_TOKEN": service.tokens.get(role, "")}
+    done = CliRunner().invoke(command_line, list(arguments), env=environment, standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    assert (done.return_value or 0) == code, done.output
+    return done.output
+
+
+def test_commands_submit_show_and_cancel(service):
+    search = ran(service, "submit", "gpt2-tiny", "--trials", "3", "--priority", "7", "--name", "theirs").strip()
+    assert service.store.search(search).request["trials"] == 3
+    queue = ran(service, "queue", role="reader")
+    assert search in queue and "theirs" in queue and "no worker" in queue
+    assert json.loads(ran(service, "queue", "--json"))["searches"][0]["id"] == search
+    assert "queued" in ran(service, "logs", search)
+    assert ran(service, "results", search, code=3).startswith(search)
+    search_of(service, search)
+    assert "done: trials" in ran(service, "logs", search, "-f")
+    printed = ran(service, "logs", search, "--trial", "0")
+    assert "what it printed" in printed and "\x1b" not in printed
+    assert "winner   trial" in ran(service, "results", search)
+    found = json.loads(ran(service, "results", search, "--json"))
+    assert found["id"] == search and found["best"]["config"]
+    other = ran(service, "submit", "gpt2-tiny").strip()
+    assert ran(service, "cancel", other).split() == [other, "cancelled"]
+    with pytest.raises(Refused):
+        ran(service, "submit", "gpt2-tiny", role="reader")
+
+
+def test_tune_with_a_server_waits_there_for_what_it_finds(service, tmp_path):
+    def answer():
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            waiting = [each for each in service.store.searches(state="queued") if each.request.get("trials") == 2]
+            if waiting:
+                search_of(service, waiting[0].id, trials=2)
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    token = service.tokens["submitter"]
+    said = ran(service, "tune", "gpt2-tiny", "--trials", "2", "--server", service.address, "--token", token)
+    thread.join()
+    assert "winner   trial" in said and service.address in said
+    with pytest.raises(UsageError, match="does not travel"):
+        ran(service, "tune", "gpt2-tiny", "--out", str(tmp_path / "x"), "--server", service.address, "--token", token)
+
+
+def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
+    def command(*arguments):
+        done = CliRunner().invoke(command_line, ["token", "--data", str(tmp_path), *arguments], standalone_mode=False)
+        if done.exception is not None:
+            raise done.exception
+        return done.output
+
+    made = command("new", "ann", "--role", "admin", "--for", "laptop").strip()
+    brief = command("new", "bob", "--expires", "30d", "--running", "2").strip()
+    listed = command("list")
+    assert "ann | admin" in listed and "laptop" in listed and "good until" in listed and made not in listed
+    with served(tmp_path, tokens={"ann": made, "bob": brief}) as service:
+        assert service.client("ann").get("/v1/me").json()["role"] == "admin"
+        assert service.client("bob").get("/v1/me").json()["running"] == 2
+        command("revoke", made)
+        assert service.client("ann").get("/v1/me").status_code == 401
+    with pytest.raises(UsageError, match="is there already"):
+        command("new", "bob", "--role", "admin")
+    with pytest.raises(UsageError, match="duration"):
+        command("new", "eve", "--expires", "soon")

@@ -1,0 +1,84 @@
+"""Malformed requests get a 4xx with words: what the OpenAPI document allows and what it does not, never a 5xx."""
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from served import served
+
+STREAMS = ("/v1/events", "/v1/searches/{search}/events")
+"""They end when something ends, and not by themselves."""
+HELPED = ("/v1/estimate", "/v1/studies", "/v1/studies/{study}", "/v1/studies/{study}/ask", "/v1/studies/{study}/tell")
+"""What a helper computes, in seconds."""
+QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None, "derandomize": True}
+OPERATIONS = 26
+"""Of the API without streams, at least."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("fuzz")) as running:
+        yield running
+
+
+def operations(service, without=()):
+    """Every operation of the API but those of some paths."""
+    schema = schemathesis.openapi.from_url(f"{service.address}/v1/openapi.json")
+    for path in (*STREAMS, *without):
+        schema = schema.exclude(path=path)
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def tried(service, case, role):
+    """One request, without a long wait; its status."""
+    if case.path.endswith("/lease"):
+        case.query = {**(case.query or {}), "wait": 0}
+    answer = case.call(headers={"authorization": f"Bearer {service.tokens[role]}"}, timeout=150)
+    said = (
+        f"{case.method} {case.formatted_path} {case.query} {case.body!r:.300}: {answer.status_code} {answer.text[:300]}"
+    )
+    assert answer.status_code < 500, said
+    assert "Traceback" not in answer.text, said
+    if answer.status_code >= 400:
+        detail = answer.json()["error"]
+        assert detail["code"] and len(detail["message"]) > 5, said
+    return answer.status_code
+
+
+def fuzz_one(service, cases, examples, role, seen):
+    @settings(max_examples=examples, **QUIET)
+    @given(case=cases)
+    def one(case):
+        status = tried(service, case, role)
+        seen[status] = seen.get(status, 0) + 1
+
+    one()
+
+
+def fuzzed(service, found, examples):
+    """How often each status was answered to that many requests of each operation and mode."""
+    seen = {}
+    for operation in found:
+        for mode, role in ((GenerationMode.POSITIVE, "coder"), (GenerationMode.NEGATIVE, "admin")):
+            try:
+                fuzz_one(service, operation.as_strategy(generation_mode=mode), examples, role, seen)
+            except (
+                schemathesis.errors.SchemathesisError,
+                hypothesis.errors.Unsatisfiable,
+            ):  # nothing of the kind can be made
+                assert mode is GenerationMode.NEGATIVE
+    return seen
+
+
+def test_hundreds_of_requests_are_answered_in_words(service):
+    found = operations(service, HELPED)
+    seen = fuzzed(service, found, 12)
+    assert len(found) + len(HELPED) >= OPERATIONS
+    assert sum(seen.values()) > 400 and seen[422] > 100 and any(status < 300 for status in seen)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_are_answered_in_words(service):
+    seen = fuzzed(service, operations(service), 260)
+    assert sum(seen.values()) >= 10_000

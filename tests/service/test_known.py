@@ -1,0 +1,98 @@
+"""What searches know of each other: measurements that are answered from the store, and runs to learn from."""
+
+from types import SimpleNamespace
+
+import pytest
+from pools import PLACED, Hands, a_space, a_store, a_whole_search
+from redline.results import Measurement, Status, Trial
+from redline.service.known import Known, fingerprint
+from redline.space import Config, Space
+from redline.tuner.request import Request
+
+OK = Measurement(
+    status=Status.OK, throughput=5.0, peak_memory_mib=600.0, memory_limit_mib=1000.0, started=1.0, seconds_total=9.0
+)
+FULL = Measurement(status=Status.OOM, reason="out of memory", memory_limit_mib=1000.0, started=1.0, seconds_total=9.0)
+ASKED = {
+    "workload": {"id": "abc"},
+    "seq_len": 64,
+    "global_batch": 8,
+    "seed": 0,
+    "devices": {"type": "cpu", "name": "a CPU", "capability": None, "used": 1, "memory_mib": 5},
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    made, user = a_store(tmp_path)
+    with made:
+        made.ann = user
+        yield made
+
+
+def known(store, monkeypatch, reuse=True, placed=PLACED, **asked):
+    search = store.submit(store.ann, {"target": "gpt2-tiny"}, devices=1, reuse=reuse)[0]
+    made = Known(store, search, None, placed)
+    made.__dict__["_fingerprint"] = fingerprint({**ASKED, **asked}, {}, placed.software)
+    return made
+
+
+def a_trial(measured, **config):
+    return Trial(number=0, config=Config({"micro_batch": 4, **config}), measurement=measured)
+
+
+def test_what_was_measured_is_answered_where_that_is_allowed(store, monkeypatch):
+    earlier = known(store, monkeypatch)
+    earlier.note(a_trial(OK))
+    found = known(store, monkeypatch).measurement(Config({"micro_batch": 4}))
+    assert (found.status, found.throughput) == (Status.OK, 5.0)
+    assert (found.seconds_total, found.started) == (0.0, None)
+    assert found.reason == f"measured in search {earlier._search.id}"
+    assert known(store, monkeypatch).measurement(Config({"micro_batch": 8})) is None
+    assert known(store, monkeypatch, reuse=False).measurement(Config({"micro_batch": 4})) is None
+    assert earlier.measurement(Config({"micro_batch": 4})) is None, "a search is not answered by itself"
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 1}, {"seq_len": 128}, {"workload": {"id": "x"}}, {"devices": {**ASKED["devices"], "used": 2}}]
+)
+def test_what_was_measured_otherwise_is_no_answer(store, monkeypatch, other):
+    known(store, monkeypatch).note(a_trial(OK))
+    assert known(store, monkeypatch, **other).measurement(Config({"micro_batch": 4})) is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit_mib", "holds"),
+    [(OK, 599.0, False), (OK, 600.0, True), (FULL, 1000.0, True), (FULL, 1001.0, False)],
+)
+def test_an_answer_holds_for_memory_too(store, monkeypatch, measured, limit_mib, holds):
+    from dataclasses import replace
+
+    known(store, monkeypatch).note(a_trial(measured))
+    here = known(store, monkeypatch, placed=replace(PLACED, memory_limit_mib=limit_mib))
+    assert (here.measurement(Config({"micro_batch": 4})) is not None) == holds
+
+
+@pytest.mark.parametrize("status", [Status.CRASH, Status.TIMEOUT, Status.WRONG, Status.SKIPPED])
+def test_what_may_be_mended_is_not_kept(store, monkeypatch, status):
+    known(store, monkeypatch).note(a_trial(Measurement(status=status, reason="?", started=1.0)))
+    assert known(store, monkeypatch).measurement(Config({"micro_batch": 4})) is None
+
+
+def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
+    with Hands(store, store.ann):
+        for number in range(2):
+            search = store.submit(store.ann, {"target": "f"}, devices=1)[0].id
+            result = a_whole_search(store, search, tmp_path / "searches" / search)
+            store.finish(search, store.search(search).attempt, ("done", "failed")[number], "", result.to_dict()["best"])
+    done = store.searches(state="done")[0]
+    new = store.submit(store.ann, {"target": "f"}, devices=1)[0]
+    asked = Request(lambda config: 0.0, a_space(), runner="local", devices=1)
+    folder = tmp_path / "searches" / new.id
+    assert Known(store, new, folder, PLACED).earlier(asked) == [tmp_path / "searches" / done.id]
+    before = SimpleNamespace(id=new.id, started=done.ended - 1, created=0.0)
+    assert Known(store, before, folder, PLACED).earlier(asked) == []
+    other = Space()
+    other.choice("tp", [1, 2])
+    unlike = Request(lambda config: 0.0, other, runner="local", devices=1)
+    assert Known(store, new, folder, PLACED).earlier(unlike) == []

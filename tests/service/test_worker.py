@@ -1,0 +1,212 @@
+"""A worker: what it leases it runs, answers, or gives back; a pool that is away is waited for."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+from pools import PLACED, a_store, measured
+from redline.errors import RunnerError, StorageUnavailable, UsageError
+from redline.results import Measurement, Status
+from redline.runners import Runner
+from redline.service import worker as work
+from redline.service.logs import read_log
+from redline.service.pool import StorePool
+from redline.service.records import DryRunState
+from redline.service.worker import Worker
+
+LEASE_S = 2.0
+
+
+class Formula(Runner):
+    """Runs a configuration by a formula, and prints what it does."""
+
+    name = "formula"
+
+    def __init__(self):
+        self.begun, self.go_on, self.stopped = threading.Event(), threading.Event(), []
+        self.go_on.set()
+        self.raises = None
+
+    def run(self, request):
+        self.begun.set()
+        request.log.write_text(f"{request.config['micro_batch']} at once\n")
+        self.go_on.wait()
+        if self.raises is not None:
+            raise self.raises
+        return Measurement.from_dict(measured({"requests": [request.to_dict()], "memory_limit_mib": 1000.0}))
+
+
+class Warm:
+    """In the place of `WarmRunners`: one runner for all."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self.closed = False
+
+    @contextlib.contextmanager
+    def runner(self, assignment):
+        yield self._runner
+
+    def stop(self, assignment, log):
+        self._runner.stopped.append(log.name)
+        self._runner.go_on.set()
+
+    def close(self):
+        self.closed = True
+        self._runner.go_on.set()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A store with a search of somebody's, and workers that are in a hurry."""
+    for name, seconds in (("RENEW_S", 0.2), ("WAIT_S", 0.3), ("RETRY_S", 0.05), ("LOG_S", 0.1)):
+        monkeypatch.setattr(work, name, seconds)
+    store, user = a_store(tmp_path)
+    with store:
+        store.ann, store.data = user, tmp_path
+        search = store.submit(user, {"target": "gpt2-tiny"}, devices=1)[0].id
+        store.sought, store.attempt = search, store.take_search(search)
+        yield store
+
+
+@contextlib.contextmanager
+def working(store, runner, pool=None):
+    """A worker that works."""
+    pool = pool or StorePool(store, user=store.ann, data=store.data, lease_s=LEASE_S)
+    worker = Worker(
+        pool,
+        name="w",
+        host="here",
+        devices=2,
+        describe=lambda devices: (PLACED.device.to_dict(), 1000),
+        warm=lambda *what, **more: Warm(runner),
+    )
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
+def asked(store, number=0):
+    request = {"config": {"micro_batch": 2, "checkpoint_ratio": 0.0}, "number": number, "log": f"{number}.log"}
+    request |= {"timeout_s": None, "best_throughput": None, "reference": None, "soak": None}
+    payload = {"requests": [request], "memory_limit_mib": 1000.0}
+    return store.ask_dry_run(store.sought, store.attempt, f"trial-{number}", "run", payload, 1).id
+
+
+def until(condition, within_s=20.0):
+    """Waits until something is so."""
+    begun = time.monotonic()
+    while not (found := condition()):
+        assert time.monotonic() - begun < within_s, "it did not come to that"
+        time.sleep(0.02)
+    return found
+
+
+def test_what_is_asked_for_is_run_and_its_log_is_there(place):
+    with working(place, Formula()):
+        dry_run = asked(place)
+        outcome = until(lambda: place.outcome(dry_run))
+    assert Measurement.from_dict(outcome).throughput == pytest.approx(100 * 2**0.5)
+    assert read_log(place.data, place.sought, "0.log") == (b"2 at once\n", 10)
+    assert [each.left is not None for each in place.workers(since=0)] == [True]
+
+
+def test_a_lease_lasts_as_long_as_the_dry_run(place):
+    runner = Formula()
+    runner.go_on.clear()
+    with working(place, runner):
+        dry_run = asked(place)
+        until(runner.begun.is_set)
+        time.sleep(1.5 * LEASE_S)
+        assert place.expire() == []
+        runner.go_on.set()
+        until(lambda: place.outcome(dry_run))
+    assert place.dry_run(dry_run).attempts == 1
+
+
+def test_what_is_withdrawn_is_ended(place):
+    runner = Formula()
+    runner.go_on.clear()
+    with working(place, runner):
+        dry_run = asked(place)
+        until(runner.begun.is_set)
+        place.cancel(place.sought)
+        until(lambda: runner.stopped)
+    assert runner.stopped == ["0.log"]
+    assert place.dry_run(dry_run).state is DryRunState.WITHDRAWN
+
+
+def test_who_stops_gives_back_what_runs_and_it_does_not_count_as_lost(place):
+    runner = Formula()
+    runner.go_on.clear()
+    runner.raises = RunnerError("closed during a trial")
+    with working(place, runner):
+        dry_run = asked(place)
+        until(runner.begun.is_set)
+    found = place.dry_run(dry_run)
+    assert (found.state, found.attempts) == (DryRunState.WAITING, 0)
+
+
+def test_what_is_asked_wrongly_is_refused_in_words(place):
+    runner = Formula()
+    runner.raises = UsageError("there is no model gpt7")
+    with working(place, runner):
+        dry_run = asked(place)
+        assert until(lambda: place.outcome(dry_run)) == {"refused": "there is no model gpt7"}
+
+
+def test_machinery_that_always_fails_ends_as_a_crash(place):
+    runner = Formula()
+    runner.raises = RunnerError("the agent died")
+    with working(place, runner):
+        dry_run = asked(place)
+        found = until(lambda: place.outcome(dry_run))
+    assert found["status"] == Status.CRASH
+
+
+class Away(StorePool):
+    """A pool that cannot be reached every other time."""
+
+    def __init__(self, *what, **more):
+        super().__init__(*what, **more)
+        self.times = 0
+
+    def _reached(self):
+        self.times += 1
+        if self.times % 2:
+            raise (StorageUnavailable, ConnectionError)[self.times % 4 == 1]("it is away")
+
+    def join(self, *what):
+        self._reached()
+        return super().join(*what)
+
+    def lease(self, *what):
+        self._reached()
+        return super().lease(*what)
+
+    def renew(self, *what):
+        self._reached()
+        super().renew(*what)
+
+    def answer(self, *what):
+        self._reached()
+        super().answer(*what)
+
+    def log(self, *what):
+        self._reached()
+        super().log(*what)
+
+
+def test_a_pool_that_is_away_is_waited_for(place):
+    pool = Away(place, user=place.ann, data=place.data, lease_s=30.0)
+    with working(place, Formula(), pool):
+        dry_runs = [asked(place, number) for number in range(3)]
+        outcomes = [until(lambda each=each: place.outcome(each)) for each in dry_runs]
+    assert [each["status"] for each in outcomes] == ["ok"] * 3
+    assert [place.dry_run(each).attempts for each in dry_runs] == [1, 1, 1]

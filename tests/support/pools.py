@@ -1,0 +1,127 @@
+"""A pool without processes: a store, and hands that run what it asks for by a formula."""
+
+import threading
+import time
+from collections import Counter
+
+from redline.device import Device
+from redline.errors import LeaseOver
+from redline.results import Measurement, Status
+from redline.results.names import holds_run
+from redline.runners import TrialRequest
+from redline.service.placing import Placed
+from redline.service.pool_runner import PoolRunner
+from redline.service.store import Store
+from redline.service.telling import Telling
+from redline.space import Space
+from redline.tuner import tune
+
+DEVICE = Device(type="cpu", name="a CPU", count=1, memory_mib=8000)
+GPU = Device(type="cuda", name="H100", count=8, memory_mib=80_000, capability=(9, 0))
+PLACED = Placed(device=DEVICE, hardware=None, memory_limit_mib=1000.0, software={"torch": "2"}, workers_devices=1)
+
+
+def a_store(folder):
+    """A store in a folder, and a user of it."""
+    store = Store.open(f"sqlite:///{folder}/redline.db")
+    return store, store.add_user("ann", "admin").id
+
+
+def a_space():
+    """Two knobs, twelve configurations."""
+    space = Space()
+    space.choice("micro_batch", [1, 2, 4, 8])
+    space.choice("checkpoint_ratio", [0.0, 0.5, 1.0])
+    return space
+
+
+def speed(config):
+    """What a configuration reaches."""
+    return 100.0 * config["micro_batch"] ** 0.5 * (1 - 0.3 * config["checkpoint_ratio"])
+
+
+def measured(payload):
+    """What comes of a dry run: more memory than the limit is an `oom`."""
+    [asked] = payload["requests"]
+    config = TrialRequest.from_dict(asked).config
+    peak = 150.0 * config["micro_batch"] * (1 - 0.5 * config["checkpoint_ratio"])
+    known = {"peak_memory_mib": peak, "memory_limit_mib": payload["memory_limit_mib"], "started": time.time()}
+    if peak > payload["memory_limit_mib"]:
+        return Measurement(status=Status.OOM, reason="out of memory", seconds_total=0.001, **known).to_dict()
+    rate = speed(config)
+    return Measurement(
+        status=Status.OK, throughput=rate, unit="tokens/s", seconds_total=0.001, step_ms=1e3 / rate, **known
+    ).to_dict()
+
+
+class Hands(threading.Thread):
+    """Runs every dry run that a store's searches ask for, and counts how often each was run."""
+
+    def __init__(self, store, user, outcome=measured):
+        super().__init__(daemon=True)
+        self.store, self.outcome = store, outcome
+        self.worker = store.join(user, "hands", "here", {**DEVICE.to_dict()}, 8, 1000, {"torch": "2"}).id
+        self.ran = Counter()
+        self.stopping = threading.Event()
+        self.trouble = None
+
+    def run(self):
+        try:
+            self._work()
+        except Exception as error:
+            self.trouble = error
+            raise
+
+    def _work(self):
+        while not self.stopping.wait(0.01):
+            for each in self.store.waiting():
+                try:
+                    taken = self.store.lease(each.dry_run, self.worker, 30.0)
+                except LeaseOver:
+                    continue
+                self.ran[self.store.dry_run(each.dry_run).key] += 1
+                if (outcome := self.outcome(taken.payload)) is not None:
+                    self.store.answer(taken.dry_run, taken.lease, outcome)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.stopping.set()
+        self.join()
+        assert self.trouble is None
+
+
+class Killed(BaseException):
+    """The death of a searcher, where it is to be seen what comes after."""
+
+
+def a_runner(store, search, **more):
+    """The runner of a new attempt at a search."""
+    attempt = store.take_search(search)
+    return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
+
+
+def a_whole_search(store, search, folder, killed_after=None):
+    """A search to its end, or to the death of its searcher after so many finished trials."""
+
+    class Dying(Telling):
+        def finished(self, trial):
+            super().finished(trial)
+            if killed_after is not None and self.done >= killed_after:
+                raise Killed
+
+    listener = Dying(store, search)
+    runner = a_runner(store, search, finished=lambda: listener.done)
+    return tune(
+        lambda config: 0.0,  # which the pool runs in its own way
+        a_space(),
+        runner=runner,
+        trials=8,
+        seed=1,
+        out=folder,
+        storage=f"sqlite:///{folder.parent}/redline.db",
+        resume=holds_run(folder),
+        listener=listener,
+    )

@@ -1,0 +1,86 @@
+"""A service on a port of this machine, without searchers or workers: what answers over HTTP is real, what runs is the test's."""
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+import uvicorn
+from redline.service.api.app import make_app
+from redline.service.api.feed import Feed
+from redline.service.api.limits import Rates
+from redline.service.api.metrics import Metrics
+from redline.service.api.parts import Parts
+from redline.service.dispatcher import Dispatcher
+from redline.service.estimates import Estimates
+from redline.service.helper import Helper
+from redline.service.runs import Runs
+from redline.service.store import Store
+
+SEARCH = {"request": {"target": "gpt2-tiny", "trials": 3}}
+SPACE = {"knobs": [{"name": "micro_batch", "type": "choice", "values": [1, 2, 4, 8]}]}
+
+
+@dataclass
+class Served:
+    """A service that runs, with a user of each role."""
+
+    address: str
+    store: Store
+    parts: Parts
+    tokens: dict
+
+    def client(self, role="submitter", **more):
+        """An HTTP client with the token of a role, or with none."""
+        headers = ({"authorization": f"Bearer {self.tokens[role]}"} if role else {}) | more.pop("headers", {})
+        return httpx.Client(base_url=self.address, headers=headers, trust_env=False, timeout=30, **more)
+
+    def rl(self, role="submitter", **more):
+        """The same as `rl.Client`."""
+        import redline as rl
+
+        return rl.Client(self.address, token=self.tokens[role], **more)
+
+
+@contextlib.contextmanager
+def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None):
+    """A service over a folder; ended in order."""
+    with contextlib.ExitStack() as held:
+        url = url or f"sqlite:///{folder / 'redline.db'}"
+        store = held.enter_context(Store.open(url))
+        dispatcher = Dispatcher(store)
+        dispatcher.start()
+        held.callback(dispatcher.close)
+        estimates, studies = Estimates(), Helper(120)
+        held.callback(estimates.close)
+        held.callback(studies.close)
+        parts = Parts(
+            store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
+            studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        found = server.servers[0].sockets[0].getsockname()[1]
+        logging.getLogger("redline.http").setLevel(logging.WARNING)
+        yield Served(f"http://127.0.0.1:{found}", store, parts, tokens or users(store))
+        parts.feed.stop()
+        server.should_exit = True
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def users(store):
+    """A token for each role; `other` is another submitter, `coder` one who may submit code."""
+    made = {role: store.add_user(role, role) for role in ("reader", "submitter", "admin")}
+    made["other"] = store.add_user("other", "submitter")
+    made["coder"] = store.add_user("coder", "submitter", allow_code=True)
+    return {name: store.new_token(user, "a test's") for name, user in made.items()}
