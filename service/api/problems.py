@@ -46,6 +46,7 @@ _CODES = {
     405: "method_not_allowed",
     413: "too_large",
 }
+TOO_LARGE = "the body is larger than this takes"
 _RETRY_S = 2
 
 
@@ -125,7 +126,11 @@ def answer_problems(app: FastAPI) -> None:
     def http(request: Request, error: HTTPException) -> Response:
         code = _CODES.get(error.status_code, "refused")
         path = request.url.path[:200]
-        told = {413: "the body is larger than this takes", 404: f"there is no {path}", 405: f"{path} does not take {request.method}"}
+        told = {
+            413: "the body is larger than this takes",
+            404: f"there is no {path}",
+            405: f"{path} does not take {request.method}",
+        }
         return Problem(
             error.status_code, code, told.get(error.status_code, str(error.detail)), headers=dict(error.headers or {})
         ).answer()
@@ -154,11 +159,10 @@ class TooLarge:
         async def answered(message: dict[str, Any]) -> None:
             nonlocal reworded
             if message["type"] == "http.response.start" and message["status"] == 413:
-                plain = (b"application/json",) not in [each[1:] for each in message["headers"]]
-                if plain:
+                if b"application/json" not in [each[1] for each in message["headers"]]:
                     reworded = True
                     headers = {"connection": "close"}
-                    problem = Problem(413, "too_large", "the body is larger than this takes", headers=headers)
+                    problem = Problem(413, "too_large", TOO_LARGE, headers=headers)
                     await problem.answer()(scope, receive, send)
                     return
             if not reworded:

@@ -18,7 +18,6 @@ def reached(command: Command) -> Command:
         click.option(
             "--token",
             envvar="REDLINE_TOKEN",
-           
             metavar="TEXT",
             help="Who one is.  [default: REDLINE_TOKEN]",
         ),

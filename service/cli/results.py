@@ -31,7 +31,13 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @reached
 def results(
-    server: str, token: str | None, trust: str | None, search: str, table: Path | None, target: str | None, as_json: bool
+    server: str,
+    token: str | None,
+    trust: str | None,
+    search: str,
+    table: Path | None,
+    target: str | None,
+    as_json: bool,
 ) -> int:
     """Show the winner of the search ID, or the best so far. Exit codes: 0 found, 1 it failed, 3 nothing feasible."""
     with client_of(server, token, trust) as client:

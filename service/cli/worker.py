@@ -32,7 +32,9 @@ Examples:
 )
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster, for the runner ray.")
 @click.option("--name", metavar="TEXT", help="What it calls itself.  [default: the host's name]")
-def worker(server: str, token: str | None, trust: str | None, devices: int | None, name: str | None, **given: Any) -> None:
+def worker(
+    server: str, token: str | None, trust: str | None, devices: int | None, name: str | None, **given: Any
+) -> None:
     """Lease dry runs from a server and run them on this host's devices, until it is ended.
 
     What runs then goes back to the queue. If it is killed, its dry runs are taken up by another worker some seconds later.

@@ -142,7 +142,13 @@ def test_a_body_that_is_too_large_is_refused_whatever_it_says_of_its_length(subm
     large = b'{"request": {"target": "' + b"x" * (1 << 20) + b'"}}'
     headers = {"content-type": "application/json"}
     error(submitter.post("/v1/searches", content=large, headers=headers), 413, "too_large")
-    error(submitter.post("/v1/searches", content=(large[at : at + 999] for at in range(0, len(large), 999)), headers=headers), 413, "too_large")
+    error(
+        submitter.post(
+            "/v1/searches", content=(large[at : at + 999] for at in range(0, len(large), 999)), headers=headers
+        ),
+        413,
+        "too_large",
+    )
 
 
 def test_there_is_no_such_path_search_or_method(submitter):
@@ -156,7 +162,9 @@ def test_there_is_no_such_path_search_or_method(submitter):
 def test_code_runs_only_for_whom_the_server_allows(service, tmp_path):
     text = "import redline\nworkload = None\n"
     code = {"request": {"workload": {"text": text, "sha256": digest(text), "name": "workload"}}}
-    command = {"request": {"command": {"command": "python train.py {micro_batch}"}, "override": {"micro_batch": [1, 2]}}}
+    command = {
+        "request": {"command": {"command": "python train.py {micro_batch}"}, "override": {"micro_batch": [1, 2]}}
+    }
     for each in (code, command):
         assert "code" in error(service.client().post("/v1/searches", json=each), 403, "refused")["message"]
         assert service.client("coder").post("/v1/searches", json=each).status_code == 201
@@ -179,7 +187,10 @@ def test_the_same_key_is_the_same_search(submitter, service):
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.json()["id"] == again.json()["id"] and not again.json()["created_now"]
     other = {"request": {"target": "gpt2-tiny", "trials": 4}}
-    assert first.json()["id"] in error(submitter.post("/v1/searches", json=other, headers=headers), 409, "key_taken")["message"]
+    assert (
+        first.json()["id"]
+        in error(submitter.post("/v1/searches", json=other, headers=headers), 409, "key_taken")["message"]
+    )
     theirs = service.client("other").post("/v1/searches", json=SEARCH, headers=headers)
     assert theirs.status_code == 201 and theirs.json()["id"] != first.json()["id"]
     error(submitter.post("/v1/searches", json=SEARCH, headers={"idempotency-key": "a b"}), 422, "invalid")
@@ -189,7 +200,9 @@ def test_a_list_goes_on_where_it_stopped(submitter):
     made = [submitter.post("/v1/searches", json=SEARCH).json()["id"] for _ in range(5)]
     seen, after = [], None
     while True:
-        page = submitter.get("/v1/searches", params={"limit": 2, "mine": True, **({"after": after} if after else {})}).json()
+        page = submitter.get(
+            "/v1/searches", params={"limit": 2, "mine": True, **({"after": after} if after else {})}
+        ).json()
         seen += [each["id"] for each in page["searches"]]
         if (after := page["next"]) is None:
             break

@@ -65,7 +65,7 @@ def test_a_search_is_submitted_waited_for_and_read(service, client, tmp_path):
     assert list(run.trials["throughput"]) == pytest.approx(list(result.trials["throughput"]))
     assert run.log(0) == b"what it printed\x1b[31m\n"
     assert f"micro_batch: {run.best.config['micro_batch']}" in run.export("yaml")
-    assert [each.id for each in client.searches(state="done", mine=True)][0] == run.id
+    assert next(each.id for each in client.searches(state="done", mine=True)) == run.id
 
 
 def test_errors_are_redline_s_own(service, client):
@@ -159,12 +159,17 @@ def test_what_is_a_file_here_travels_as_what_it_holds(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
     (tmp_path / "space.yaml").write_text("knobs:\n- {name: micro_batch, type: choice, values: [1, 2]}\n")
     code = travelling({"target": f"{tmp_path}/train.py:workload", "trials": 2, "out": None, "allow": ()})
-    assert code == {"workload": {"text": "workload = 1\n", "sha256": digest("workload = 1\n"), "name": "workload"}, "trials": 2}
+    assert code == {
+        "workload": {"text": "workload = 1\n", "sha256": digest("workload = 1\n"), "name": "workload"},
+        "trials": 2,
+    }
     model = travelling({"target": str(tmp_path / "config.json"), "space": str(tmp_path / "space.yaml")})
     assert model["model"] == {"model_type": "gpt2", "n_layer": 2}
     there = tmp_path / "there"
     found = arguments(code, there)
-    assert found["target"] == f"{there}/workload.py:workload" and (there / "workload.py").read_text() == "workload = 1\n"
+    assert (
+        found["target"] == f"{there}/workload.py:workload" and (there / "workload.py").read_text() == "workload = 1\n"
+    )
     found = arguments(model, there)
     assert json.loads((there / "model" / "config.json").read_text()) == model["model"]
     assert found["target"] == str(there / "model" / "config.json")

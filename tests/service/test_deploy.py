@@ -39,7 +39,7 @@ def containers(document):
 def test_the_image_starts_a_command_that_exists_as_nobody_special():
     lines = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
     steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
-    said = {name: rest for name, rest in steps}
+    said = dict(steps)
     assert steps[0][0] == "FROM" and ":" in said["FROM"] and not said["FROM"].endswith(":latest")
     assert said["USER"] == "redline"
     assert yaml.safe_load(said["ENTRYPOINT"]) == ["redline"]
@@ -85,7 +85,9 @@ def test_a_manifest_s_parts_name_each_other():
     flavor = pool["ClusterQueue"]["spec"]["resourceGroups"][0]["flavors"][0]
     assert flavor["name"] == pool["ResourceFlavor"]["metadata"]["name"]
     workers = cluster["spec"]["workerGroupSpecs"][0]
-    gpus = workers["replicas"] * int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    gpus = workers["replicas"] * int(
+        workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    )
     joined = next(each for each in containers(cluster["spec"]["headGroupSpec"]) if "args" in each)["args"]
     assert int(joined[joined.index("--devices") + 1]) == gpus
     quota = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}

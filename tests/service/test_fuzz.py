@@ -35,7 +35,9 @@ def tried(service, case, role):
     if case.path.endswith("/lease"):
         case.query = {**(case.query or {}), "wait": 0}
     answer = case.call(headers={"authorization": f"Bearer {service.tokens[role]}"}, timeout=150)
-    said = f"{case.method} {case.formatted_path} {case.query} {case.body!r:.300}: {answer.status_code} {answer.text[:300]}"
+    said = (
+        f"{case.method} {case.formatted_path} {case.query} {case.body!r:.300}: {answer.status_code} {answer.text[:300]}"
+    )
     assert answer.status_code < 500, said
     assert "Traceback" not in answer.text, said
     if answer.status_code >= 400:
@@ -59,10 +61,12 @@ def fuzzed(service, found, examples):
     seen = {}
     for operation in found:
         for mode, role in ((GenerationMode.POSITIVE, "coder"), (GenerationMode.NEGATIVE, "admin")):
-
             try:
                 fuzz_one(service, operation.as_strategy(generation_mode=mode), examples, role, seen)
-            except (schemathesis.errors.SchemathesisError, hypothesis.errors.Unsatisfiable):  # nothing of the kind can be made
+            except (
+                schemathesis.errors.SchemathesisError,
+                hypothesis.errors.Unsatisfiable,
+            ):  # nothing of the kind can be made
                 assert mode is GenerationMode.NEGATIVE
     return seen
 

@@ -60,7 +60,9 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None):
             store=store, dispatcher=dispatcher, runs=Runs(folder), feed=Feed(store, every=0.02), estimates=estimates,
             studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
         )  # fmt: skip
-        config = uvicorn.Config(make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
