@@ -138,8 +138,8 @@ class Client:
             space: as for `submit`.
             asked: `hardware`, which must be named, `devices`, `seq_len`, `global_batch`, `config`, `top`, ...
         """
-        own = {name: asked.pop(name) for name in ("config", "top") if name in asked}
-        body = {**travelling({"target": target, "space": space, **asked}), **own}
+        own: dict[str, Any] = {name: asked.pop(name) for name in ("config", "top") if name in asked}
+        body: dict[str, Any] = travelling({"target": target, "space": space, **asked}) | own
         found: dict[str, Any] = self._json("POST", "/v1/estimate", json=body, timeout=150.0)
         return found
 

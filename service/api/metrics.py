@@ -1,11 +1,8 @@
 """What Prometheus is told."""
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-if TYPE_CHECKING:
-    from .parts import Parts
+from ..store import Store
 
 BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
 
@@ -39,17 +36,17 @@ class Metrics:
         self._workers = Gauge("redline_workers", "Workers that are there.", registry=made)
         self._listeners = Gauge("redline_event_streams", "Open event streams.", registry=made)
 
-    def render(self, parts: "Parts") -> bytes:
+    def render(self, store: Store, listeners: int) -> bytes:
         """The text that Prometheus reads; gauges as they are now."""
-        waiting, running, workers = parts.store.waiting(), parts.store.running(), parts.store.workers()
+        waiting, running, workers = store.waiting(), store.running(), store.workers()
         busy = sum(each.devices for each in running)
         total = sum(each.devices for each in workers)
         for state in ("queued", "running"):
-            self._searches.labels(state).set(len(parts.store.searches(state=state, limit=10_000)))
+            self._searches.labels(state).set(len(store.searches(state=state, limit=10_000)))
         self._dry_runs.labels("waiting").set(len(waiting))
         self._dry_runs.labels("running").set(len(running))
         self._devices.labels("busy").set(busy)
         self._devices.labels("free").set(max(0, total - busy))
         self._workers.set(len(workers))
-        self._listeners.set(parts.feed.listeners)
+        self._listeners.set(listeners)
         return generate_latest(self.registry)

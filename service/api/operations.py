@@ -102,4 +102,6 @@ def readyz(parts: PartsOf) -> HealthAnswer:
 @router.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
 def metrics(parts: PartsOf) -> Response:
     """For Prometheus; counts and no names, so that it needs no token."""
-    return Response(parts.metrics.render(parts), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        parts.metrics.render(parts.store, parts.feed.listeners), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )

@@ -46,6 +46,7 @@ _CODES = {
     405: "method_not_allowed",
     413: "too_large",
 }
+TOO_LARGE = "the body is larger than this takes"
 _RETRY_S = 2
 
 
@@ -158,11 +159,10 @@ class TooLarge:
         async def answered(message: dict[str, Any]) -> None:
             nonlocal reworded
             if message["type"] == "http.response.start" and message["status"] == 413:
-                plain = (b"application/json",) not in [each[1:] for each in message["headers"]]
-                if plain:
+                if b"application/json" not in [each[1] for each in message["headers"]]:
                     reworded = True
                     headers = {"connection": "close"}
-                    problem = Problem(413, "too_large", "the body is larger than this takes", headers=headers)
+                    problem = Problem(413, "too_large", TOO_LARGE, headers=headers)
                     await problem.answer()(scope, receive, send)
                     return
             if not reworded:

@@ -65,7 +65,7 @@ def test_a_search_is_submitted_waited_for_and_read(service, client, tmp_path):
     assert list(run.trials["throughput"]) == pytest.approx(list(result.trials["throughput"]))
     assert run.log(0) == b"what it printed\x1b[31m\n"
     assert f"micro_batch: {run.best.config['micro_batch']}" in run.export("yaml")
-    assert [each.id for each in client.searches(state="done", mine=True)][0] == run.id
+    assert next(each.id for each in client.searches(state="done", mine=True)) == run.id
 
 
 def test_errors_are_redline_s_own(service, client):

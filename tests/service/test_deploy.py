@@ -39,7 +39,7 @@ def containers(document):
 def test_the_image_starts_a_command_that_exists_as_nobody_special():
     lines = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text()).splitlines()
     steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
-    said = {name: rest for name, rest in steps}
+    said = dict(steps)
     assert steps[0][0] == "FROM" and ":" in said["FROM"] and not said["FROM"].endswith(":latest")
     assert said["USER"] == "redline"
     assert yaml.safe_load(said["ENTRYPOINT"]) == ["redline"]

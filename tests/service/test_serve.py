@@ -1,0 +1,71 @@
+"""`redline serve` as one starts it: killed in the middle of a search and started again, it goes on by itself."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import redline as rl
+
+
+class Server:
+    """A server process."""
+
+    def __init__(self, folder, *options):
+        self.said = folder / f"said-{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "redline.tuner.cli", "serve", "--data", str(folder / "data"), *options]
+        with open(self.said, "w") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+
+    def line(self, pattern, seconds=120):
+        """What it said that matches."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if found := re.search(pattern, self.said.read_text()):
+                return found[1]
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.1)
+        raise AssertionError(f"{pattern} not in {self.said.read_text()}")
+
+    def end(self, number):
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_takes_its_searches_up_again(tmp_path):
+    first = Server(tmp_path, "--port", "0", "--no-worker")
+    token, address = first.line("REDLINE_TOKEN=(.*)"), first.line("serve on (http://[^,]*),")
+    port = address.rpartition(":")[2]
+    client = rl.Client(address, token=token, patience_s=120)
+    run = client.submit("gpt2-tiny", runner="simulate", hardware="h100-80gb", global_batch=64, trials=12)
+    until = time.monotonic() + 120
+    while run.state == "queued" and time.monotonic() < until:
+        time.sleep(0.1)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    second = Server(tmp_path, "--port", port, "--no-worker")
+    try:
+        assert run.wait(timeout=400).state == "done"
+        assert sorted(run.trials["trial"]) == list(range(len(run.trials)))
+        assert run.best.throughput == max(run.trials["throughput"])
+        assert "first start" not in second.said.read_text()
+    finally:
+        assert second.end(signal.SIGTERM) == 0
+    assert "stopped" in second.said.read_text()
+
+
+@pytest.mark.slow
+def test_one_server_has_a_folder_and_one_that_cannot_serve_says_why(tmp_path):
+    first = Server(tmp_path, "--port", "0", "--no-worker")
+    first.line("serve on (http)")
+    try:
+        second = Server(tmp_path, "--port", "0", "--no-worker")
+        assert second.process.wait(timeout=60) == 2
+        assert "is in use by process" in second.said.read_text()
+        third = Server(tmp_path / "other", "--storage", "mysql://x/y") if os.mkdir(tmp_path / "other") is None else None
+        assert third.process.wait(timeout=60) == 2 and "mysql" in third.said.read_text()
+    finally:
+        assert first.end(signal.SIGTERM) == 0
