@@ -2,11 +2,13 @@
 
 import json
 import resource
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.checkpoint.restoring import check
 from redline.training.hyperparameters import Hyperparameters
@@ -150,3 +152,22 @@ def test_ranks_do_not_wait_for_one_that_failed(two, small, tmp_path):
     found = two.run(run, small("llama"), timeout=60)
     assert all("Not a directory" in each.failure for each in found)
     assert found[0].failure == found[1].failure
+
+
+def test_training_goes_on_while_a_slow_disk_takes_a_checkpoint(small, tmp_path, monkeypatch):
+    taken, in_time = threading.Event(), []
+    write = saver.write
+
+    def slowly(*given):
+        in_time.append(taken.wait(60))
+        write(*given)
+
+    def stop(loop):
+        if loop.step == 7:
+            taken.set()
+        return False
+
+    monkeypatch.setattr(saver, "write", slowly)
+    found = part(small("llama"), {"micro_batch": 4}, HYPER, save=tmp_path / "here", stop=stop, save_every=4)
+    assert in_time[0], "steps 5 to 7 waited for the checkpoint of step 4"
+    assert [line["step"] for line in found.of("checkpoint") if not line["failure"]] == [4, 8, 12]
