@@ -5,7 +5,13 @@ import click
 from .reach import client_of, reached
 
 
-@click.command(short_help="End searches on a server.")
+@click.command(
+    short_help="End searches on a server.",
+    epilog="""\b
+Examples:
+  redline cancel 3f2a9c01d4e7
+""",
+)
 @click.argument("searches", metavar="ID...", nargs=-1, required=True)
 @reached
 def cancel(server: str, token: str | None, trust: str | None, searches: tuple[str, ...]) -> None:

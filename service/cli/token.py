@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from ..store import Store
 
 
-@click.group(short_help="Add users and tokens of a server, and revoke them.")
+@click.group(
+    short_help="Add users and tokens of a server, and revoke them.",
+    epilog="""\b
+Examples:
+  redline token new ann --role submitter --running 8 --device-hours 200
+  redline token --data /srv/redline new ann --for laptop --expires 90d
+  redline token list
+  redline token revoke redline_5c1e
+""",
+)
 @click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),
@@ -38,7 +47,6 @@ def token(context: click.Context, data: Path, storage: str | None) -> None:
 @click.option("--device-hours", type=click.FloatRange(min=0, min_open=True), metavar="H", help="Quota of a new user.")
 @click.option("--running", type=click.IntRange(min=1), metavar="N", help="Dry runs at once of a new user.")
 @click.option("--allow-code", is_flag=True, help="A new user may submit workloads and commands, which are code.")
-@click.option("--unix-user", default="", metavar="NAME", help="Unix user that the code of a new user runs as.")
 @click.pass_obj
 def new(url: str, user: str, role: str | None, name: str, expires: str | None, **more: Any) -> None:
     """Make a token for USER, who is added where there is none of that name. It is shown this once."""

@@ -15,7 +15,8 @@ DEPLOY = ROOT / "deploy"
 
 def accepted(arguments):
     """Whether redline's command line takes these words."""
-    parent = click.Context(command_line, info_name="redline")
+    # As the group makes it: click keeps a command's help option from its first context.
+    parent = click.Context(command_line, info_name="redline", **command_line.context_settings)
     command = command_line.get_command(parent, arguments[0])
     assert command is not None, arguments
     command.make_context(arguments[0], list(arguments[1:]), parent=parent)
