@@ -59,6 +59,7 @@ def test_a_compilation_longer_than_the_deadline_is_no_timeout(bench):
     assert seconds > TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_the_deadline_goes_on_after_a_compilation(bench):
     def program(context):
         import torch

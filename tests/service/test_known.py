@@ -79,6 +79,7 @@ def test_what_may_be_mended_is_not_kept(store, monkeypatch, status):
     assert known(store, monkeypatch).measurement(Config({"micro_batch": 4})) is None
 
 
+@pytest.mark.slow
 def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     with Hands(store, store.ann):
         for number in range(2):

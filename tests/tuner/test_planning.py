@@ -296,6 +296,7 @@ print(dict(taken.config), taken.why)
 """
 
 
+@pytest.mark.slow
 def test_every_rank_comes_to_the_same_fallback_without_measuring_anything(capsys, monkeypatch):
     """Another process, whose sets have another order, and this one."""
     other = subprocess.run(

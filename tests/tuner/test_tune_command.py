@@ -73,6 +73,7 @@ def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
     assert sorted(each.name for each in Path().iterdir()) == ["again", "knobs.yaml", "run", "train.py"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_command_alone(checkout, capsys):
     options = [
         "--space",
@@ -159,6 +160,7 @@ def test_a_command_without_a_space_is_refused(checkout, capsys):
     assert code == 2 and "tuning a command needs knobs: --space FILE, --set" in err
 
 
+@pytest.mark.slow
 def test_knobs_are_declared_by_their_values(checkout, capsys):
     knobs = ["--set", "micro_batch=4,2", "--set", "mode=fast"]
     code, out, err = run(
@@ -277,6 +279,7 @@ def test_a_global_batch_that_the_command_says_itself_is_the_estimates_too():
     assert resolve_task(Request(free, **asked), simulated=described("h100-80gb")).without["grad_accum"] == 1
 
 
+@pytest.mark.slow
 def test_an_estimate_guides_the_search_and_numbers_of_another_unit_are_not_compared_with_it(checkout, capsys):
     command = [
         "tune", "--command", checkout, "--set", "micro_batch=65536,2,4", "--set", "mode=fast", "--model", "gpt2-tiny",
@@ -299,6 +302,7 @@ def test_a_model_that_only_the_command_knows_is_no_obstacle(checkout, capsys):
     assert code == 0 and "without an estimate of the command's model: unknown model 'resnet-of-ours'" in out, out + err
 
 
+@pytest.mark.slow
 def test_python_tunes_commands_too(checkout):
     result = rl.tune(
         rl.Command(command=[sys.executable, "train.py", "{micro_batch}", "{mode}"]),

@@ -92,6 +92,7 @@ def test_a_gpt2_becomes_a_folder_that_transformers_loads_bit_for_bit(run, here, 
     assert found.shape == (1, 7)
 
 
+@pytest.mark.slow
 def test_adapters_become_peft_s_and_merged_a_model_of_equal_outputs(run, here, base, adapted, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
