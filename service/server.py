@@ -99,7 +99,7 @@ def serve(
         held.callback(listening.close)
         server = _server(uvicorn, options, parts)
         address = _address(options, listening.getsockname()[1])
-        say(f"redline serve on {address}, data in {options.data}, database {store.database.words}")
+        say(f"redline serve on {address}, data in {options.data}, {store.database.words}")
         started(address, server)
         if options.worker:
             held.enter_context(_embedded(options, store, address))
