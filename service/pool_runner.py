@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import LeaseOver, RunnerError, UsageError
+from ..errors import AttemptOver, LeaseOver, RunnerError, UsageError
 from ..results import Measurement
 from ..runners import Runner, TrialRequest
 from ..space import Config
@@ -93,6 +93,11 @@ class PoolRunner(Runner):
         self.closed = True
         self._closing.set()
 
+    def _over(self) -> None:
+        """The search was cancelled, or another attempt has it: it is about to hear, and ends with what was found."""
+        self._closing.wait(CANCELLED_S)
+        self.close()
+
     def _again(self, what: str) -> str:
         """The key of something that is done again, after so many finished trials: whoever takes the search up finds the
         same trials finished, and counts from there."""
@@ -114,7 +119,11 @@ class PoolRunner(Runner):
             "memory_limit_mib": self._memory_limit_mib,
             **(more or {}),
         }
-        asked = self._store.ask_dry_run(self._search, self._attempt, key, kind, payload, self._devices)
+        try:
+            asked = self._store.ask_dry_run(self._search, self._attempt, key, kind, payload, self._devices)
+        except AttemptOver as error:
+            self._over()
+            raise RunnerError(str(error)) from error
         outcome, pause_s = asked.outcome, FIRST_LOOK_S
         while outcome is None:
             if self._closing.wait(pause_s):
@@ -122,9 +131,8 @@ class PoolRunner(Runner):
             pause_s = min(LAST_LOOK_S, 1.2 * pause_s)
             try:
                 outcome = self._store.outcome(asked.id)
-            except LeaseOver:  # the search was cancelled, which it is about to hear
-                self._closing.wait(CANCELLED_S)
-                self.close()
+            except LeaseOver:
+                self._over()
         if "refused" in outcome:
             raise UsageError(outcome["refused"])
         return outcome

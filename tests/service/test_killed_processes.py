@@ -84,7 +84,7 @@ def the_process(searchers, search):
 def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_path):
     store, user, searchers, workers = service
     search = store.submit(user, REQUEST, devices=1)[0].id
-    killed = []
+    killed, searchers_killed = [], set()
 
     def on(event):
         def once(name, kill):
@@ -93,7 +93,9 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
                 kill()
 
         def searcher():
-            os.kill(the_process(searchers, search).pid, signal.SIGKILL)
+            pid = the_process(searchers, search).pid
+            searchers_killed.add(pid)  # it may be the one before still, which is dead already
+            os.kill(pid, signal.SIGKILL)
 
         leased = event.kind == "dry_run" and event.data["state"] == "leased"
         if event.kind == "finished" and event.data["trial"] == 0:
@@ -107,7 +109,8 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
 
     events = followed(store, workers, search, on)
     found = store.search(search)
-    assert (found.state, found.attempt) == (SearchState.DONE, 4), found.reason
+    assert (found.state, found.attempt) == (SearchState.DONE, 1 + len(searchers_killed)), found.reason
+    assert len(searchers_killed) >= 2
     assert len(killed) == 4
     ended = Counter(each.data["key"] for each in events if each.kind == "dry_run" and each.data["state"] == "done")
     assert set(ended.values()) == {1}
