@@ -21,8 +21,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(TEST_STAMP)
 	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-# Whole commands in whole terminals and clusters, and the rest of each matrix, which rarely fail: some twenty minutes on
-# two cores.
+# Whole commands in whole terminals and clusters, and the rest of each matrix, which rarely fail: some half an hour
+# on two cores.
 test-slow: $(TEST_STAMP)
 	$(PYTEST) -m "slow and not exhaustive" $(ARGS)
 

@@ -77,10 +77,6 @@ class AttemptOver(ServiceError, RuntimeError):
     """A search has ended, or was taken up by a later attempt; the earlier one must stop."""
 
 
-class QuotaExceeded(ServiceError, RuntimeError):
-    """A user has used up what the service allows them."""
-
-
 class Refused(ServiceError, PermissionError):
     """The service does not do that, for that user or on that worker; the message says why."""
 

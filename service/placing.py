@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device, detect
 from ..errors import RunnerError
 from ..tuner.running import share_of_host
+from . import scheduling
 from .records import Search, Worker
 from .scheduling import matches
 
@@ -59,13 +60,7 @@ def obstacle(search: Search, workers: Sequence[Worker]) -> str:
     """Why a search cannot begin, in words; empty where it can."""
     if search.request.get("runner") == SIMULATE or any(suits(search, each) for each in workers):
         return ""
-    there = [each for each in workers if each.left is None]
-    if not there:
-        return "no worker is in the pool"
-    if not (alike := [each for each in there if matches(search.device, each.device)]):
-        return f"no worker has '{search.device}'; there are {', '.join(sorted({each.kind for each in there}))}"
-    most = max(each.devices for each in alike)
-    return f"a dry run takes {search.devices} devices of one worker, and none has more than {most}"
+    return scheduling.obstacle(search.device, search.devices, [each for each in workers if each.left is None])
 
 
 def place(search: Search, workers: Sequence[Worker]) -> Placed | None:

@@ -111,7 +111,7 @@ class PoolRunner(Runner):
         """What comes of a dry run that is asked for, however long it takes.
 
         Raises:
-            RunnerError: this was closed meanwhile.
+            RunnerError: this was closed meanwhile, or the attempt is over.
             UsageError: the worker refused what is asked.
         """
         payload = {

@@ -67,8 +67,6 @@ class User:
     """Their share of the devices beside others': who has 2 gets twice what who has 1 gets."""
     allow_code: bool
     """Whether they may submit workloads that are code."""
-    unix_user: str
-    """Unix user that such code runs as; empty for the worker's own."""
     created: float
     """When they were added."""
 

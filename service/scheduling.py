@@ -68,6 +68,19 @@ def matches(wanted: str, device: Mapping[str, Any]) -> bool:
     )
 
 
+def obstacle(device: str, devices: int, workers: Sequence[Worker]) -> str:
+    """Why none of these workers can ever run a dry run that takes so many devices of a kind; empty where one can."""
+    if not workers:
+        return "no worker is in the pool"
+    alike = [each for each in workers if matches(device, each.device)]
+    if not alike:
+        return f"no worker has '{device}'; there are {', '.join(sorted({each.kind for each in workers}))}"
+    most = max(each.devices for each in alike)
+    if most < devices:
+        return f"a dry run takes {devices} devices of one worker, and none has more than {most}"
+    return ""
+
+
 def _placements(waiting: Sequence[Waiting], pool: "_Pool", users: "_Users") -> Iterable[Placement]:
     # The users' heads are in a heap; what a user has taken changes only that user's place in it.
     queues: dict[int, list[Waiting]] = defaultdict(list)
@@ -151,7 +164,7 @@ class _Pool:
     """The workers, what they have free, and what is reserved of it."""
 
     def __init__(self, workers: Sequence[Worker], running: Sequence[Running], now: float) -> None:
-        self.now = now
+        self.now, self.workers = now, workers
         self.free = {each.id: each.devices for each in workers}
         self.ends: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for each in running:
@@ -257,22 +270,9 @@ class _Pool:
         """What a dry run waits for."""
         key = each.device, each.devices
         if key not in self._words:
-            self._words[key] = self._obstacle(each), self._state(each)
+            self._words[key] = obstacle(each.device, each.devices, self.workers), self._state(each)
         never, not_now = self._words[key]
         return never or users.obstacle(each.user) or not_now
-
-    def _obstacle(self, each: Waiting) -> str:
-        """Why no worker of the pool can ever run a dry run; empty where one can."""
-        if not self.free:
-            return "no worker is connected"
-        kinds = self.suitable(each)
-        if not kinds:
-            there = ", ".join(sorted(kind.name for kind in self.kinds.values()))
-            return f"no worker has a device '{each.device}'; there are: {there}"
-        most = max(worker.devices for kind in kinds for worker in kind.workers)
-        if most < each.devices:
-            return f"a dry run takes {each.devices} devices of one worker, and none has more than {most}"
-        return ""
 
     def _state(self, each: Waiting) -> str:
         """What a dry run that could run waits for."""

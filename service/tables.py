@@ -47,7 +47,6 @@ users = Table(
     Column("running", Integer),
     Column("weight", Float, nullable=False),
     Column("allow_code", Boolean, nullable=False),
-    Column("unix_user", String(200), nullable=False),
     Column("created", Float, nullable=False),
 )
 

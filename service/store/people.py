@@ -31,7 +31,6 @@ class People(Part):
         running: int | None = None,
         weight: float = 1.0,
         allow_code: bool = False,
-        unix_user: str = "",
     ) -> User:
         """Adds a user.
 
@@ -46,7 +45,6 @@ class People(Part):
             "running": None if running is None else as_count("running", running),
             "weight": _positive("weight", weight) or 1.0,
             "allow_code": bool(allow_code),
-            "unix_user": as_text("unix_user", unix_user),
             "created": self.clock(),
         }
         if one(connection, select(users.c.id).where(users.c.name == name)):

@@ -9,13 +9,13 @@ from sqlalchemy import text
 
 @pytest.fixture
 def ann(store):
-    return store.add_user("ann", "admin", device_hours=100, running=4, weight=2, allow_code=True, unix_user="ann")
+    return store.add_user("ann", "admin", device_hours=100, running=4, weight=2, allow_code=True)
 
 
 def test_a_user_is_kept_as_added(store, ann):
     assert store.user("ann") == ann
     assert (ann.role, ann.device_hours, ann.running, ann.weight) == (Role.ADMIN, 100.0, 4, 2.0)
-    assert (ann.allow_code, ann.unix_user) == (True, "ann")
+    assert ann.allow_code is True
     bob = store.add_user("bob")
     assert (bob.role, bob.device_hours, bob.running, bob.allow_code) == (Role.SUBMITTER, None, None, False)
     assert [each.name for each in store.users()] == ["ann", "bob"]

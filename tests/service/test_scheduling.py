@@ -122,10 +122,10 @@ def why(waiting, running=(), workers=(), shares=()):
 
 
 def test_why_a_search_waits_is_said():
-    assert why([wants(1)]) == {"s1": "no worker is connected"}
+    assert why([wants(1)]) == {"s1": "no worker is in the pool"}
     workers = [worker("a", 4), worker("b", 2, "NVIDIA A100")]
     assert why([wants(1, device="TPU")], (), workers) == {
-        "s1": "no worker has a device 'TPU'; there are: NVIDIA A100, NVIDIA H100"
+        "s1": "no worker has 'TPU'; there are NVIDIA A100, NVIDIA H100"
     }
     assert why([wants(1, 8)], (), workers) == {
         "s1": "a dry run takes 8 devices of one worker, and none has more than 4"

@@ -30,7 +30,6 @@ def upgrade() -> None:
         sa.Column("running", sa.Integer(), nullable=True),
         sa.Column("weight", sa.Float(), nullable=False),
         sa.Column("allow_code", sa.Boolean(), nullable=False),
-        sa.Column("unix_user", sa.String(length=200), nullable=False),
         sa.Column("created", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_redline_users")),
         sa.UniqueConstraint("name", name=op.f("uq_redline_users_name")),
