@@ -309,6 +309,43 @@ def test_in_a_vast_space_an_estimate_draws_the_candidates():
     assert worth(first) > 1.15 * drawn[-1]
 
 
+class Large:
+    """A space of 20,736 configurations, more than are scored in every round, and a table that knows all of them."""
+
+    def __init__(self, refuses=0):
+        self.space = Space()
+        for i in range(4):
+            self.space.choice(f"k{i}", list(range(12)))
+        self.asked = []
+        self.refuses = refuses
+
+    def worth(self, config):
+        return float(np.exp(-sum((config[f"k{i}"] - 7) ** 2 for i in range(4)) / 100))
+
+    def table(self, configs):
+        if 0 < self.refuses < len(configs):
+            raise MemoryError(f"{len(configs)} are too many")
+        self.asked.append(len(configs))
+        return type("Table", (), {"throughput": np.array([self.worth(config) for config in configs])})
+
+    def measure(self, config):
+        return ok(1 + self.worth(config))
+
+
+def test_a_table_is_asked_for_a_listed_space_once():
+    large = Large()
+    done = search(make_sampler("bayes", large.space, 0, prior=large), large.measure, 6)
+    assert large.asked == [12**4]
+    assert done[0].config == large.space.config({f"k{i}": 7 for i in range(4)}), "the best of all that it knows"
+
+
+def test_a_table_that_cannot_tell_all_at_once_is_asked_for_what_may_be_tried():
+    large, said = Large(refuses=10_000), []
+    done = search(make_sampler("bayes", large.space, 0, prior=large, warn=said.append), large.measure, 6)
+    assert max(large.asked) <= 10_000 and len(large.asked) > 6 and said == []
+    assert large.worth(done[0].config) > 0.9
+
+
 def test_an_estimate_alone_decides_as_long_as_nothing_worked(capfd):
     space = make_space()
     trials = finished(space.sample(3, 2), lambda config: failed(Status.CRASH))

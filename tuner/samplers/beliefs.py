@@ -90,19 +90,17 @@ class Knowledge:
         self.space, self.seed = space, seed
         self.encoding = Encoding(space)
         self.features = Features(self.encoding)
-        listed = self.encoding.listed
-        count = None if listed is None else len(listed)
         self.estimates: list[tuple[Answers, float]] = []
         """Rival estimates, and the share of each in what estimates are trusted; the prior itself comes first."""
         self.relative = relative or (isinstance(prior, Correction) and prior.beneath is None)
         """Whether of what the prior states only ratios mean anything."""
         if prior is not None:
             weight = prior.weight if isinstance(prior, Correction) else 1.0
-            self.estimates.append((Answers(Prior(prior, warn=warn), count), weight))
+            self.estimates.append((Answers(Prior(prior, warn=warn), self.encoding), weight))
         if isinstance(prior, Correction) and prior.beneath is not None and prior.weight < 1:
             # What is wrong with it the correction tells.
             beneath = Prior(prior.beneath, warn=lambda message: None)
-            self.estimates.append((Answers(beneath, count), 1 - prior.weight))
+            self.estimates.append((Answers(beneath, self.encoding), 1 - prior.weight))
         self.answers = self.estimates[0][0] if self.estimates else None
         self.vague = prior if isinstance(prior, Vague) else None
         """The prior, where it knows no scale."""
@@ -115,9 +113,14 @@ class Knowledge:
         return self.encoding.listed is not None and len(self.encoding.listed) <= LIMIT
 
     def favourites(self) -> list[Config]:
-        """What the prior likes most of a space too large to be scored, found by climbing from a sample."""
+        """What the prior likes most of a space too large to be scored in every round.
+
+        Found by climbing from a sample where it does not answer for the whole space at once.
+        """
         if self.answers is None or self.small:
             return []
+        if self._favourites is None and (said := self.answers.of_all()) is not None:
+            self._favourites = self.space.take(_liking(said)[:FAVOURITES].tolist())
         if self._favourites is None:
             known = list(dict.fromkeys(self.space.sample(SAMPLE, self.seed)))
             expanded: set[Config] = set()
@@ -135,11 +138,14 @@ class Knowledge:
     def _by_prior(self, configs: list[Config]) -> list[Config]:
         """The configurations, what the prior likes most first."""
         assert self.answers is not None
-        said = self.answers.of(configs)
-        worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
-        chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
-        worth = worth + CAUTION * np.log(np.maximum(chance, 1e-6))
-        return [configs[i] for i in np.argsort(-worth, kind="stable")]
+        return [configs[i] for i in _liking(self.answers.of(configs))]
+
+
+def _liking(said: Predictions) -> np.ndarray:
+    """The rows of predictions, what the prior likes most first."""
+    worth = np.where(np.isfinite(said.log_throughput), said.log_throughput, -np.inf)
+    chance = np.where(np.isfinite(said.fits), said.fits, 1.0)
+    return np.argsort(-(worth + CAUTION * np.log(np.maximum(chance, 1e-6))), kind="stable")
 
 
 class Beliefs:

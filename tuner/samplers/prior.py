@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import UsageError
 from ...space import Config
 from .candidates import Candidates
+from .encoding import Encoding
 
 COLUMNS = ("throughput", "peak_memory_mib", "fullest_memory_mib", "probability_fits", "log_throughput_std")
 """What a prior's table may have, one array each; beside them `log_throughput_effects` and `log_memory_effects`, of
@@ -19,7 +20,8 @@ shape (n, factors) each."""
 EFFECTS = ("log_throughput_effects", "log_memory_effects")
 UNKNOWN = (math.nan,) * len(COLUMNS)
 REMEMBERED = 65_536
-"""Answers that are kept where the space is too large to be listed, at most."""
+"""Answers that are kept, at most, of a space that is too large to be listed; of a listed one, those that a table is
+asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,11 @@ class Prior:
         self._factors: tuple[int, int] | None = None
         """Factors of throughput and of memory that the first table named; None before."""
 
+    @property
+    def tabular(self) -> bool:
+        """Whether it answers for many configurations at once."""
+        return hasattr(self.source, "table")
+
     def unasked(self) -> Predictions:
         """The predictions for no configuration."""
         speed, memory = self._factors or (0, 0)
@@ -134,43 +141,49 @@ class Prior:
 
     def predict(self, configs: Sequence[Config]) -> Predictions:
         """Predictions for these configurations."""
-        rows: list[tuple[float, ...]] | None = None
-        effects = [np.zeros((len(configs), 0))] * 2
         problem = ""
-        if hasattr(self.source, "table"):
+        if self.tabular:
             try:
-                table = self.source.table(list(configs))
-                rows = _rows_of(table, len(configs))
-                effects = [_effects_of(table, name, len(configs)) for name in EFFECTS]
+                return self.table(configs)
             except Exception as error:  # somebody's own code: asked one by one below, it may do better
                 problem = f"its table raised {type(error).__name__}: {error}"
-        if rows is None:
-            rows = []
-            for config in configs:
-                try:
-                    rows.append(_row_of(self.source(config)) if callable(self.source) else UNKNOWN)
-                except Exception as error:  # any configuration it cannot answer for is unknown to it
-                    problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
-                    rows.append(UNKNOWN)
+        rows = []
+        for config in configs:
+            try:
+                rows.append(_row_of(self.source(config)) if callable(self.source) else UNKNOWN)
+            except Exception as error:  # any configuration it cannot answer for is unknown to it
+                problem = problem or f"it raised {type(error).__name__}: {error} for {dict(config)}"
+                rows.append(UNKNOWN)
         array = np.array(rows, dtype=float).reshape(len(configs), len(UNKNOWN))
+        # One by one it names no factors.
+        effects = [np.zeros((len(configs), width)) for width in self._factors or (0, 0)]
+        return self._predictions(array, effects, problem)
+
+    def table(self, configs: Sequence[Config]) -> Predictions:
+        """Predictions for these configurations, all by one call; what it raises goes on."""
+        table = self.source.table(list(configs))
+        effects = [_effects_of(table, name, len(configs)) for name in EFFECTS]
+        return self._predictions(_rows_of(table, len(configs)), effects, "")
+
+    def _predictions(self, array: np.ndarray, effects: list[np.ndarray], problem: str) -> Predictions:
         usable = np.isfinite(array[:, :3]) & (array[:, :3] > 0)
         bad = int((~usable[:, 0] & (array[:, 3] != 0)).sum())  # what cannot fit needs no speed
         if bad and not problem:
             problem = "its throughput is not a positive finite number"
         if problem:
             self._say(
-                f"the prior says nothing of {bad} of {len(configs)} configurations ({problem}); they count as unknown"
+                f"the prior says nothing of {bad} of {len(array)} configurations ({problem}); they count as unknown"
             )
-        logs = np.full((len(configs), 3), np.nan)
+        logs = np.full((len(array), 3), np.nan)
         logs[usable] = np.log(array[:, :3][usable])
         chance = np.where((array[:, 3] >= 0) & (array[:, 3] <= 1), array[:, 3], np.nan)
         need = np.where(np.isfinite(logs[:, 2]), logs[:, 2], logs[:, 1])
         std = np.where(np.isfinite(array[:, 4]) & (array[:, 4] >= 0), array[:, 4], np.nan)
-        widths = (effects[0].shape[1], effects[1].shape[1])
+        widths = effects[0].shape[1], effects[1].shape[1]
         if self._factors is None:
             self._factors = widths
-        if widths != self._factors:  # it answered one by one, which names no factors
-            effects = [np.zeros((len(configs), width)) for width in self._factors]
+        if widths != self._factors:  # it answered one by one before, which names no factors
+            effects = [np.zeros((len(array), width)) for width in self._factors]
         return Predictions(np.column_stack([logs[:, :2], need, chance, std, *effects]), self._factors[0])
 
     def _say(self, message: str) -> None:
@@ -195,13 +208,13 @@ def _row_of(answer: Any) -> tuple[float, ...]:
     )
 
 
-def _rows_of(table: Any, count: int) -> list[tuple[float, ...]]:
+def _rows_of(table: Any, count: int) -> np.ndarray:
+    """The columns of `COLUMNS`, shape (count, 5); NaN where not given."""
     unknown = np.full(count, np.nan)
-    columns = []
-    for name in COLUMNS:
-        column = getattr(table, name, None)
-        columns.append(unknown if column is None else np.asarray(column, dtype=float).reshape(count))
-    return list(zip(*(column.tolist() for column in columns)))
+    columns = [getattr(table, name, None) for name in COLUMNS]
+    return np.column_stack(
+        [unknown if each is None else np.asarray(each, dtype=float).reshape(count) for each in columns]
+    )
 
 
 def _effects_of(table: Any, name: str, count: int) -> np.ndarray:
@@ -223,41 +236,72 @@ class Answers:
 
     Args:
         prior: who is asked.
-        listed: configurations of a listed space; None where it is too large.
+        encoding: of the space.
     """
 
-    def __init__(self, prior: Prior, listed: int | None) -> None:
-        self._prior = prior
+    def __init__(self, prior: Prior, encoding: Encoding) -> None:
+        self._prior, self._encoding = prior, encoding
         self._kept: dict[Config, tuple[float, ...]] = {}
+        """Predictions of configurations that have no row in a listed space."""
         self._table: np.ndarray | None = None
         """Predictions of a listed space, a row a configuration; `_asked` where there are."""
-        self._asked = np.zeros(listed or 0, dtype=bool)
+        self._asked = np.zeros(0 if encoding.listed is None else len(encoding.listed), dtype=bool)
+        # Most of what a table costs, it costs for one configuration as for thousands.
+        self._at_once = prior.tabular and 0 < len(self._asked) <= REMEMBERED
 
     def knows(self, config: Config) -> bool:
-        """Whether that was asked for by itself."""
-        return config in self._kept
+        """Whether that was asked for."""
+        rows = self._rows([config])
+        return config in self._kept if rows is None else bool(self._asked[rows[0]])
 
     def of(self, configs: Sequence[Config]) -> Predictions:
         """The predictions for these configurations."""
+        if not configs:
+            return self._prior.unasked()
+        if (rows := self._rows(configs)) is not None:
+            return self._of_rows(rows)
         new = [config for config in dict.fromkeys(configs) if config not in self._kept]
         if len(new) + len(self._kept) > REMEMBERED:
             self._kept = {each: self._kept[each] for each in configs if each in self._kept}
         if new:
             self._kept.update(zip(new, map(tuple, self._prior.predict(new).numbers.tolist())))
-        if not configs:
-            return self._prior.unasked()
         return Predictions(np.array([self._kept[config] for config in configs]), self._prior.unasked().factors)
 
     def of_candidates(self, candidates: Candidates) -> Predictions:
-        """The predictions for all candidates; those of a listed space are made only to be asked for."""
+        """The predictions for all candidates."""
         if candidates.rows is None:
             return self.of(candidates.configs(np.arange(len(candidates))))
-        new = np.flatnonzero(~self._asked[candidates.rows])
-        if len(new):
-            found = self._prior.predict(candidates.configs(new)).numbers
-            if self._table is None:
-                self._table = np.full((len(self._asked), found.shape[1]), np.nan)
-            self._table[candidates.rows[new]] = found
-            self._asked[candidates.rows[new]] = True
-        assert self._table is not None
-        return Predictions(self._table[candidates.rows], self._prior.unasked().factors)
+        return self._of_rows(candidates.rows)
+
+    def of_all(self) -> Predictions | None:
+        """The predictions for a whole listed space; None where the prior does not make them at once."""
+        if self._at_once:
+            self._at_once = False
+            try:
+                found = self._prior.table(list(self._encoding.space))
+            except Exception:  # somebody's own code: `predict` asks it for less, and says what it raises
+                return None
+            self._keep(np.arange(len(self._asked)), found)
+        return self._of_rows(np.arange(len(self._asked))) if len(self._asked) and self._asked.all() else None
+
+    def _rows(self, configs: Sequence[Config]) -> np.ndarray | None:
+        """Where they stand in a listed space; None where one of them does not."""
+        if self._encoding.listed is None:
+            return None
+        rows = self._encoding.rows(configs)
+        return None if None in rows else np.array(rows, dtype=int)
+
+    def _of_rows(self, rows: np.ndarray) -> Predictions:
+        if not self._asked[rows].all():
+            self.of_all()
+        if len(new := np.unique(rows[~self._asked[rows]])):
+            self._keep(new, self._prior.predict(self._encoding.space.take(new.tolist())))
+        if self._table is None:
+            return self._prior.unasked()
+        return Predictions(self._table[rows], self._prior.unasked().factors)
+
+    def _keep(self, rows: np.ndarray, found: Predictions) -> None:
+        if self._table is None:
+            self._table = np.full((len(self._asked), found.numbers.shape[1]), np.nan)
+        self._table[rows] = found.numbers
+        self._asked[rows] = True
