@@ -40,3 +40,4 @@ from .tuner import Result as Result, Sampler as Sampler, tune as tune
 from .tuner.own_loop.accelerate import Accelerated as Accelerated, accelerate as accelerate
 
 __version__: str
+from .tuner.scaling import scale as scale

@@ -180,6 +180,13 @@ class Estimator:
             made._time = fit(groups, np.array([value for _, value in timed]), prior, self._time_noise(cols))
         return made
 
+    def on(self, training: TrainingSetup, hardware: Hardware) -> "Estimator":
+        """What this one knows of the model, and has learnt from trials, for another setup and as many devices as that has."""
+        made = object.__new__(Estimator)
+        made.__dict__.update(self.__dict__)
+        made.training, made.hardware = training, hardware
+        return made
+
     def drawn(self, random: np.random.Generator) -> "Estimator":
         """An estimator of a world that this one holds possible: its factors are drawn from their uncertainty.
 

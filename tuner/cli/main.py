@@ -19,6 +19,7 @@ EXIT_INTERRUPTED = 130
 
 _COMMANDS = {
     "tune": "Find the fastest configuration of a model on the devices at hand.",
+    "scale": "Tune a model for more and more devices, and show how it grows.",
     "train": "Train with a run's winner on real data.",
     "convert": "Write a training's checkpoint for other tools.",
     "models": "List the models that have a name.",

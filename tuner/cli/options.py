@@ -1,6 +1,6 @@
 """Options that several commands share, and how their values are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_type_hints
 
@@ -14,21 +14,21 @@ from ..request import Request
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def options_of(*sections: type) -> Decorator:
-    """MODEL, and an option for each field of these sections of a request; `request_of` reads what they give."""
+def options_of(*sections: type, without: Collection[str] = ()) -> Decorator:
+    """MODEL, and an option for each field of these sections of a request but some; `request_of` reads what they give."""
     named: list[Decorator] = [
         click.argument("target", metavar="[MODEL]", required=False),
         click.option("--workload", metavar="FILE:NAME", help="A redline.Workload in a Python file, instead of MODEL."),
     ]
-    return options_for(*sections, before=named)
+    return options_for(*sections, before=named, without=without)
 
 
-def options_for(*sections: type, before: Sequence[Decorator] = ()) -> Decorator:
-    """An option for each field of these sections that says how it is asked for, behind others."""
+def options_for(*sections: type, before: Sequence[Decorator] = (), without: Collection[str] = ()) -> Decorator:
+    """An option for each field of these sections that says how it is asked for, but some, behind others."""
     made = list(before)
     for section in sections:
         types = get_type_hints(section, include_extras=True)
-        for each in fields(section):
+        for each in (field for field in fields(section) if field.name not in without):
             made += [_option(each, told) for told in getattr(types[each.name], "__metadata__", ())]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

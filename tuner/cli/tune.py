@@ -76,7 +76,7 @@ def tune(
     from .outcome import print_result
     from .progress import listener_for
 
-    given["out"] = given["out"] or _fresh_folder(command.name if command else given["target"])
+    given["out"] = given["out"] or fresh_folder(command.name if command else given["target"])
     listener = listener_for(sys.stderr if as_json else sys.stdout, silent=as_json)
     end_in_order()
     with listener:
@@ -127,11 +127,12 @@ def _print_commands(command: Command | None, given: dict[str, Any]) -> None:
         click.echo(f"note: {note}", err=True)
     configs = dict.fromkeys([task.space.default(), *task.space.sample(DRY_COMMANDS - 1, seed=request.seed)])
     for number, config in enumerate(configs):
-        folder = Path(given["out"] or _fresh_folder(command.name), "trials", str(number))
+        folder = Path(given["out"] or fresh_folder(command.name), "trials", str(number))
         click.echo(task.command.rendered(config, number, folder))
 
 
-def _fresh_folder(target: str) -> str:
+def fresh_folder(target: str) -> str:
+    """A folder for a run of that which is not there yet."""
     name = Path(target.split(":")[0]).stem if ".py:" in target else Path(target).name.removesuffix(".json")
     path, number = Path("runs", name), 1
     while path.exists():
