@@ -163,6 +163,15 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     return Path(given)
 
 
+def absolute(given: str | os.PathLike[str]) -> str:
+    """A path that somebody gave, as it is found from any working folder.
+
+    Raises:
+        UsageError: no file system could have it.
+    """
+    return str(path_of(given).absolute())
+
+
 # -- YAML ----------------------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ def language_model(
     Args:
         architecture: what is built.
         name: what people call it.
-        spec: how it was asked for.
+        spec: by what it is found again, from any folder.
         seq_len: tokens of a sample; None for as many as the model has positions, 4096 at most.
         global_batch: samples of one optimizer step; None for 32.
         data: a text file; None draws random tokens.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from ..errors import WorkloadError, nearest, unknown
+from ..reading import absolute
 from .workload import Workload, default_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,9 +60,10 @@ def workload(
     if file:
         from .source import FileSource
 
-        made = FileSource.read(Path(file["path"]).expanduser(), file["name"] or "").load()
+        path = Path(file["path"]).expanduser()
+        made = FileSource.read(path, file["name"] or "").load()
         name = file["name"] if made.name == default_name(made.model) else made.name
-        return _own(made.with_name(name, text), seq_len, global_batch, data)
+        return _own(made.with_name(name, f"{absolute(path)}:{file['name']}"), seq_len, global_batch, data)
     given: _Given = {"seq_len": seq_len, "global_batch": global_batch, "data": data}
     from .presets import PRESETS
 
@@ -166,7 +168,7 @@ def _local(path: Path, text: str, given: _Given) -> Workload:
     resolved = file.resolve()
     name = resolved.parent.name if resolved.name == "config.json" else resolved.stem
     return hugging_face_workload(
-        from_configuration(configuration, text), name=name, spec=text, folder=file.parent, **given
+        from_configuration(configuration, text), name=name, spec=absolute(path), folder=file.parent, **given
     )
 
 

@@ -91,7 +91,7 @@ class Workload:
     unit: str = ""
     """What throughput counts: `tokens/s` (the default with a `seq_len`) or `samples/s`."""
     spec: str = ""
-    """How it was asked for: a preset's name, a path, a hub id, or `file.py:name`."""
+    """By what it is found again from any folder: a preset's name, an absolute path, a hub id, or `file.py:name` with one."""
     identity: Mapping[str, Any] | None = None
     """What it is, as plain data, for `id`; None takes the source text of its functions."""
     source: "Source | None" = None

@@ -6,6 +6,7 @@ checkpoints/    the last few
 data/           the corpus as tokens
 logs/           what ranks printed, a file for every start
 stop            while it is there the training ends at its next step, with a checkpoint
+out-of-memory.json  that ranks of a launcher ran out of memory, and in which configuration, until the next start
 """
 
 import os
@@ -18,7 +19,7 @@ from ..reading import LARGEST_DOCUMENT, Refused, open_inside, parse_json, parse_
 from ..writing import cannot_write, write_yaml
 
 DOCUMENT, LOG, CHECKPOINTS = "train.yaml", "log.jsonl", "checkpoints"
-DATA, LOGS, STOP = "data", "logs", "stop"
+DATA, LOGS, STOP, OUT_OF_MEMORY = "data", "logs", "stop", "out-of-memory.json"
 FORMAT = 1
 LONGEST_LINE = 1 << 20
 """Bytes of a line of the log that are looked at."""

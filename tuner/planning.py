@@ -62,6 +62,7 @@ def plan(
     like: Config | None = None,
     trials: int = 0,
     runner: str = "local",
+    ray_address: str | None = None,
     fixed: Mapping[str, Any] | None = None,
     hardware: "str | Path | Hardware | None" = None,
     headroom: float = 0.05,
@@ -81,6 +82,7 @@ def plan(
         like: the configuration of before, where there is one: what it computes and its samples of a step are kept.
         trials: dry runs; 0 takes the estimate's word for it.
         runner: who makes them.
+        ray_address: a Ray cluster to join for them.
         fixed: knobs that do not vary.
         hardware: a name, a file or `Hardware`: what the devices are taken for; None for those at hand.
         headroom: share of a device's memory that is to stay free, if anything fits so.
@@ -98,7 +100,8 @@ def plan(
     outlook = _outlook(site, space, headroom)
     if not trials:
         return _told(_by_estimate(site, space, outlook), kept)
-    search = {"trials": trials, "runner": runner, "headroom": headroom, "seed": seed, "out": out, "hardware": hardware}
+    where = {"runner": runner, "ray_address": ray_address, "hardware": hardware, "out": out}
+    search = {"trials": trials, "headroom": headroom, "seed": seed, **where}
     return _told(_by_dry_runs(site, space, outlook, listener or SearchListener(), search), kept)
 
 

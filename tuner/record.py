@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.shape import shape_of
+from ..reading import absolute
 from ..results import RunFolder, summary
 from ..runners import Runner
 from ..runners.command.command import Command
@@ -101,8 +102,7 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
             if (given := getattr(request, name)) is not None:
                 command += [f"--{name.replace('_', '-')}", str(given)]
     elif task.workload is not None and isinstance(target, (str, Path)):
-        text = str(target)
-        what = ["--workload", text] if ".py:" in text else [text]
+        what = ["--workload", task.workload.spec] if ".py:" in task.workload.spec else [task.workload.spec]
         command = ["redline", "tune", *what, "--devices", str(task.devices)]
         if task.workload.seq_len:
             command += ["--seq-len", str(task.workload.seq_len)]
@@ -115,7 +115,8 @@ def command_of(request: Request, task: "Task", limit_mib: float | None, made_of:
         return [Path(sys.executable).name, *sys.argv]
     for name, given in (("space", request.space), ("from", request.taken_from), ("data", request.data)):
         if isinstance(given, (str, Path)):
-            command += [f"--{name}", str(given)]
+            # A command is started where it was; all else is found from any folder.
+            command += [f"--{name}", str(given) if task.command is not None else absolute(given)]
     for name, values in (request.override or {}).items():
         command += ["--set", f"{name}={','.join(_text(each) for each in values)}"]
     if limit_mib is not None:

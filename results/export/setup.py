@@ -49,7 +49,7 @@ class Setup:
         """What is trained, as people call it; empty where it is not known."""
         workload = asked.get("workload") or {}
         self.spec: str = str(workload.get("spec") or "")
-        """How it was asked for: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
+        """By what it is found again: a preset's name, a path, a hub id, `file.py:name`; empty for a callable."""
         self.lora: str = str(workload.get("lora") or "")
         """The adapters that are trained, as `--lora` takes them; empty where all weights are."""
         self.seq_len: int | None = asked.get("seq_len")

@@ -171,6 +171,34 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         other.info.load(tmp_path / "saved")
 
 
+def test_a_checkpoint_takes_the_place_of_none_that_it_does_not_go_on_from(tmp_path):
+    config = {"strategy": {"micro_batch": 8}, "global_batch": 8}
+    saved = tmp_path / "saved"
+    before = redline.accelerate(make_llama(), make_data(), **config)
+    for _ in range(3):
+        turns(before, 1)
+        assert before.info.save(saved, keep=2).name == f"step-{before.info.step:08d}"
+    assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
+    # From the first step on again, without going on from what is there.
+    again = redline.accelerate(make_llama(), make_data(), **config)
+    turns(again, 1)
+    with pytest.raises(
+        StudyError, match=r"holds checkpoints of later steps \(3, 2\) than this one, 1, .*info\.load before"
+    ):
+        again.info.save(saved, keep=1)
+    assert sorted(each.name for each in saved.iterdir()) == ["step-00000002", "step-00000003"]
+    # Behind one that is damaged, which is neither the latest any more nor counted.
+    (saved / "step-00000003" / "manifest.json").write_text("{}")
+    behind = redline.accelerate(make_llama(), make_data(), **config)
+    with pytest.warns(RuntimeWarning, match="step-00000003 is passed over"):
+        assert behind.info.load(saved)
+    for step in (3, 4):
+        turns(behind, 1)
+        assert behind.info.save(saved, keep=2) == saved / f"step-{step:08d}"
+    names = ["damaged-step-00000003", "step-00000003", "step-00000004"]
+    assert sorted(each.name for each in saved.iterdir()) == names
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     prepared = redline.accelerate(make_llama(), make_data(), strategy={"micro_batch": 8}, global_batch=8)

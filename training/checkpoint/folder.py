@@ -130,6 +130,10 @@ class CheckpointFolder:
         """Where what no step changes is kept, once for all of them."""
         return CheckpointFolder(self.path / FROZEN, keep=1)
 
+    def whole(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, which need not be there yet."""
+        return Checkpoint(self.path / f"step-{step:08d}")
+
     def beside(self, step: int) -> Path:
         """Where the checkpoint of a step is written until it is whole."""
         return self.path / f".step-{step:08d}.saving"
@@ -145,18 +149,19 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be written.
         """
-        beside, path = self.beside(step), self.path / f"step-{step:08d}"
+        beside, made = self.beside(step), self.whole(step)
         # Compared as it is read again: what is no plain JSON would be another thing then.
         document = json.loads(json.dumps({"format": FORMAT, "step": step, **facts, "files": dict(files)}))
         write_atomic(beside / MANIFEST, json.dumps(_sealed(document), indent=1).encode())
         _sync(beside)
-        if path.exists():  # of a training that went back behind it
-            self._remove(Checkpoint(path))
-        os.rename(beside, path)
+        if made.path.exists():  # of a training that went back behind it
+            self._remove(made)
+        os.rename(beside, made.path)
         _sync(self.path)
-        for old in self.all()[self.keep :]:
-            self._remove(old)
-        return Checkpoint(path)
+        older = [each for each in self.all() if each.step < step]
+        for each in older[self.keep - 1 :]:
+            self._remove(each)
+        return made
 
     def discard(self, step: int) -> None:
         """Removes what lies beside, of a save that failed."""

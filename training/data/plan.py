@@ -64,6 +64,10 @@ class DataPlan:
     def __post_init__(self) -> None:
         if isinstance(self.paths, str):
             raise WorkloadError(f"data must be a sequence of files or folders, but got {self.paths!r}")
+        if not all(self.paths):
+            raise WorkloadError(
+                "the data must be files or folders, but one is an empty text; give a path, or leave it out"
+            )
         if not self.field:
             raise WorkloadError("the field of the data must be the name of a column, but is empty; give field=text")
         if self.packing is not None and self.packing not in get_args(Packing):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import StudyError
-from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.folder import Checkpoint, CheckpointFolder
 from ..checkpoint.restoring import latest, restore
 from ..checkpoint.saver import Saver
 from ..checkpoint.state import State
@@ -44,6 +44,8 @@ class Info:
         self.training = steps.training
         """Model, optimizer and sizes in this configuration."""
         self._steps, self._loader, self._group = steps, loader, group
+        self._found: Checkpoint | None = None
+        """The latest checkpoint of this course of steps: loaded, or saved."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -116,9 +118,9 @@ class Info:
             Where it is.
 
         Raises:
-            StudyError: it cannot be written; those of before are untouched.
+            StudyError: it cannot be written, or the folder holds checkpoints of later steps; those of before are untouched.
         """
-        folder = CheckpointFolder(Path(path), keep)
+        folder = CheckpointFolder(Path(path).absolute(), keep)
         self._prepare(folder)
         saver = Saver(folder, self.world.rank, self._group)
         about = {
@@ -135,22 +137,33 @@ class Info:
             saver.close()
         if saved is not None and saved.failure:
             raise StudyError(f"no checkpoint of step {self.step} could be saved in '{path}': {saved.failure}")
-        return folder.all()[0].path
+        self._found = folder.whole(self.step)
+        return self._found.path
 
     def _prepare(self, folder: CheckpointFolder) -> None:
         """Has rank 0 make a folder, before any rank writes into it."""
-        failure = [""]
-        if self.main:
-            try:
-                folder.prepare()
-            except OSError as error:
-                failure = [error.strerror or str(error)]
+        failure = [self._made(folder) if self.main else ""]
         if self._group is not None:
             import torch.distributed as dist
 
             dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0]:
-            raise StudyError(f"the folder '{folder.path}' for checkpoints cannot be made: {failure[0]}")
+            raise StudyError(failure[0])
+
+    def _made(self, folder: CheckpointFolder) -> str:
+        """Makes a folder; why it cannot take a checkpoint of this step, empty where it can."""
+        here = self._found if self._found is not None and self._found.path.parent == folder.path else None
+        try:
+            folder.prepare(here)
+        except OSError as error:
+            return f"the folder '{folder.path}' for checkpoints cannot be made: {error.strerror or error}"
+        later = [str(each.step) for each in folder.all() if each.step > self.step]
+        if not later:
+            return ""
+        return (
+            f"'{folder.path}' holds checkpoints of later steps ({', '.join(later)}) than this one, {self.step}, which did not "
+            "go on from them; call info.load before the loop, or give another folder"
+        )
 
     def load(self, path: str | Path) -> bool:
         """Goes on from the latest checkpoint in a folder, whatever configuration it was saved in; all ranks call it, before
@@ -169,9 +182,10 @@ class Info:
             if self.main:
                 warnings.warn(note, RuntimeWarning, stacklevel=3)
 
-        found = latest(CheckpointFolder(Path(path)), self._group, say)
+        found = latest(CheckpointFolder(Path(path).absolute()), self._group, say)
         if found is None:
             return False
+        self._found = found
         restore(State(self.training), found)
         self.training.precision.restore(float(found.manifest.get("loss_scale", 1.0)))
         self._steps.step, self._loader.position = found.step, int(found.manifest["samples"])

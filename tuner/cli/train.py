@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..train.request import SECTIONS, TrainRequest
 from .options import fixes_of, options_for
@@ -38,8 +39,10 @@ def train(as_json: bool, **options: Any) -> int:
     from .main import EXIT_FOUND, EXIT_INTERRUPTED
     from .tune import end_in_order
 
+    context = click.get_current_context()
+    stated = tuple(each for each in options if context.get_parameter_source(each) is ParameterSource.COMMANDLINE)
     options["fix"] = fixes_of(options["fix"]) or None
-    request = TrainRequest(**options)
+    request = TrainRequest(**options, stated=stated)
     from ..ranks import Place
     from ..train.driver import train as start
     from ..train.launched import train_rank

@@ -38,3 +38,8 @@ class Strategy:
             config=Config(document["configuration"]),
             why=str(document.get("why", "")),
         )
+
+
+def in_words(devices: int) -> str:
+    """How many devices, for a sentence."""
+    return f"{devices} device{'s'[: devices > 1]}"

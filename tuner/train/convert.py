@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ...errors import StudyError, UsageError, unknown
 from ...models.architecture import Architecture
@@ -87,28 +87,35 @@ def convert(folder: str | Path, out: str | Path, request: ConvertRequest) -> Che
     found = _checkpoint(path, request.step)
     if damage := check(found, None):
         raise StudyError(damage)
-    weights, architecture = _weights(found, stored_in(found), request.average), workload.model
+    _check_adapters(request, workload.model, folder)
+    weights = _weights(found, stored_in(found), request.average)
+    if request.merge and isinstance(workload.model, AdaptedArchitecture):
+        weights = merged(weights, workload.model)
+    LAYOUTS[request.to](weights, workload.model, path_of(out), **_options(request, trained))
+    return found
+
+
+def _check_adapters(request: ConvertRequest, architecture: Architecture, folder: str | Path) -> None:
+    """Refuses a layout that has no place for adapters, or nothing else than those, where there are some, or none."""
     if isinstance(architecture, AdaptedArchitecture):
-        if request.merge:
-            weights = merged(weights, architecture)
-        elif request.to != "peft":
+        if request.to != "peft" and not request.merge:
             raise UsageError(
                 f"the training in '{folder}' is one of adapters: give --to peft, or --merge for a whole model"
             )
     elif request.merge or request.to == "peft":
         raise UsageError(f"the training in '{folder}' has no adapters; it was of all weights")
+
+
+def _options(request: ConvertRequest, trained: TrainRequest) -> dict[str, Any]:
+    """What a layout is written with beside the weights."""
     if request.to == "hf":
         import torch
 
         dtype = getattr(torch, request.dtype) if request.dtype else None
-        tokenizer = request.tokenizer or trained.tokenizer
-        LAYOUTS["hf"](weights, architecture, path_of(out), dtype=dtype, tokenizer=tokenizer)
-    elif request.to == "peft":
-        base = str(trained.weights) if trained.weights is not None else None
-        LAYOUTS["peft"](weights, architecture, path_of(out), base=base)
-    else:
-        LAYOUTS[request.to](weights, architecture, path_of(out))
-    return found
+        return {"dtype": dtype, "tokenizer": request.tokenizer or trained.tokenizer}
+    if request.to == "peft":
+        return {"base": None if trained.weights is None else str(trained.weights)}
+    return {}
 
 
 def _checkpoint(path: Path, step: int | None) -> Checkpoint:

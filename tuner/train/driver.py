@@ -1,10 +1,11 @@
 """`redline.train`: starts the ranks of a training, and starts them again: elsewhere, otherwise, behind whatever ended them."""
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...results.trained import (
     CHECKPOINTS,
     DATA,
     LOGS,
+    OUT_OF_MEMORY,
     STOP,
     LogReader,
     holds_training,
@@ -36,10 +38,10 @@ from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
 from ...writing import make_folder
 from ..loggers import logging_training_to
-from .chosen import Strategy
+from .chosen import Strategy, in_words
 from .listener import Begun, TrainListener
-from .request import MAY_CHANGE, OF_A_START, TrainRequest
-from .strategy import Source, after_oom, anew, first, read_source
+from .request import MAY_CHANGE, OF_A_START, TrainRequest, as_listed
+from .strategy import Source, after_oom, anew, read_source, winner
 
 LOSSES = 3
 """How often in a row ranks are started again that were lost before they came to another checkpoint."""
@@ -109,8 +111,9 @@ class Driver:
         elif holds_training(path):
             raise StudyError(f"'{path}' holds a training already; go on with it by --resume, or give another --out")
         assert source is not None, "it is read or kept"
-        self.request, self.path, self.source = request, path, source
-        self.workload = self.source.workload(request)
+        self.request, self.path = request, path
+        self.workload = source.workload(request)
+        self.source = replace(source, spec=str(self.workload.spec))  # which is found from any folder
         if self.workload.optimizer is not None and request.lr is not None:
             raise UsageError(f"{self.workload.name} has an optimizer of its own, whose learning rate --lr does not set")
         self.listener = held.enter_context(logging_training_to(request.log_to, path, listener))
@@ -160,6 +163,7 @@ class Driver:
         if self.request.weights is not None and not self.step:
             weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
         self._take(self._begin())
+        self._heed_note()
 
     def safer(self, reason: str) -> None:
         """Takes the next-safer configuration, behind one that ran out of memory.
@@ -197,7 +201,7 @@ class Driver:
             plan=request.section(LoopPlan),
             folder=self.path.absolute(),
             data=request.section(DataPlan),
-            weights=str(Path(request.weights).absolute()) if request.weights else None,
+            weights=None if request.weights is None else str(request.weights),
             seed=request.seed,
             facts={"model": self.source.spec, "workload": self.workload.id},
             peak_flops=_peak(self.device, self.strategy.config),
@@ -220,20 +224,43 @@ class Driver:
         )
 
     def _begin(self) -> Strategy:
-        """The configuration to start with."""
-        if not self.strategies:
+        """The configuration to start with: one that is known, or else one that is planned."""
+        request, before = self.request, self.strategies[-1] if self.strategies else None
+        known = winner(request, self.source) if before is None else self._as_before(before)
+        if known is not None:
+            if request.tune_trials and (before is None or request.resume):
+                self.listener.said(
+                    "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would "
+                    "have it planned"
+                )
+            return known
+        if before is None:
             self.listener.waiting("planning")
-            return first(self.request, self.source, self.workload)
-        before = self.strategy
-        devices = self.request.devices or before.devices
+            devices = request.devices or self.source.devices or self.device.count
+            return anew(request, self.workload, devices, like=self.source.config, step=0)
+        self.listener.waiting("planning anew")
+        devices = request.devices or before.devices
+        taken = anew(request, self.workload, devices, like=before.config, step=self.step)
+        of = f" with {request.limit_mib:,.0f} MiB each" if request.limit_mib is not None else ""
+        after = f", after {before.devices}" if devices != before.devices else ""
+        self.listener.said(f"planned anew for {in_words(devices)}{of}{after}: {taken.why}")
+        return taken
+
+    def _as_before(self, before: Strategy) -> Strategy | None:
+        """The configuration of before; None where other devices, another memory or other knobs are asked for."""
         asked = self.document["asked"]
         same = all(getattr(self.request, name) == asked.get(name) for name in ("memory_limit", "fix"))
-        if devices == before.devices and same:
-            return before
-        self.listener.waiting("planning anew")
-        taken = anew(self.request, self.workload, devices, like=before.config, step=self.step)
-        self.listener.said(f"planned anew for {devices} devices, after {before.devices}: {taken.why}")
-        return taken
+        return before if same and self.request.devices in (None, before.devices) else None
+
+    def _heed_note(self) -> None:
+        """Takes a safer configuration where ranks of a launcher have left a note that this one ran out of memory."""
+        note = self.path / OUT_OF_MEMORY
+        if not note.exists():
+            return
+        told = json.loads(note.read_text())
+        note.unlink()
+        if told["configuration"] == dict(self.strategy.config):  # and it was not planned anew since
+            self.safer(f"out of memory: {told['reason']}")
 
     def _take(self, strategy: Strategy) -> None:
         """Notes a configuration before it is used, so that whoever takes the training up again knows of it."""
@@ -292,7 +319,7 @@ class Driver:
                     time.sleep(RETRY_S)
                     continue
                 fewer = self.strategy.devices // 2
-                self.listener.said(f"{error}; planning for {fewer}")
+                self.listener.said(f"{error}; planning for {in_words(fewer)}")
                 self._take(anew(self.request, self.workload, fewer, like=self.strategy.config, step=self.step))
 
     def _watched(self, runner: Runner) -> Measurement:
@@ -354,10 +381,10 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
     Raises:
         UsageError: it contradicts that; names what.
     """
-    was = TrainRequest.again(request.source, asked).given()
-    given = request.given()
+    before, given = TrainRequest.again(request.source, asked), request.given()
+    was = before.given()
     for name, value in given.items():
-        if name not in MAY_CHANGE and value != was.get(name):
+        if name not in MAY_CHANGE and value != as_listed(getattr(before, name)):
             raise UsageError(
                 f"the training in '{request.out or request.source}' has {name}={was.get(name, 'the default')}, and cannot go "
                 f"on with {value!r}; start another one for that"

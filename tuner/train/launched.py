@@ -9,18 +9,17 @@ import json
 import os
 from dataclasses import replace
 
-from ...results.trained import LogReader, log_size
+from ...errors import UsageError
+from ...results.trained import OUT_OF_MEMORY, LogReader, log_size
 from ...runners import failure
 from ...runners.memory import CudaMemoryMeter, HostMemoryMeter, MemoryMeter
 from ...runners.rank import RankContext
 from ...runners.train import TrainRank
+from ...writing import write_atomic
 from ..ranks import Place, decided
 from .driver import Driver
 from .listener import TrainListener
 from .request import TrainRequest
-
-OUT_OF_MEMORY = "out-of-memory.json"
-"""The note, in a training's folder."""
 
 
 def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> bool:
@@ -60,19 +59,19 @@ def train_rank(request: TrainRequest, place: Place, listener: TrainListener) -> 
         except (RuntimeError, MemoryError) as error:
             if failure.is_oom(error):
                 note = {"rank": place.rank, "configuration": dict(program.config), "reason": failure.one_line(error)}
-                (program.folder / OUT_OF_MEMORY).write_text(json.dumps(note))
+                with contextlib.suppress(OSError):  # what ended the rank is what is to be heard
+                    write_atomic(program.folder / OUT_OF_MEMORY, json.dumps(note).encode())
             raise
 
 
 def _decide(request: TrainRequest, place: Place, told: list[TrainListener], held: contextlib.ExitStack) -> TrainRank:
     """What all ranks are to do. Who hears of it from then on, trackers too, takes the place of `told`'s only one."""
+    if request.devices not in (None, place.size):
+        raise UsageError(
+            f"devices={request.devices} contradicts the launcher, whose ranks are {place.size}; leave --devices out"
+        )
     driver = Driver(replace(request, devices=place.size), told[0], held, again=True)
     driver.prepare()
-    note = driver.path / OUT_OF_MEMORY
-    if note.exists():
-        reason = json.loads(note.read_text()).get("reason", "")
-        driver.safer(f"out of memory: {reason}")
-        note.unlink()
     told[0] = driver.listener
     driver.listener.began(driver.begun())
     return driver.program()

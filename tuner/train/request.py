@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from ...errors import UsageError, unknown
 from ...models.request import Asked, either
+from ...reading import absolute
 from ...runners.places import PLACES
 from ...training.data import DataPlan
 from ...training.hyperparameters import Hyperparameters
@@ -87,15 +88,22 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
-    """What is asked of a training, in four sections.
+    """What is asked of a training, in four sections. Paths become absolute: it may be taken up again from another folder.
 
     Raises:
         UsageError: a value is out of its range.
     """
 
+    stated: tuple[str, ...] = ()
+    """Fields that are asked for in so many words: they count even where they say what is the default."""
+
     def __post_init__(self) -> None:
         for section in (LoopPlan, Hyperparameters, DataPlan):
             section.__post_init__(self)
+        for name in ("tokenizer", "weights"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, absolute(value))
+        object.__setattr__(self, "paths", tuple(absolute(each) for each in self.paths))
         if self.runner not in PLACES:
             raise UsageError(unknown("runner", self.runner, PLACES))
         for name in ("devices", "seq_len", "global_batch"):
@@ -124,16 +132,22 @@ class TrainRequest(LaunchRequest, LoopPlan, Hyperparameters, DataPlan):
         return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
     def given(self) -> dict[str, Any]:
-        """What asks for something, and not for the default, by name."""
+        """What asks for something, and not for the default unless that is `stated`, by name."""
         out = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in OF_A_START and value is not None and value != each.default:
-                out[each.name] = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+            asked = each.name in self.stated or value != each.default
+            if each.name not in OF_A_START and value is not None and asked:
+                out[each.name] = as_listed(value)
         return out
 
 
-OF_A_START = ("source", "out", "resume", "tune_trials", "runner", "ray_address")
+def as_listed(value: Any) -> Any:
+    """A value as train.yaml gives it back: a sequence as a list."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+OF_A_START = ("source", "out", "resume", "stated", "tune_trials", "runner", "ray_address")
 """What belongs to a start rather than to the training."""
 MAY_CHANGE = (
     *OF_A_START,

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from ...device import detect
 from ...errors import NothingFound, StudyError
 from ...models import Workload
 from ...models.resolve import workload as resolve_workload
@@ -16,7 +15,7 @@ from ...results import View, summary
 from ...results.names import BEST, holds_run
 from ...space import Config
 from ..planning import plan, safer
-from .chosen import Strategy
+from .chosen import Strategy, in_words
 from .request import TrainRequest
 
 
@@ -130,18 +129,14 @@ def _source(asked: Mapping[str, Any], config: Config, throughput: float | None, 
     )
 
 
-def first(request: TrainRequest, source: Source, workload: Workload) -> Strategy:
-    """The configuration that a training begins with.
-
-    Raises:
-        NothingFound: none fits on the devices.
-    """
-    devices = request.devices or source.devices or detect().count
-    limit = request.limit_mib
-    if source.config is not None and devices == source.devices and limit in (None, source.limit_mib):
-        config = Config({**source.config, **(request.fix or {})})
-        return Strategy(config=config, devices=devices, why="the run's winner")
-    return anew(request, workload, devices, like=source.config, step=0)
+def winner(request: TrainRequest, source: Source) -> Strategy | None:
+    """The run's winner; None where there is none, or the training has other devices or another memory than that was found for."""
+    if source.config is None or source.devices is None:
+        return None
+    if request.devices not in (None, source.devices) or request.limit_mib not in (None, source.limit_mib):
+        return None
+    config = Config({**source.config, **(request.fix or {})})
+    return Strategy(config=config, devices=source.devices, why="the run's winner")
 
 
 def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Config | None, step: int) -> Strategy:
@@ -157,6 +152,7 @@ def anew(request: TrainRequest, workload: Workload, devices: int, *, like: Confi
         like=like,
         trials=request.tune_trials,
         runner=request.runner,
+        ray_address=request.ray_address,
         fixed=request.fix or {},
         seed=request.seed,
     )
@@ -179,7 +175,7 @@ def after_oom(request: TrainRequest, workload: Workload, ran: Strategy, failed: 
     )
     if planned is None:
         raise NothingFound(
-            f"the training ran out of memory, and no configuration for {ran.devices} devices needs clearly less; "
+            f"the training ran out of memory, and no configuration for {in_words(ran.devices)} needs clearly less; "
             "more devices, a smaller --global-batch or a shorter --seq-len would help"
         )
     return Strategy(config=planned.config, devices=ran.devices, why=planned.why, step=step)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from redline.errors import StudyError, WorkloadError
+from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint.folder import MANIFEST, Checkpoint, CheckpointFolder
 from redline.training.checkpoint.restoring import latest
 from redline.training.hyperparameters import Hyperparameters
@@ -119,6 +120,18 @@ def test_where_all_are_damaged_nothing_begins_anew(here):
     with pytest.raises(StudyError, match="no checkpoint in '.*' is whole: '.*step-00000006/__0_0.distcp' is damaged"):
         latest(here, None, notes.append)
     assert len(notes) == 3
+
+
+def test_weights_that_are_kept_once_are_checked_with_each_checkpoint(small, tmp_path):
+    """Adapters alone are of no use."""
+    adapted, where = with_lora(small("llama"), Lora(r=4)), tmp_path / "here"
+    part(adapted, {"micro_batch": 8}, HYPER, until=2, save=where, save_every=1)
+    folder = CheckpointFolder(where)
+    assert latest(folder, None, print).step == 2
+    (once,) = folder.frozen.all()
+    flip(once.path / "__0_0.distcp")
+    with pytest.raises(StudyError, match="is whole: '.*frozen/step-00000000/__0_0.distcp' is damaged: its checksum"):
+        latest(folder, None, lambda note: None)
 
 
 def test_where_there_is_none_there_is_none(tmp_path):

@@ -16,6 +16,13 @@ def steps_done(least):
     return lambda line: line["kind"] == "checkpoint" and line["step"] >= least and not line["failure"]
 
 
+def torchrun(ranks, restarts=0):
+    """What starts `redline train` on so many ranks of a port of its own."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    count = ["--nproc-per-node", ranks, "--max-restarts", restarts]
+    return [sys.executable, "-m", "torch.distributed.run", *where, *count, "-m", "redline.train"]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(here):
     from train_commands import Command
@@ -49,7 +56,7 @@ def test_killed_and_taken_up_on_other_devices_it_is_the_same_training(start, her
     command.signal(signal.SIGKILL)
     _, text = command.wait()
     assert left_of(command.began) == []
-    assert "planned anew for 1 devices, after 2" in text and "going on from step-" in text
+    assert "planned anew for 1 device, after 2" in text and "going on from step-" in text
     code, text = start("train", "killed", "--resume", "--devices", 2, *PLAIN, "--fix", "tp=2").wait()
     assert code == 0, text
     assert "trained: 150 steps" in text
@@ -109,7 +116,7 @@ def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
     code, text = start(*arguments, "fixed").wait()
     # Nothing is safer than what was asked for.
     assert code == 3, text
-    assert "the training ran out of memory, and no configuration for 1 devices needs clearly less" in text
+    assert "the training ran out of memory, and no configuration for 1 device needs clearly less" in text
     arguments = [each for each in arguments if each not in ("--fix", "micro_batch=8")]
     code, text = start(*arguments, out.name).wait()
     assert code == 0, text
@@ -125,17 +132,52 @@ def test_out_of_memory_goes_back_and_on_in_a_safer_configuration(start, here):
 
 
 def test_under_torchrun_a_restart_takes_a_safer_configuration(start, here):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "3",
-                "-m", "redline.train"]  # fmt: skip
     arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--log-every", 1, "--save-every", 4,
                  "--out", "launched"]  # fmt: skip
-    code, text = start(*arguments, launcher=launcher).wait()
+    code, text = start(*arguments, launcher=torchrun(1, restarts=3)).wait()
     assert code == 0, text
     strategies = yaml.safe_load((here / "launched" / "train.yaml").read_text())["strategies"]
     micro = [each["configuration"]["micro_batch"] for each in strategies]
     assert len(micro) > 1 and micro == sorted(micro, reverse=True) and micro[-1] < micro[0]
     assert not (here / "launched" / "out-of-memory.json").exists()
     assert max(curve(here / "launched")) == 60 and "note: out of memory" in text
+
+
+def test_under_torchrun_it_ends_where_nothing_is_safer_and_says_what_would_help(start, here):
+    arguments = ["work.py:spiking", "--memory-limit", "1GiB", "--steps", 60, "--save-every", 4, "--fix", "micro_batch=8",
+                 "--out", "launched-fixed"]  # fmt: skip
+    code, text = start(*arguments, launcher=torchrun(1, restarts=1)).wait()
+    assert code != 0, text
+    said = (
+        "the training ran out of memory, and no configuration for 1 device needs clearly less; more devices, a smaller"
+    )
+    assert said in " ".join(text.split())
+    assert not (here / "launched-fixed" / "out-of-memory.json").exists(), "whoever tries again may"
+    (strategy,) = yaml.safe_load((here / "launched-fixed" / "train.yaml").read_text())["strategies"]
+    assert strategy["configuration"]["micro_batch"] == 8
+
+
+def test_under_torchrun_another_number_of_ranks_goes_on_planned_anew(start, here, uninterrupted):
+    out = here / "regrouped"
+    arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--steps", 150, "--log-every", 1, "--lr", "1e-3",
+                 "--out", "regrouped"]  # fmt: skip
+    code, text = start(*arguments, "--devices", 2, launcher=torchrun(1)).wait()
+    assert code != 0 and "devices=2 contradicts the launcher, whose ranks are 1; leave --devices out" in text, text
+    command = start(*arguments, launcher=torchrun(1))
+    command.until(out, lambda line: line["step"] >= 20)
+    (out / "stop").touch()
+    command.wait()
+    (first,) = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
+    code, text = start(*arguments, launcher=torchrun(2)).wait()
+    assert code == 0 and "planned anew for 2 devices, after 1: " in text, text
+    strategies = yaml.safe_load((out / "train.yaml").read_text())["strategies"]
+    assert strategies[0] == first and [each["devices"] for each in strategies] == [1, 2]
+    (resumed,) = [each for each in lines_of(out) if each["kind"] == "resumed"]
+    assert resumed["step"] == strategies[1]["step"] >= 20
+    found = curve(out)
+    assert [found[step] for step in range(1, 151)] == pytest.approx(
+        [uninterrupted[step] for step in range(1, 151)], rel=2e-4
+    )
 
 
 def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
@@ -148,11 +190,9 @@ def test_ranks_that_fail_otherwise_end_it_and_say_why(start, here):
 
 
 def test_under_torchrun_a_rank_that_is_killed_is_started_again_from_the_checkpoint(start, here):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-                "--nproc-per-node", "2", "--max-restarts", "1", "-m", "redline.train"]  # fmt: skip
     arguments = ["llama", "--data", "corpus.txt", *SIZES, *PLAIN, "--fix", "tp=2", "--steps", 300, "--log-every", 1,
                  "--save-every", 5]  # fmt: skip
-    command = start(*arguments, "--out", "one-killed", launcher=launcher)
+    command = start(*arguments, "--out", "one-killed", launcher=torchrun(2, restarts=1))
     out = here / "one-killed"
     command.until(out, steps_done(10))
     ranks = [each for each in command.began if "redline.train" in each.cmdline() and each.ppid() == command.process.pid]

@@ -63,7 +63,7 @@ def test_a_vocabulary_that_is_too_small(run, here, tmp_path):
     ("more", "said"),
     [
         (("--lr", "0.5"), ["has lr=the default, and cannot go on with 0.5", "start another one for that"]),
-        (("--data", "work.py"), ["has paths=['corpus.txt'], and cannot go on with ['work.py']"]),
+        (("--data", "work.py"), ["corpus.txt'], and cannot go on with ['/", "/work.py']"]),
         (("--global-batch", "16"), ["has global_batch=8, and cannot go on with 16"]),
         (("--average", "0.5"), ["has average=0.9, and cannot go on with 0.5"]),
         (("--log-every", "0"), ["log_every must be a whole number of at least 1, but got 0"]),

@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_what_differs(run, here, bas
     code, out, err = run(*trained("train", "wider", "from-another", "--from", "base", steps=2))
     text = " ".join((out + err).split())
     assert code == 2, text
-    assert "'base' is a checkpoint of another model than this llama (LlamaForCausalLM)." in text
+    assert "/base' is a checkpoint of another model than this llama (LlamaForCausalLM)." in text
     assert "9 tensors are missing: model.layers.2." in text
     assert "6 tensors have another shape: model.layers.0.mlp." in text
     assert "gate_proj.weight with (64, 32) there, (80, 32) in the model" in text

@@ -1,0 +1,104 @@
+"""A folder of checkpoints, whatever moment a process is killed at: the last few, each of them whole."""
+
+import itertools
+import os
+import shutil
+
+import pytest
+from redline.training.checkpoint.folder import CheckpointFolder, described
+from redline.training.checkpoint.restoring import check
+
+
+class Killed(BaseException):
+    """The end of the process."""
+
+
+def write(folder, step):
+    """What ranks have written, made the checkpoint of a step."""
+    beside = folder.beside(step)
+    beside.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (beside / name).write_text(f"{name} of {step}")
+    return folder.finish(step, described(beside, [each.name for each in beside.iterdir()]), {"samples": 8 * step})
+
+
+def damage_of(folder):
+    return [failure for each in folder.all() if (failure := check(each, None))]
+
+
+def killed_at(patch, number):
+    """Has the process end in that one of its calls that change what is on the disk; in the middle of a removal half of it is
+    done."""
+    calls = itertools.count(1)
+
+    def ending(inner, half):
+        def call(*args, **more):
+            if next(calls) == number:
+                half(*args)
+                raise Killed
+            return inner(*args, **more)
+
+        return call
+
+    def half_removed(path):
+        next(each for each in sorted(path.iterdir())).unlink()
+
+    for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")):
+        half = half_removed if name == "rmtree" else lambda *args: None
+        patch.setattr(module, name, ending(getattr(module, name), half))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_between_any_two_changes_leaves_whole_ones_alone(tmp_path, monkeypatch, keep):
+    before = CheckpointFolder(tmp_path / "before", keep)
+    for step in range(1, keep + 1):
+        write(before, step)
+    for number in itertools.count(1):
+        folder = CheckpointFolder(tmp_path / str(number), keep)
+        shutil.copytree(before.path, folder.path)
+        with monkeypatch.context() as patch:
+            killed_at(patch, number)
+            try:
+                write(folder, keep + 1)
+                ended = True
+            except Killed:
+                ended = False
+        steps = [each.step for each in folder.all()]
+        assert steps and damage_of(folder) == [], f"killed at change {number}"
+        assert steps in ([*range(keep, 0, -1)], [*range(keep + 1, 0, -1)], [*range(keep + 1, 1, -1)]), number
+        if ended:
+            break
+    assert number > 6, "a save has more moments than that"
+    assert steps == [*range(keep + 1, 1, -1)]
+    folder.prepare(folder.all()[0])
+    assert len(list(folder.path.iterdir())) == keep, "what kills leave is cleared away"
+
+
+def test_a_disk_that_refuses_the_last_change_costs_no_checkpoint_that_is_there(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path / "here", keep=1)
+    write(folder, 1)
+    with monkeypatch.context() as patch:
+
+        def refused(*args):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, "rename", refused)
+        with pytest.raises(OSError, match="No space left"):
+            write(folder, 2)
+    folder.discard(2)
+    assert [each.step for each in folder.all()] == [1] and damage_of(folder) == []
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_those_that_stay_are_the_latest(tmp_path, keep):
+    folder = CheckpointFolder(tmp_path, keep)
+    for step in (2, 9, 10, 11, 100):
+        write(folder, step)
+    assert [each.step for each in folder.all()] == [100, 11, 10][:keep]
+
+
+def test_what_is_saved_stays_even_where_later_ones_lie(tmp_path):
+    """Of a training that went back behind them: they are not its own, and what it saves is not theirs."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    write(folder, 8), write(folder, 3), write(folder, 4)
+    assert [each.step for each in folder.all()] == [8, 4] and damage_of(folder) == []

@@ -1,0 +1,127 @@
+"""A training is planned anew where it must be, and only there; what was decided is kept before any rank starts."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+import yaml
+from redline.errors import NothingFound
+from redline.results.trained import OUT_OF_MEMORY
+from redline.tuner.cli import main
+from redline.tuner.train.driver import Driver
+from redline.tuner.train.listener import TrainListener
+from redline.tuner.train.request import TrainRequest
+from train_commands import trained
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Told(TrainListener):
+    def __init__(self):
+        self.said_so_far = []
+
+    def said(self, message):
+        self.said_so_far.append(message)
+
+
+def ended(here, *arguments):
+    with contextlib.chdir(here), pytest.raises(SystemExit) as end:
+        main([str(each) for each in arguments])
+    assert end.value.code == 0
+    return here / arguments[arguments.index("--out") + 1]
+
+
+@pytest.fixture(scope="module")
+def of_llama(here):
+    return ended(here, *trained("train", "llama", "to-replan", steps=1))
+
+
+@pytest.fixture(scope="module")
+def of_net(here):
+    """Of a model whose memory follows from the size of its micro-batches."""
+    return ended(here, "train", "work.py:net", "--devices", 1, "--steps", 1, "--out", "net-to-replan")
+
+
+@pytest.fixture
+def again(tmp_path):
+    """`again(folder, **asked)`: what a copy of a training would go on in, what was said, and what its train.yaml says."""
+
+    def prepare(folder, note=None, **asked):
+        copy = tmp_path / "copy"
+        if not copy.exists():
+            shutil.copytree(folder, copy)
+        if note is not None:
+            (copy / OUT_OF_MEMORY).write_text(json.dumps(note))
+        told = Told()
+        with contextlib.ExitStack() as held:
+            driver = Driver(TrainRequest(source=copy, resume=True, **asked), told, held)
+            driver.prepare()
+        return driver.strategy, told.said_so_far, yaml.safe_load((copy / "train.yaml").read_text())["strategies"]
+
+    return prepare
+
+
+def test_without_anything_new_it_goes_on_as_before(again, of_llama):
+    strategy, said, strategies = again(of_llama)
+    assert said == [] and strategies == [strategy.to_dict()] and strategy.step == 0
+    _, said, same = again(of_llama, tune_trials=3)
+    assert same == strategies
+    assert said == [
+        "--tune-trials has no effect: the configuration is known; other --devices or another --memory-limit would have it planned"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"devices": 2}, "planned anew for 2 devices, after 1: the estimate's best of "),
+        ({"memory_limit": "1500MiB"}, "planned anew for 1 device with 1,500 MiB each: the estimate's best of "),
+        ({"fix": {"micro_batch": 2}}, "planned anew for 1 device: "),
+    ],
+    ids=str,
+)
+def test_for_other_devices_memory_or_knobs_it_is_planned_anew_and_said(again, of_llama, asked, words):
+    strategy, (said,), (before, after) = again(of_llama, **asked)
+    assert said.startswith(words)
+    assert after == strategy.to_dict() and after["step"] == 1 and before["step"] == 0
+    assert after["devices"] == asked.get("devices", 1)
+    assert after["configuration"]["precision"] == before["configuration"]["precision"]
+    assert after["configuration"]["micro_batch"] == asked.get("fix", after["configuration"])["micro_batch"]
+    # Asked for once, it is what was before.
+    assert again(of_llama) == (strategy, [], [before, after])
+
+
+def test_where_nothing_fits_it_is_said_what_would_and_the_training_is_as_it_was(again, of_llama, tmp_path):
+    before = (of_llama / "train.yaml").read_bytes()
+    with pytest.raises(NothingFound, match=r"is predicted to fit 1 rank .*, with 40 MiB each\. .* would"):
+        again(of_llama, memory_limit="40MiB")
+    assert (tmp_path / "copy" / "train.yaml").read_bytes() == before
+
+
+def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
+    first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
+    strategy, said, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
+    assert said[0] == "out of memory: no room" and said[1].startswith("going on from step 1 with the fastest that is ")
+    assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
+    assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
+    assert again(of_net) == (strategy, [], strategies)
+    # One of the configuration before says nothing of this one.
+    assert again(of_net, note={"configuration": first, "reason": "no room"}) == (strategy, [], strategies)
+    assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
+
+
+def test_a_note_where_nothing_is_safer_ends_the_start_and_not_the_one_after(again, of_net):
+    fixed = {"micro_batch": 8}
+    strategy, _, strategies = again(of_net, fix=fixed)
+    note = {"configuration": dict(strategy.config), "reason": "no room"}
+    with pytest.raises(NothingFound, match="no configuration for 1 device needs clearly less; more devices, a smaller"):
+        again(of_net, note=note)
+    assert again(of_net) == (strategy, [], strategies)
+
+
+@pytest.mark.slow
+def test_dry_runs_decide_where_they_are_asked_for(again, of_llama):
+    strategy, (said,), strategies = again(of_llama, devices=2, tune_trials=2)
+    assert said.startswith("planned anew for 2 devices, after 1: the fastest of 2 dry runs on 2 ranks on ")
+    assert strategies[-1] == strategy.to_dict() and strategy.devices == 2
