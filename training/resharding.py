@@ -6,7 +6,7 @@ losses of further steps are those of one process that never stopped.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def part(
     group = dist.new_group(backend="gloo") if size > 1 else None
     cuda = torch.cuda.is_initialized()
     training = Training(
-        replace(workload, optimizer=hyper.optimizer),
+        workload.with_optimizer(hyper.optimizer),
         {"attention": "eager", **STRATEGIES[strategy]},
         torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         rank=rank,

@@ -57,6 +57,7 @@ def test_a_value_that_ends_the_process_is_a_crash_after_the_second_time(tmp_path
     assert (tmp_path / "calls").read_text().count("2") == 2
 
 
+@pytest.mark.slow
 def test_being_interrupted_is_not_held_against_a_value(tmp_path):
     poison = "if calls.read_text().count('2') < 4: raise KeyboardInterrupt"
     for _ in range(3):

@@ -43,6 +43,7 @@ def served(tmp_path, open_run, point, ok, oom):
         server.wait(timeout=10)
 
 
+@pytest.mark.slow
 def test_optuna_dashboard_shows_the_trials_of_a_ledger(served):
     server, port = served
     end = time.monotonic() + 60

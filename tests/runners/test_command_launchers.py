@@ -17,7 +17,6 @@ from redline.runners.command.launchers import LAUNCHERS
 from redline.runners.command.launchers.launcher import find_launcher
 from redline.runners.command.work import Commands
 from redline.space import Space
-from tiers import tiered
 from without_triton import WITHOUT_TRITON
 
 NOTHING = Command(command="")
@@ -191,7 +190,8 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(["trainer"], ["lightning", "accelerate"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARSED)
 def test_its_own_parser_takes_what_is_said(name, tmp_path):
     script = tmp_path / "launch"
     script.write_text("import sys\n" + PARSED[name].replace("sys.argv[2:]", "sys.argv[1:]"))

@@ -88,6 +88,7 @@ def test_a_compilation_that_hangs_is_killed_in_the_end_and_said_to_be_one(bench,
     assert "compiler" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_compiles_leaves_the_others_waiting_and_all_go_on(bench):
     def program(context):
         import torch

@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from tiers import tiered
 
 SCRIPT = """
 import sys
@@ -38,12 +39,12 @@ def run(code, timeout=570):
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
+@pytest.fixture(scope="module", params=tiered([1], [2]), ids="{} at once".format)
+def tuned(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("ray") / "run"
     return run(
         f"""
-        result = rl.tune(workload, trials=3, sampler="random", out={str(out)!r}, concurrency=2)
+        result = rl.tune(workload, trials=3, sampler="random", out={str(out)!r}, concurrency={request.param})
         print("STATUS", sorted((t.config["micro_batch"], str(t.measurement.status)) for t in result.all_trials))
         print("LOG", (result.folder / "logs" / "0.log").exists())
         import ray

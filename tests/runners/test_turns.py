@@ -119,6 +119,7 @@ def test_what_ends_one_leaves_the_others_their_turns(bench, tmp_path, fails, sta
     assert names.count("b") == 1 and names.count("a") == names.count("c") == found[0].report[0] > 2
 
 
+@pytest.mark.slow
 def test_who_hangs_in_a_turn_is_killed_and_the_others_go_on(bench, tmp_path):
     notes = str(tmp_path / "notes")
     programs = [Program("a", notes), Program("b", notes, "hangs"), Program("c", notes)]

@@ -1,5 +1,6 @@
 """Trainings by the command line: a tiny model's folder, English texts, and commands that run beside the tests."""
 
+import contextlib
 import json
 import os
 import signal
@@ -124,6 +125,13 @@ def run(here, capsys, monkeypatch):
         return ended.value.code, *capsys.readouterr()
 
     return command
+
+
+def ended(here, *arguments):
+    """A command in this process that a module's tests look at the outcome of; its exit code."""
+    with contextlib.chdir(here), pytest.raises(SystemExit) as end:
+        main([str(each) for each in arguments])
+    return end.value.code
 
 
 class Command:

@@ -1,6 +1,6 @@
 """Trainings of small models: a part of one, on every rank of whatever process group there is."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from redline.training.loop import Loop, LoopPlan, averages
 
 CPU = torch.device("cpu")
 QUIET = {"log_every": 1, "save_minutes": 0}
+KNOWN: dict[str, dict[str, Any]] = {}
+"""What was found out of workloads in this process, which a driver finds once and sends along: it takes longer than a step."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +58,8 @@ def place():
 def built(workload, config, hyper, seed=0):
     """A training without data of its own, in the optimizer of the workload or else of `hyper`."""
     rank, size = place()
-    made = replace(workload, optimizer=workload.optimizer or hyper.optimizer)
+    workload.known.update(KNOWN.setdefault(workload.id, {}))
+    made = workload.with_optimizer(hyper.optimizer)
     return Training(made, config, CPU, seed=seed, rank=rank, world_size=size, own_data=False)
 
 
@@ -100,6 +103,7 @@ def part(workload, config, hyper=None, *, until=None, samples=None, begin=None, 
         stop=lambda: stop(loop) if stop else False, average=average,
     )  # fmt: skip
     ended = loop.run()
+    KNOWN[workload.id].update(training.workload.known)
     if saver is not None:
         saver.close()
     whole = size == 1 or (config.get("tp", 1) == config.get("pp", 1) == 1 and config.get("zero", 0) < 2)

@@ -310,12 +310,24 @@ def test_the_dashboard_serves_until_ctrl_c(runs):
     assert "Traceback" not in shown.text
 
 
+HELPS = """
+import contextlib, sys
+from redline.tuner.cli import main
+for command in sys.argv[1:]:
+    print("\\x1e")
+    with contextlib.suppress(SystemExit):
+        main([command, "-h"])
+"""
+"""The help of one command after the other, in one process."""
+
+
 @pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_every_help_fits(columns):
-    for command in command_line.list_commands(None):
-        shown = Terminal([*REDLINE, command, "-h"], columns=columns)
-        assert shown.wait() == 0
-        plain = ESCAPE.sub("", shown.raw).replace("\r", "").splitlines()
+    commands = command_line.list_commands(None)
+    shown = Terminal([sys.executable, "-c", HELPS, *commands], columns=columns)
+    assert shown.wait() == 0
+    for command, help in zip(commands, shown.raw.split("\x1e")[1:], strict=True):
+        plain = ESCAPE.sub("", help).replace("\r", "").splitlines()
         # Examples are lines to copy, which a break would spoil.
         helped = plain[: next(at for at, line in enumerate(plain) if "Examples:" in line)]
         assert max(map(len, helped)) <= max(columns, 70), command

@@ -93,6 +93,7 @@ class TestRegistry:
         assert fresh["proposals"] == here["proposals"]
         assert set(fresh["proposals"]) == set(sampler_names())
 
+    @pytest.mark.slow
     def test_importing_them_leaves_threads_warnings_and_generators_alone(self, fresh):
         assert fresh["changes"] == {name: [] for name in sampler_names()}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redline
 
+pytestmark = pytest.mark.slow
 ROOT = Path(redline.__file__).parent
 HEAD = "micro_batch,checkpoint_ratio,attention,status,peak_memory_mib,memory_limit_mib"
 

@@ -51,7 +51,7 @@ def test_a_grid_is_tried_to_its_end_unless_patience_is_asked_for():
 
 def test_without_patience_it_goes_on_to_the_end():
     space = make_space(sizes=(1, 2))
-    result = tune(measured, space, trials=200, patience=0)
+    result = tune(measured, space, trials=200, patience=0, sampler="random")
     assert len(result.all_trials) == len(space)
     assert result.ended == "every valid configuration was tried"
 

@@ -46,7 +46,7 @@ def run(capsys, *arguments):
     return ended.value.code, out, err
 
 
-OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "300ms"]
+OPTIONS = ["--space", "knobs.yaml", "--sampler", "grid", "--measure-time", "100ms"]
 
 
 def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
@@ -66,7 +66,7 @@ def test_a_command_is_tuned_and_the_winners_own_is_told(checkout, capsys):
     again = best["reproduce"]
     again = shlex.split(again) if isinstance(again, str) else again
     assert again[:3] == ["redline", "tune", "--command"]
-    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "300ms")
+    code, out, err = run(capsys, *again[1:], "--out", "again", "--measure-time", "100ms")
     assert code == 0, out + err
     (row,) = csv.DictReader(open("again/trials.csv"))
     assert (row["knob.micro_batch"], row["knob.mode"]) == ("4", "fast")

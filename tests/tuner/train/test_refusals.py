@@ -1,21 +1,17 @@
 """What `redline train` and `redline convert` cannot do they refuse, saying what was given, which rule, and what to do."""
 
-import contextlib
 import json
 
 import pytest
-from redline.tuner.cli import main
-from train_commands import SIZES, trained
+from train_commands import SIZES, ended, trained
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_agent")]
 
 
 @pytest.fixture(scope="module")
-def finished(here):
+def finished(here, one_agent):
     """A training of six steps."""
-    with contextlib.chdir(here), pytest.raises(SystemExit) as ended:
-        main([str(each) for each in trained("train", "llama", "finished", "--average", "0.9", steps=6)])
-    assert ended.value.code == 0
+    assert ended(here, *trained("train", "llama", "finished", "--average", "0.9", steps=6)) == 0
     return "finished"
 
 

@@ -9,9 +9,9 @@ import torch
 import yaml
 from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
-from train_commands import GPT2, PLAIN, SIZES, curve, trained
+from train_commands import GPT2, PLAIN, SIZES, curve, ended, trained
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_agent")]
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -20,24 +20,18 @@ os.execv(sys.executable, [sys.executable, "-m", "redline.tuner.cli", *sys.argv[1
 
 
 @pytest.fixture(scope="module")
-def base(here):
+def base(here, one_agent):
     """The folder of a Llama in Hugging Face's form, which a training of all weights has written."""
-    from train_commands import Command
-
-    for arguments in (trained("train", "llama", "base-trained", steps=2), ("convert", "base-trained", "base")):
-        code, text = Command(arguments, here).wait()
-        assert code == 0, text
+    assert ended(here, *trained("train", "llama", "base-trained", steps=2)) == 0
+    assert ended(here, "convert", "base-trained", "base") == 0
     return here / "base"
 
 
 @pytest.fixture(scope="module")
 def adapted(here, base):
     """A training of adapters that begins with it."""
-    from train_commands import Command
-
     more = ("--from", "base", "--lora", "r=4", "--lr", "1e-2")
-    code, text = Command(trained("train", "llama", "adapted", *more, steps=4), here).wait()
-    assert code == 0, text
+    assert ended(here, *trained("train", "llama", "adapted", *more, steps=4)) == 0
     return "adapted"
 
 
