@@ -11,14 +11,20 @@ from ..._torch import has_backward_hooks, has_forward_hooks, tree_flatten, tree_
 from ...errors import TraceError
 from ..quiet import rates_of
 from ..tree import join
-from .by_example import call_of_form, check, form_of, merged
+from .by_example import call_of_form, form_of
+from .modes import check, merged
 from .operations import Unflatten
 from .trace import CallForm, Input, Traced, arguments, tidy
 from .tracing import cause, training_restored
 
 
 def trace_exported(
-    module: nn.Module, label: str, inputs: Sequence[str], example: tuple[tuple[Any, ...], dict[str, Any]], strict: bool
+    module: nn.Module,
+    label: str,
+    inputs: Sequence[str],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    scheduled: Sequence[nn.Module],
+    strict: bool,
 ) -> Traced:
     """A module's forward as a graph of operators, children included, by `torch.export.export`.
 
@@ -27,6 +33,7 @@ def trace_exported(
         label: its name, for errors.
         inputs: arguments that are no tensors and stay inputs; there may be none.
         example: a call.
+        scheduled: modules around whose calls `build` is to do something.
         strict: whether TorchDynamo reads the code, or it is run.
 
     Raises:
@@ -37,7 +44,8 @@ def trace_exported(
     if inputs:
         raise TraceError(f"trace of '{label}': an exported graph has tensors as inputs alone, but got inputs={inputs}")
     for path, each in module.named_modules():
-        if path and ("forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)):
+        around = "forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)
+        if path and (around or any(each is other for other in scheduled)):
             raise TraceError(
                 f"trace of '{label}': an exported graph has no calls of modules, so that what was scheduled on "
                 f"'{path}' would be lost in it; trace first, or by tracer='fx'"
