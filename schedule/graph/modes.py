@@ -1,11 +1,12 @@
 """One graph of two: of what a module does in training, and in evaluation."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from ..._torch import tree_flatten, tree_unflatten
+from ..._torch import OpOverload, schema_of, tree_flatten, tree_unflatten
 from ...errors import ScheduleError, TraceError
 
 
@@ -45,11 +46,17 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
         if two is None:
             assert one is not None
             _in_one_mode(one, training, True)
+            if _is_contiguous(one):
+                other.update({two: one for two, each in other.items() if each is one.args[0]})
         elif one is None:
             following = next(node for node, _ in pairs[i:] if node is not None)
             with trains.inserting_before(following):
                 other[two] = trains.node_copy(two, other.__getitem__)
             _in_one_mode(other[two], training, False)
+            if _is_contiguous(two):
+                # In training, too, where it changes nothing: what follows takes the same then.
+                given = other[two].args[0]
+                given.replace_all_uses_with(other[two], delete_user_cb=lambda user, own=other[two]: user is not own)
         else:
             other[two] = one
             if one.op != "placeholder":
@@ -59,17 +66,19 @@ def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
 
 
 def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
-    """Nodes that do the same; None beside a check, or what is computed for one, that there is in one mode alone."""
+    """Nodes that do the same; None beside what there may be in one mode alone: a check, what is computed for one, or what
+    makes a tensor contiguous, which torch.export leaves out where it is."""
     ones, twos = list(trains.nodes), list(evaluates.nodes)
     checks = _checks(trains) | _checks(evaluates)
+    free = checks | {node for node in (*ones, *twos) if _is_contiguous(node)}
     while ones or twos:
         one, two = next(iter(ones), None), next(iter(twos), None)
         kinds = [None if each is None else (each.op, each.target, each in checks) for each in (one, two)]
         if kinds[0] == kinds[1]:
             yield ones.pop(0), twos.pop(0)
-        elif one in checks:
+        elif one in free:
             yield ones.pop(0), None
-        elif two in checks:
+        elif two in free:
             yield None, twos.pop(0)
         else:
             raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
@@ -84,6 +93,10 @@ def _checks(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def _is_contiguous(node: fx.Node) -> bool:
+    return str(node.target) == "aten.contiguous.default" and not node.kwargs
+
+
 def _in_one_mode(node: fx.Node, training: fx.Node, mode: bool) -> None:
     """Has a check be made in one mode alone."""
     if node.target is check:
@@ -91,10 +104,19 @@ def _in_one_mode(node: fx.Node, training: fx.Node, mode: bool) -> None:
         node.args = (training, mode, *node.args)
 
 
+def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The positional arguments of an operator, those left out at their defaults."""
+    if not isinstance(node.target, OpOverload):
+        return args
+    rest = itertools.takewhile(lambda each: not each.kwarg_only, schema_of(node.target).arguments[len(args) :])
+    return (*args, *(each.default_value for each in rest))
+
+
 def _chosen(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
     """Has an operation be given what it is in training, or what it is in evaluation."""
-    mine, spec = tree_flatten((node.args, dict(node.kwargs)))
-    theirs, shape = tree_flatten(evaluates)
+    given, others = _filled(node, node.args), _filled(node, evaluates[0])
+    mine, spec = tree_flatten((given, dict(node.kwargs)))
+    theirs, shape = tree_flatten((others, evaluates[1]))
     if spec != shape:
         raise TraceError(f"{node.name} is given other arguments in training than in evaluation")
     changed = False

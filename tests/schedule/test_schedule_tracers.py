@@ -33,7 +33,7 @@ def test_attention_is_traced_and_edited(family, seed):
     assert torch.equal(built(**more).loss, plain(**more).loss)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "opt", "t5"])
 def test_whole_models_and_embeddings_are_traced(family, seed):
     model, data = made(family, seed), batch(family)
     plain = copy.deepcopy(model)
@@ -43,6 +43,8 @@ def test_whole_models_and_embeddings_are_traced(family, seed):
     inner.trace()
     if family == "bert":
         inner["embeddings"].trace()
+    if family == "opt":
+        inner["decoder"].trace()
     built, _ = build(sch)
     assert same(trained(built, data), trained(plain, data))
 
@@ -157,3 +159,42 @@ def test_what_an_exported_graph_would_lose_is_refused():
     sch["fc"].hook("fwd_post", lambda m, args, out: out)
     with pytest.raises(TraceError, match="what was scheduled on 'fc' would be lost.*by tracer='fx'"):
         sch.trace(tracer="export", examples=torch.ones(2, 8))
+
+
+BLOCKS = {
+    "bert": "bert.encoder.layer.0",
+    "gpt2": "transformer.h.0",
+    "gpt_neo": "transformer.h.1",
+    "opt": "model.decoder.layers.0",
+    "t5": "decoder.block.1",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0",
+    "llama": "model.layers.0",
+    "roberta": "roberta.encoder.layer.0",
+    "vit": "vit.layers.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "tracer"),
+    [
+        pytest.param(family, tracer, marks=[] if (family, tracer) == ("opt", "export") else pytest.mark.slow)
+        for family in FAMILIES
+        for tracer in ("export", "dynamo")
+    ],
+)
+def test_attention_and_blocks_are_exported_or_refused_in_words(family, tracer):
+    for path in (FAMILIES[family][2], BLOCKS[family]):
+        model, data = made(family), batch(family)
+        plain = copy.deepcopy(model)
+        sch = create_schedule(model)
+        sch.tree.examples[""] = ((), data)
+        if family == "gpt_neo":
+            with pytest.raises(TraceError, match="it has the constant .*, a tensor that is made anew at each call"):
+                sch[path].trace(tracer=tracer)
+            continue
+        sch[path].trace(tracer=tracer)
+        assert not [node for node in sch[path].graph.nodes if node.op == "call_module"]
+        built, _ = build(sch)
+        assert same(trained(built, data), trained(plain, data))
+        more = batch(family, size=4, length=16)
+        assert torch.equal(built.eval()(**more).loss, plain.eval()(**more).loss)
