@@ -1,5 +1,7 @@
 """What a model still calls where some of its modules run as graphs."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from ...errors import ScheduleError
@@ -38,7 +40,7 @@ def check_called(sch: ScheduledModule, primitive: str) -> None:
     """Refuses what would be done around the calls of a module that a graph above it calls no more.
 
     Raises:
-        ScheduleError: its operations lie in that graph themselves, or were replaced there.
+        ScheduleError: its operations lie in that graph themselves, were replaced there, or it was never called.
     """
     traced = graph_above(sch)
     # A list of modules has no calls to lose.
@@ -48,8 +50,8 @@ def check_called(sch: ScheduledModule, primitive: str) -> None:
         above = f"sch['{traced}']" if traced else "sch"
         raise ScheduleError(
             f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
-            f"itself or something in their place, so that this would be lost; {primitive} before {above}.trace, have it stay "
-            f"a call there (leaves=), or take what {above}.find returns"
+            f"itself, has others in their place, or goes past it, so that this would do nothing; {primitive} before "
+            f"{above}.trace, have it stay a call there (leaves=), or take what {above}.find returns"
         )
 
 
@@ -70,7 +72,7 @@ def scheduled_below(sch: ScheduledModule) -> list[nn.Module]:
     return [sch.tree.module.get_submodule(path) for path in below]
 
 
-def check_read(sch: ScheduledModule, primitive: str, layers: list[nn.Module]) -> None:
+def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]) -> None:
     """Refuses what would be done to layers whose weights graphs read, without a call of the layer.
 
     Raises:

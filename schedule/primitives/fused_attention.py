@@ -19,6 +19,15 @@ CASTS = ("to", "type", "type_as", "float")
 """Operations that change the format of numbers alone."""
 MASKS = ("add", "where", "masked_fill")
 """Operations by which scores are masked or have a bias added."""
+CARRIED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(CASTS, (0,)),
+    "add": (0, 1),
+    "mul": (0, 1),
+    "div": (0,),
+    "where": (1,),
+    "masked_fill": (0,),
+}
+"""What may be done to scores, and as which arguments it takes them."""
 Step = tuple[str, fx.Node, tuple[Any, ...]]
 """An operation on scores: its name, its node, and what it is given beside them."""
 
@@ -93,7 +102,8 @@ class Attention:
 
     def _bias(self, query: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor | None:
         """All masks and biases as what is added to scores."""
-        left, total = list(given), None
+        left = list(given)
+        total: torch.Tensor | None = None
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         for kind in self.masks:
             first = left.pop(0)
@@ -142,8 +152,8 @@ def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iter
             continue
         scale = [given for name, _, given in before if name in ("mul", "div")]
         masks = [(name, given) for name, _, given in before if name in MASKS]
-        inputs = (*before[0][2], value, rate, training, scale[0][0] if scale else 1.0)
-        inputs += tuple(each for _, given in masks for each in given)
+        masking = (each for _, given in masks for each in given)
+        inputs = (*before[0][2], value, rate, training, scale[0][0] if scale else 1.0, *masking)
         nodes = sorted([*(each for _, each, _ in before), node, *after], key=order.__getitem__)
         yield _Found(
             subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (after[-1],), None),
@@ -160,9 +170,7 @@ def _before(value: Any, module: nn.Module) -> list[Step] | None:
         return None
     if what.name == "matmul":
         return [(what.name, value, tuple(what.args))] if _ranks(what.args) else None
-    places = {"add": (0, 1), "mul": (0, 1), "div": (0,), "where": (1,), "masked_fill": (0,)}
-    places |= dict.fromkeys(CASTS, (0,))
-    for i in places.get(what.name, ()):
+    for i in CARRIED.get(what.name, ()):
         inner = _before(what.args[i], module) if len(what.args) > i else None
         rest = tuple(what.args[:i] + what.args[i + 1 :])
         if inner is not None and (what.name not in ("mul", "div") or _is_number(rest[0])):
