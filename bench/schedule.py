@@ -126,7 +126,7 @@ def block_of_bert(device: str) -> Any:
         from transformers.models.bert.modeling_bert import BertLayer
 
         sch = rl.create_schedule(BertLayer(config))
-        sch.tree.examples[""] = ((torch.randn(2, 128, 1024),), {})
+        sch.tree.examples[""] = ((torch.randn(2, 32, 1024),), {})
     return sch
 
 
@@ -145,7 +145,7 @@ def tensor_parallel() -> dict[str, float]:
 
 
 def bert_large_block(rounds: int) -> dict[str, float]:
-    """Seconds to trace one block of BERT-large and to verify it, with 2 samples of 128 tokens on real weights."""
+    """Seconds to trace one block of BERT-large and to verify it, with 2 samples of 32 tokens on real weights."""
     traced, verified = [], []
     for _ in range(3):
         sch = block_of_bert("cpu")
