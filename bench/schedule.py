@@ -1,144 +1,335 @@
-"""What a schedule costs: lines of code, time to apply, and time a step where nothing is applied.
+"""What a schedule costs and gains: nothing applied, each primitive, each fused part, and a block traced and verified.
 
-python bench/schedule.py
+    python bench/schedule.py                                                   # everything, some minutes on two cores
+    python bench/schedule.py --only fused --rounds 20
+    python bench/schedule.py --out bench/results/schedule.json --write docs/schedule.md
+
+Ratios are medians over turns in which one follows the other, with the 95 % notch of the median: on a machine that others
+use too, means say little.
 """
 
 import argparse
-import ast
-import inspect
+import copy
 import json
+import os
 import platform
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import redline as rl
 import torch
-from redline.models.families import bert, schedule_of
+import transformers
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import block_fusion
-import kernel_injection
-import parameter_sharding
-import transformer_parallel
+MARKS = "<!-- measured -->", "<!-- end of measured -->"
+"""Between these a page holds the tables."""
+WARM_UP = 3
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+BERT_LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def bert_large() -> nn.Module:
-    """BERT-large with its masked-language-model head, on the meta device."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 30592}
-    config = BertConfig(intermediate_size=4096, **sizes)
-    with torch.device("meta"):
-        return BertForMaskedLM(config)
+# Timing
 
 
-def apply_seconds(ranks: int) -> dict[str, float]:
-    """Seconds to schedule BERT-large for tensor and sequence parallelism, half of the blocks checkpointed."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-        model = bert_large()
-        start = time.perf_counter()
-        sch = rl.create_schedule(model, mesh)
-        knobs = {"tp": ranks, "sequence_parallel": True, "checkpoint_ratio": 0.5}
-        schedule_of("bert")(sch, knobs)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "steps": len(sch.tree.steps)}
-    finally:
-        dist.destroy_process_group()
+def seconds(run: Callable[[], Any]) -> float:
+    """How long one call takes, the device's work included."""
+    start = time.perf_counter()
+    run()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-def step_ratio(rounds: int) -> dict[str, float]:
-    """Step time of a scheduled model with nothing applied over that of the original, interleaved."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = torch.randint(3, 512, (4, 64), device=device)
-    batch = {"input_ids": tokens, "labels": tokens}
-    built, _ = rl.build(rl.create_schedule(transformer_parallel.tiny("bert")), device=device)
-    original = transformer_parallel.tiny("bert").to_empty(device=device)
-    original.load_state_dict(built.state_dict())
-    for (_, theirs), (_, ours) in zip(original.named_buffers(), built.named_buffers()):
-        theirs.copy_(ours)
-    times: dict[str, list[float]] = {"original": [], "scheduled": []}
-    for number in range(rounds):
-        pair = [("original", original), ("scheduled", built)]
-        for label, model in pair if number % 2 else reversed(pair):
-            start = time.perf_counter()
-            model(**batch).loss.backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if number >= 3:
-                times[label].append(time.perf_counter() - start)
-    medians = {label: statistics.median(values) for label, values in times.items()}
-    ratios = [b / a for a, b in zip(times["original"], times["scheduled"])]
-    quartiles = statistics.quantiles(ratios, n=4)
-    # The median and its 95 % notch: on a machine that others use too, means say little.
-    spread = 1.57 * (quartiles[2] - quartiles[0]) / len(ratios) ** 0.5
+def in_turns(one: Callable[[], Any], other: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Median times of both, in ms, and the ratio of the second to the first with its notch."""
+    times: list[tuple[float, float]] = []
+    for number in range(rounds + WARM_UP):
+        if number % 2:
+            first, second = seconds(one), seconds(other)
+        else:
+            second, first = seconds(other), seconds(one)
+        times.append((first, second))
+    times = times[WARM_UP:]
+    quartiles = statistics.quantiles([b / a for a, b in times], n=4)
     return {
-        "original_ms": medians["original"] * 1e3,
-        "scheduled_ms": medians["scheduled"] * 1e3,
+        "one_ms": statistics.median(a for a, _ in times) * 1e3,
+        "other_ms": statistics.median(b for _, b in times) * 1e3,
         "ratio": quartiles[1],
-        "spread": spread,
+        "notch": 1.57 * (quartiles[2] - quartiles[0]) / len(times) ** 0.5,
     }
 
 
-def lines() -> dict[str, int]:
-    """Lines of code of the example schedules: what one writes beside an untouched model."""
-    functions: dict[str, list[Any]] = {
-        "kernel injection": [kernel_injection.flat],
-        "block fusion": [block_fusion.linear_norm_activation, block_fusion.schedule],
-        "parameter sharding": [parameter_sharding.schedule],
-        "every parallel knob of BERT": [bert],
+def passes(model: nn.Module, *given: Any, **named: Any) -> Callable[[], None]:
+    """A forward and a backward pass."""
+
+    def run() -> None:
+        out = model(*given, **named)
+        out = out.loss if hasattr(out, "loss") else out[0] if isinstance(out, tuple) else out
+        (out if out.dim() == 0 else out.sum()).backward()
+
+    return run
+
+
+# What is measured
+
+
+def nothing(rounds: int) -> dict[str, Any]:
+    """Step time of a scheduled BERT with nothing applied over that of the original."""
+    config = transformers.BertConfig(
+        vocab_size=1024, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512
+    )
+    original = transformers.BertForMaskedLM(config).to(DEVICE)
+    scheduled, _ = rl.build(rl.create_schedule(copy.deepcopy(original)))
+    tokens = torch.randint(3, 1024, (4, 64), device=DEVICE)
+    given = {"input_ids": tokens, "labels": tokens}
+    return in_turns(passes(original, **given), passes(scheduled, **given), 4 * rounds)
+
+
+APPLIED: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda sch: sch["output"].hook("fwd_post", lambda module, args, output: None),
+    "checkpoint": lambda sch: sch.checkpoint(),
+    "cast": lambda sch: sch["output"].cast(torch.bfloat16),
+    "replace": lambda sch: sch["output.LayerNorm"].replace(lambda old: nn.LayerNorm(old.normalized_shape, eps=old.eps)),
+    "trace": lambda sch: sch.trace(flatten=True),
+    "find": lambda sch: sch.find("linear|dense"),
+    "decompose": lambda sch: sch.decompose("linear"),
+    "fuse": lambda sch: sch.fuse(sch.find("dropout.*")[0], compiler="none"),
+    "fused_linears": lambda sch: sch.fused_linears(),
+    "fused_attention": lambda sch: sch.fused_attention(),
+}
+"""Primitives, on the schedule of one BERT-large block."""
+OF_GRAPHS = ("find", "decompose", "fuse", "fused_linears", "fused_attention")
+
+
+def primitives(rounds: int) -> dict[str, float]:
+    """Milliseconds to apply each primitive to a block of BERT-large, and seconds for all of BERT-large's tp=8."""
+    out: dict[str, float] = {}
+    for name, apply in APPLIED.items():
+        times = []
+        for _ in range(max(rounds // 4, 3)):
+            sch = block_of_bert("meta")
+            if name in OF_GRAPHS:
+                sch.trace(flatten=True)
+            times.append(seconds(lambda sch=sch, apply=apply: apply(sch)))
+        out[name] = statistics.median(times) * 1e3
+    return out
+
+
+def block_of_bert(device: str) -> Any:
+    """The schedule of one block of BERT-large, with attention written out and an example of its call."""
+    config = transformers.BertConfig(**BERT_LARGE, attn_implementation="eager")
+    with torch.device(device):
+        from transformers.models.bert.modeling_bert import BertLayer
+
+        sch = rl.create_schedule(BertLayer(config))
+        sch.tree.examples[""] = ((torch.randn(2, 32, 1024),), {})
+    return sch
+
+
+def tensor_parallel() -> dict[str, float]:
+    """Seconds to schedule BERT-large over 8 ranks, half of the blocks checkpointed."""
+    from redline.models.families import schedule_of
+    from redline.schedule.parallel.planned import PlannedMesh
+
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(
+            transformers.BertConfig(**BERT_LARGE, num_hidden_layers=24, vocab_size=30592)
+        )
+    sch = rl.create_schedule(model, PlannedMesh(tp=8))
+    knobs = {"tp": 8, "sequence_parallel": True, "checkpoint_ratio": 0.5}
+    return {"seconds": seconds(lambda: schedule_of("bert")(sch, knobs)), "steps": len(sch.tree.steps)}
+
+
+def bert_large_block(rounds: int) -> dict[str, float]:
+    """Seconds to trace one block of BERT-large and to verify it, with 2 samples of 32 tokens on real weights."""
+    traced, verified = [], []
+    for _ in range(3):
+        sch = block_of_bert("cpu")
+        traced.append(seconds(lambda sch=sch: sch.copy().trace(flatten=True)))
+
+        def whole(sch: Any = sch) -> None:
+            with rl.verify(sch, sch.tree.examples[""][0]):
+                sch.trace(flatten=True).fused_attention()
+
+        verified.append(seconds(whole))
+    return {"trace_seconds": statistics.median(traced), "seconds": statistics.median(verified)}
+
+
+class Gated(nn.Module):
+    """A feed-forward part gated by SiLU."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., width); returns as many."""
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Activated(nn.Module):
+    """A bias, an activation and dropout: what stands between two products."""
+
+    def __init__(self, width: int, act: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.bias, self.act, self.drop = nn.Parameter(torch.zeros(width)), act, nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., width); returns as many."""
+        return self.drop(self.act(x + self.bias))
+
+
+class Multiplied(nn.Module):
+    """A gate and what it is multiplied with."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Both (..., width)."""
+        return nn.functional.silu(gate) * up
+
+
+class First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, tokens, features); returns as many."""
+        return self.inner(x)[0]
+
+
+def attention(dropout: float) -> nn.Module:
+    """BERT-large's attention, written out."""
+    from transformers.models.bert.modeling_bert import BertAttention
+
+    rates = {"attention_probs_dropout_prob": dropout, "hidden_dropout_prob": dropout}
+    return First(BertAttention(transformers.BertConfig(**BERT_LARGE, **rates, attn_implementation="eager")))
+
+
+def cases() -> dict[str, tuple[nn.Module, tuple[Any, ...], Callable[[Any], Any]]]:
+    """What is fused: a module, what it is given, and how."""
+    from transformers.activations import NewGELUActivation
+
+    def hidden(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+    wide = hidden(2, 512, 4096)
+    parts = {
+        "q, k, v of BERT-large (1,024 tokens)": (attention(0.0), (hidden(2, 512, 1024),), lambda s: s.fused_linears()),
+        "q, k, v (64 tokens)": (attention(0.0), (hidden(1, 64, 1024),), lambda s: s.fused_linears()),
+        "gate and up, 512 to 1,376 (1,024 tokens)": (
+            Gated(512, 1376),
+            (hidden(2, 512, 512),),
+            lambda s: s.fused_linears(),
+        ),
+        "attention of 512 tokens": (attention(0.0), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
+        "attention of 512 tokens, dropout": (attention(0.1), (hidden(2, 512, 1024),), lambda s: s.fused_attention()),
+        "GELU by tanh, written out": (NewGELUActivation(), (wide,), lambda s: s.fused_activations()),
+        "bias, GELU, dropout": (Activated(4096, nn.GELU(), 0.1), (wide,), lambda s: s.fused_activations()),
+        "bias, GELU": (Activated(4096, nn.GELU(), 0.0), (wide,), lambda s: s.fused_activations()),
+        "SiLU and factor": (Multiplied(), (wide, hidden(2, 512, 4096)), lambda s: s.fused_activations()),
     }
-    return {name: sum(_code_lines(each) for each in group) for name, group in functions.items()}
+    return {name: (module.to(DEVICE), given, apply) for name, (module, given, apply) in parts.items()}
 
 
-def _code_lines(thing: Any) -> int:
-    """Lines of a function or module without docstrings, comments and blank lines."""
-    source = inspect.getsource(thing)
-    left = dict(enumerate(source.splitlines(), 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            for number in range(node.body[0].lineno, node.body[0].end_lineno + 1):
-                left.pop(number, None)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in left.values())
+def fused(rounds: int) -> dict[str, Any]:
+    """Forward and backward of modules, as they are and fused."""
+    out = {}
+    for name, (module, given, apply) in cases().items():
+        sch = rl.create_schedule(copy.deepcopy(module))
+        sch.trace(flatten=True, examples=given)
+        apply(sch)
+        out[name] = in_turns(passes(module, *given), passes(rl.build(sch)[0], *given), rounds)
+    return out
+
+
+SECTIONS: dict[str, Callable[[int], Any]] = {
+    "nothing": nothing,
+    "primitives": primitives,
+    "tensor_parallel": lambda rounds: tensor_parallel(),
+    "bert_large_block": bert_large_block,
+    "fused": fused,
+}
+
+
+# What is told of it
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = []
+    if step := found.get("nothing"):
+        lines += [
+            f"Nothing applied: a step of a small BERT takes {step['ratio']:.3f} ± {step['notch']:.3f} of the original's time."
+        ]
+    if block := found.get("bert_large_block"):
+        lines += [
+            f"One block of BERT-large is traced in {block['trace_seconds']:.2f} s; traced, fused and verified in "
+            f"{block['seconds']:.1f} s."
+        ]
+    if whole := found.get("tensor_parallel"):
+        lines += [
+            f"BERT-large over 8 tensor-parallel ranks: {whole['steps']:.0f} primitives in {whole['seconds']:.2f} s."
+        ]
+    if each := found.get("primitives"):
+        names = ", ".join(f"`{name}` {value:.2g}" for name, value in each.items())
+        lines += [f"Milliseconds to apply to one block of BERT-large: {names}."]
+    if rows := found.get("fused"):
+        table = ["| forward and backward | as it is, ms | fused, ms | ratio |", "|---|---|---|---|"]
+        for name, row in rows.items():
+            table.append(
+                f"| {name} | {row['one_ms']:.2f} | {row['other_ms']:.2f} | {row['ratio']:.2f} ± {row['notch']:.2f} |"
+            )
+        lines.append("\n".join(table))
+    about = found["about"]
+    lines.append(
+        f"`python bench/schedule.py --write docs/schedule.md` on {about['device']}: Python {about['python']}, torch "
+        f"{about['torch']}, transformers {about['transformers']}, float32."
+    )
+    return "\n\n".join(lines)
+
+
+def device_name() -> str:
+    """The device in words."""
+    if DEVICE.type == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), {torch.get_num_threads()} threads"
 
 
 def main() -> None:
-    """Prints the figures; `--json` as one object."""
+    """Measures, prints, and writes where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40, help="measured steps of each model")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each pair")
+    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="repeatable")
+    parser.add_argument("--out", type=Path, help="a JSON file; sections that are not run are kept in it")
+    parser.add_argument("--write", type=Path, help="a Markdown page with the tables' marks")
     options = parser.parse_args()
-    out = {
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.processor() or platform.machine(),
-        "lines": lines(),
-        "apply": apply_seconds(8),
-        "step": step_ratio(options.rounds + 3),
+    found: dict[str, Any] = {}
+    if options.out and options.out.exists():
+        found = json.loads(options.out.read_text(encoding="utf-8"))
+    found["about"] = {
+        "device": device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
-    if options.json:
-        print(json.dumps(out))
-        return
-    print(f"torch {out['versions']['torch']}, Python {out['versions']['python']}, {out['machine']}")
-    for name, count in out["lines"].items():
-        print(f"  {name:36} {count:4d} lines")
-    apply, step = out["apply"], out["step"]
-    print(
-        f"  BERT-large, tensor parallel 8, on meta: {apply['seconds']:.2f} s for {apply['steps']} primitives "
-        "(goal: under 2 s)"
-    )
-    print(
-        f"  nothing applied: {step['scheduled_ms']:.1f} ms a step, original {step['original_ms']:.1f} ms, "
-        f"ratio {step['ratio']:.3f} +- {step['spread']:.3f}"
-    )
+    for name in options.only or SECTIONS:
+        torch.manual_seed(0)
+        found[name] = SECTIONS[name](options.rounds)
+        print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = tables(found)
+    print("\n" + text)
+    if options.write:
+        before, _, rest = options.write.read_text(encoding="utf-8").partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        options.write.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ class Schedule(ScheduledModule):
     float8 = primitives.float8
     fork_rng = primitives.fork_rng
     fuse = primitives.fuse
+    fused_activations = primitives.fused_activations
+    fused_attention = primitives.fused_attention
+    fused_linears = primitives.fused_linears
     fused_loss = primitives.fused_loss
     hook = primitives.hook
     offload = primitives.offload

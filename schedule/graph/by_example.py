@@ -18,10 +18,11 @@ import torch
 from torch import fx, nn
 
 from ..._torch import tree_flatten, tree_unflatten
-from ...errors import ScheduleError, TraceError
+from ...errors import TraceError
 from ..parallel.partition import meta_copy
 from ..quiet import rates_of
 from ..tree import join
+from .modes import check, merged
 from .trace import CallForm, Input, Traced, arguments, tidy
 from .tracing import Tracer, cause, training_restored
 
@@ -29,20 +30,6 @@ UNKNOWN = object()
 """In place of a value that the example does not tell."""
 MAKERS = ("arange", "empty", "finfo", "full", "ones", "tensor", "zeros")
 """Functions of torch that make values of sizes and formats alone, which may be symbols."""
-
-
-def check(value: Any, expected: Any, where: str) -> None:
-    """Refuses a call on which the traced code would have gone another way than in its example."""
-    if value != expected:
-        raise ScheduleError(
-            f"a traced module was traced where {where} is {expected!r}, but here it is {value!r}; trace it with examples= "
-            "of this call"
-        )
-
-
-def choose(training: bool, trains: Any, evaluates: Any) -> Any:
-    """One of two values, by whether the module trains."""
-    return trains if training else evaluates
 
 
 def trace_by_example(
@@ -312,39 +299,3 @@ def call_of_form(kind: type[nn.Module], given: dict[str, Any], positional: int) 
         else:
             args.append(given[each.name])
     return args, kwargs
-
-
-def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
-    """One graph of two that differ in what operations are given only, which it chooses by the module's mode.
-
-    Raises:
-        TraceError: they differ in what they do.
-    """
-    pairs = list(zip(trains.nodes, evaluates.nodes))
-    other = {two: one for one, two in pairs}
-    same = len(trains.nodes) == len(evaluates.nodes)
-    if not same or any((one.op, one.target) != (two.op, two.target) for one, two in pairs):
-        raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
-    head = next(node for node in trains.nodes if node.op != "placeholder")
-    with trains.inserting_before(head):
-        training = trains.get_attr("training")
-    for one, two in pairs:
-        if one.op == "placeholder":
-            continue
-        mine, spec = tree_flatten((one.args, dict(one.kwargs)))
-        args, kwargs = fx.node.map_arg((two.args, two.kwargs), other.__getitem__)
-        theirs, shape = tree_flatten((args, dict(kwargs)))
-        if spec != shape:
-            raise TraceError(f"{one.name} is given other arguments in training than in evaluation")
-        changed = False
-        for i, (left, right) in enumerate(zip(mine, theirs)):
-            if left is not right and (isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right):
-                changed = True
-                if (left, right) == (True, False):
-                    mine[i] = training
-                else:
-                    with trains.inserting_before(one):
-                        mine[i] = trains.call_function(choose, (training, left, right))
-        if changed:
-            one.args, one.kwargs = tree_unflatten(mine, spec)
-    return trains

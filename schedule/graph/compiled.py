@@ -7,6 +7,9 @@ import torch
 
 from ...errors import ScheduleError
 
+COMPILERS = ("inductor", "none")
+"""The compilers that are known by name."""
+
 
 def compiled(function: Callable[..., Any], compiler: str | Callable[..., Any]) -> Callable[..., Any]:
     """The function as the compiler returns it: `inductor`, `none`, or a function of a function."""

@@ -1,24 +1,29 @@
 """Tracing by torch.export: all that is below the module in one graph of operators."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..._torch import has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
+from ..._torch import TreeSpec, has_backward_hooks, has_forward_hooks, tree_flatten, tree_map, tree_unflatten
 from ...errors import TraceError
 from ..quiet import rates_of
 from ..tree import join
-from .by_example import call_of_form, check, form_of, merged
+from .by_example import call_of_form, form_of
+from .modes import check, merged
 from .operations import Unflatten
 from .trace import CallForm, Input, Traced, arguments, tidy
 from .tracing import cause, training_restored
 
 
 def trace_exported(
-    module: nn.Module, label: str, inputs: Sequence[str], example: tuple[tuple[Any, ...], dict[str, Any]], strict: bool
+    module: nn.Module,
+    label: str,
+    inputs: Sequence[str],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    scheduled: Sequence[nn.Module],
+    strict: bool,
 ) -> Traced:
     """A module's forward as a graph of operators, children included, by `torch.export.export`.
 
@@ -27,6 +32,7 @@ def trace_exported(
         label: its name, for errors.
         inputs: arguments that are no tensors and stay inputs; there may be none.
         example: a call.
+        scheduled: modules around whose calls `build` is to do something.
         strict: whether TorchDynamo reads the code, or it is run.
 
     Raises:
@@ -37,7 +43,8 @@ def trace_exported(
     if inputs:
         raise TraceError(f"trace of '{label}': an exported graph has tensors as inputs alone, but got inputs={inputs}")
     for path, each in module.named_modules():
-        if path and ("forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)):
+        around = "forward" in each.__dict__ or has_forward_hooks(each) or has_backward_hooks(each)
+        if path and (around or any(each is other for other in scheduled)):
             raise TraceError(
                 f"trace of '{label}': an exported graph has no calls of modules, so that what was scheduled on "
                 f"'{path}' would be lost in it; trace first, or by tracer='fx'"
@@ -55,8 +62,32 @@ def trace_exported(
     return Traced(graph, {}, True, form)
 
 
+class _OfTensors(nn.Module):
+    """A call of a module with the tensors that it is given as the only arguments."""
+
+    def __init__(self, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
+        super().__init__()
+        self.traced, self.spec = module, spec
+        self.entering = [isinstance(each, torch.Tensor) for each in leaves]
+        self.leaves = [None if enters else each for each, enters in zip(leaves, self.entering)]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """What the module gives."""
+        left = list(tensors)
+        places = [left.pop(0) if here else each for each, here in zip(self.leaves, self.entering)]
+        args, kwargs = tree_unflatten(places, self.spec)
+        return self.traced.forward(*args, **kwargs)
+
+
+def _below(path: str) -> str:
+    """The path from the module, where one from the call of it is given."""
+    return path.removeprefix("traced").removeprefix(".")
+
+
 def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: bool, strict: bool) -> fx.Graph:
     """The graph of a module in training or in evaluation, with its parameters as attributes."""
+    from torch.export import Dim
+
     for each in module.modules():
         each.training = training
     device = next((each.device for each in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
@@ -66,28 +97,27 @@ def _graph(module: nn.Module, form: CallForm, given: dict[str, Any], training: b
             return value
         return torch.zeros_like(value, device=device) if value.is_meta else value.detach().to(device)
 
-    placed = tree_map(place, given)
-    args, kwargs = call_of_form(type(module), placed, form.positional)
-    program = torch.export.export(
-        module, tuple(args), kwargs, dynamic_shapes=_free(module, args, kwargs), strict=strict
-    )
+    flat, spec = tree_flatten(call_of_form(type(module), tree_map(place, given), form.positional))
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    alone = _OfTensors(module, flat, spec)
+    sizes = [dict.fromkeys(range(each.dim()), Dim.AUTO) for each in tensors]
+    program = torch.export.export(alone, tuple(tensors), dynamic_shapes=(tuple(sizes),), strict=strict)
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise TraceError("it changes what it is given, or its own buffers")
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    entering = dict(zip(signature.user_inputs, form.leaves, strict=True))
-    names = dict(zip(signature.user_inputs, form.names))
+    entering = dict(zip(signature.user_inputs, (i for i, each in enumerate(form.leaves) if isinstance(each, Input))))
     graph, mapped = fx.Graph(), dict[fx.Node, Any]()
     nodes = list(program.graph.nodes)
     for node in nodes:
-        if node.op == "placeholder" and isinstance(entering.get(node.name), Input):
+        if node.op == "placeholder" and node.name in entering:
             mapped[node] = graph.placeholder(node.name)
     for node in nodes:
         if node.op == "placeholder":
             if node.name in held:
-                mapped[node] = graph.get_attr(held[node.name])
+                mapped[node] = graph.get_attr(_below(held[node.name]))
             elif node in mapped:
-                _settled(graph, mapped[node], node.meta["val"], names[node.name])
+                _settled(graph, mapped[node], node.meta["val"], form.names[entering[node.name]])
             elif node.users:
                 raise TraceError(f"it has the constant {node.name}, a tensor that is made anew at each call")
         elif node.op == "output":
@@ -111,23 +141,13 @@ def _read_rate(module: nn.Module, graph: fx.Graph, made: fx.Node, node: fx.Node)
     if not place or len(made.args) <= place or not isinstance(rate := made.args[place], float):
         return
     for path, _ in reversed(list(node.meta.get("nn_module_stack", {}).values())):
+        path = _below(path)
         holder = module.get_submodule(path) if path else module
         for name in rates_of(holder):
             if getattr(holder, name) == rate:
                 with graph.inserting_before(made):
                     made.update_arg(place, graph.get_attr(join(path, name)))
                 return
-
-
-def _free(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Sizes that torch.export is to leave free where it can, in the form in which it asks for them."""
-    from torch.export import Dim
-
-    def dims(value: Any) -> Any:
-        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, torch.Tensor) else None
-
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return tree_map(dims, tuple(bound.arguments.values()))
 
 
 def _settled(graph: fx.Graph, entered: fx.Node, value: torch.Tensor, name: str) -> None:

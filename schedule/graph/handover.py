@@ -24,6 +24,7 @@ from ..parallel.partial import BiasOnce, WithoutBias, once
 from ..parallel.sharding import holders, shards_of
 from ..transfer import give_hooks
 from ..tree import Tree, join, places
+from .called import used
 from .operations import SubgraphCall
 from .subgraph import Subgraph
 from .trace import ITSELF, Traced
@@ -204,36 +205,12 @@ def prune(tree: Tree, each: Subgraph, attributes: set[str]) -> list[str]:
             module.__dict__["_shards"] = {key: cut for key, cut in shards_of(module).items() if key != name}
         tree.annotations.pop((held, name), None)
     for old in gone:
-        if old not in alive and not any(_own(module) for module in old.modules()):
+        asked = any(module is old for module, _ in read)
+        if old not in alive and not asked and not any(_own(module) for module in old.modules()):
             for parent, name, _ in places(tree.module, old):
                 del children_of(parent)[name]
     left = set(tree.module.parameters())
     return [said for tensor, said in lost.items() if tensor not in left]
-
-
-def used(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
-    """The modules that the model still calls, and the attributes (module, name) that its graphs read."""
-    alive: set[nn.Module] = set()
-    read: set[tuple[nn.Module, str]] = set()
-    stack = [root]
-    while stack:
-        module = stack.pop()
-        if module in alive:
-            continue
-        alive.add(module)
-        graphs = [layer.graph for layer in layers_of(module, Traced)]
-        if not graphs:
-            stack += module.children()
-        while graphs:
-            for node in graphs.pop().nodes:
-                if node.op == "call_module":
-                    stack.append(module.get_submodule(node.target))
-                elif node.op == "get_attr" and node.target != ITSELF:
-                    holder, _, name = node.target.rpartition(".")
-                    read.add((module.get_submodule(holder), name))
-                elif isinstance(node.target, SubgraphCall):
-                    graphs.append(node.target.graph)
-    return alive, read
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -39,6 +39,14 @@ _ACTIVATIONS = {
     "SiLUActivation": "silu",
 }
 """Modules without options, of torch.nn and transformers, by the function that they stand for."""
+_GELUS = {
+    "GELUActivation": "none",
+    "NewGELUActivation": "tanh",
+    "FastGELUActivation": "tanh",
+    "AccurateGELUActivation": "tanh",
+    "GELUTanh": "tanh",
+}
+"""Modules of transformers that are a GELU, and how they compute it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +294,8 @@ def _of_module(node: fx.Node, child: nn.Module) -> Operation:
         return Operation("dropout", args, {"p": child.p})
     if isinstance(child, nn.GELU):
         return Operation("gelu", args, {"approximate": child.approximate})
+    if type(child).__name__ in _GELUS:
+        return Operation("gelu", args, {"approximate": _GELUS[type(child).__name__]})
     if isinstance(child, nn.Softmax):
         return Operation("softmax", args, {"dim": child.dim})
     return Operation(_ACTIVATIONS.get(type(child).__name__, type(child).__name__), args)

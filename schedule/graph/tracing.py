@@ -59,7 +59,7 @@ class Tracer(fx.Tracer):
         for leaf in self.leaves:
             if isinstance(leaf, str) and re.fullmatch(leaf, module_qualified_name):
                 return True
-            if isinstance(leaf, type) and isinstance(m, leaf):
+            if leaf is m or (isinstance(leaf, type) and isinstance(m, leaf)):
                 return True
         return m.__module__.startswith("torch.nn") and not isinstance(m, (nn.Sequential, nn.ModuleList))
 

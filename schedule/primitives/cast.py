@@ -9,6 +9,7 @@ from torch import nn
 from ..._torch import buffers_of, parameters_of, tree_map, unsaved_buffers_of
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer
+from ..graph.called import check_called
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -30,6 +31,7 @@ def cast(sch: ScheduledModule, dtype: torch.dtype) -> None:
         raise ScheduleError(f"cast on '{sch.name}': {dtype} has no arithmetic in PyTorch; cast to bfloat16 or float16")
     if sch.deferred(_apply):
         raise ScheduleError(f"cast on '{sch.name}': a module is cast once, and it already is")
+    check_called(sch, "cast")
     sch.defer("cast", _apply, dtype=dtype)
 
 

@@ -12,6 +12,7 @@ from ..._torch import OpOverload
 from ...errors import ScheduleError
 from ..caches import without_cache
 from ..forward import Layer, add_layer
+from ..graph.called import check_called
 from ..graph.editing import checkpoint_subgraph
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -44,6 +45,7 @@ def checkpoint(sch: ScheduledModule, subgraph: Any = None, policy: Policy | list
         return
     if sch.deferred(_apply):
         raise ScheduleError(f"checkpoint on '{sch.name}': a module is checkpointed once, and it already is")
+    check_called(sch, "checkpoint")
     sch.defer("checkpoint", _apply, policy=policy)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ScheduleError
+from ..graph.called import check_called
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -28,6 +29,7 @@ def compile(sch: ScheduledModule, **options: Any) -> None:
     if sch.deferred(_apply):
         raise ScheduleError(f"compile on '{sch.name}': a module is compiled once, and it already is")
     check_options(sch, options)
+    check_called(sch, "compile")
     sch.defer("compile", _apply, options=options)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError, not_installed, unknown
+from ..graph.called import check_read
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -46,6 +47,7 @@ def float8(sch: ScheduledModule, scaling: str = "tensorwise", emulate: bool = Fa
         raise ScheduleError(f"{label}: a module is converted once, and it already is")
     if why := obstacle([sch.module]):
         raise ScheduleError(f"{label}: {why}")
+    check_read(sch, "float8", convertible(sch.module))
     # With the casts: before a module is checkpointed, compiled or cut over replicas.
     sch.defer("cast", _apply, scaling=scaling, emulate=emulate, dtype=SCALINGS[scaling])
 
@@ -72,6 +74,7 @@ def _apply(
     # The format is for `verify`, whose tolerances follow from it.
     if context.pipeline is not None and context.pipeline.absent(sch.path):
         return
+    check_read(sch, "float8", convertible(module))
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # The gradient of a weight is a sum over tokens, of which there may be any number: filled up with zeros.

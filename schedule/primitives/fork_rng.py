@@ -10,6 +10,7 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer
+from ..graph.called import check_called
 from ..parallel.collectives import Axis
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -37,6 +38,7 @@ def fork_rng(sch: ScheduledModule, differ: bool = True) -> None:
     ranks = tensor_parallel(sch, "fork_rng")
     if sch.deferred(_apply):
         raise ScheduleError(f"fork_rng on '{sch.name}': a module's random stream is set once, and it already is")
+    check_called(sch, "fork_rng")
     sch.defer("random", _apply, axis=ranks, differ=differ)
 
 

@@ -7,12 +7,11 @@ from torch import nn
 
 from ...errors import ScheduleError, unknown
 from ..forward import Layer, add_layer, layers_of
-from ..graph.compiled import compiled
+from ..graph.called import check_called
+from ..graph.compiled import COMPILERS, compiled
 from ..graph.editing import fuse_subgraph
 from ..primitive import primitive
 from ..tree import ScheduledModule
-
-COMPILERS = ("inductor", "none")
 
 
 @primitive
@@ -45,6 +44,7 @@ def fuse(
         raise ScheduleError(f"fuse on '{sch.name}': name goes with a subgraph")
     if layers_of(sch.module, Fused):
         raise ScheduleError(f"fuse on '{sch.name}': a module is fused once, and it already is")
+    check_called(sch, "fuse")
     add_layer(sch.module, Fused(compiler))
 
 

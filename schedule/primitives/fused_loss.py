@@ -8,6 +8,7 @@ from torch import nn
 
 from ...errors import ScheduleError
 from ..forward import Layer, add_layer, layers_of
+from ..graph.called import check_called
 from ..parallel.exchange import syncs_of
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -33,6 +34,7 @@ def fused_loss(sch: ScheduledModule) -> None:
         raise ScheduleError(f"{label}: the loss of a head is fused once, and it already is")
     if any(each.mode in ("fwd_post", "bwd_pre") for each in syncs_of(module)):
         raise ScheduleError(f"{label}: ranks exchange its logits, which forms them; use parallel_loss")
+    check_called(sch, "fused_loss")
     add_layer(module, FusedLoss())
 
 

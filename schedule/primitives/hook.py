@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ScheduleError, unknown
+from ..graph.called import check_called
 from ..primitive import primitive
 from ..tree import ScheduledModule
 
@@ -32,4 +33,5 @@ def hook(sch: ScheduledModule, kind: str, fn: Callable[..., Any]) -> None:
         raise ScheduleError(f"hook on '{sch.name}': {unknown('kind', kind, KINDS)}")
     if not callable(fn):
         raise ScheduleError(f"hook on '{sch.name}': fn must be callable, but got {type(fn).__name__}")
+    check_called(sch, "hook")
     getattr(sch.module, KINDS[kind])(fn)

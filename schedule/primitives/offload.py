@@ -8,6 +8,7 @@ from torch import nn
 
 from ...errors import ScheduleError, unknown
 from ..forward import Layer, add_layer
+from ..graph.called import check_called
 from ..offloaded import OffloadedOptimizer
 from ..primitive import primitive
 from ..tree import ScheduledModule
@@ -35,6 +36,7 @@ def offload(sch: ScheduledModule, what: str = "activations") -> None:
     apply = _activations if what == "activations" else _optimizer
     if sch.deferred(apply):
         raise ScheduleError(f"{label}: {what} are offloaded once, and already are")
+    check_called(sch, "offload")
     sch.defer("offload", apply)
 
 

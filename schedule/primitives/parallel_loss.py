@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ...errors import ScheduleError
+from ..graph.called import check_called
 from ..parallel.sharding import shards_of
 from ..parallel.vocabulary import SplitLogits
 from ..primitive import primitive
@@ -31,6 +32,7 @@ def parallel_loss(sch: ScheduledModule) -> None:
         raise ScheduleError(
             f"parallel_loss on '{sch.name}': its weight must be cut along the output (the vocabulary); shard it first"
         )
+    check_called(sch, "parallel_loss")
     cut = shards_of(sch.module)["weight"]
     sch.module.register_forward_hook(_Split(ranks, cut.shape[cut.dim]))
 

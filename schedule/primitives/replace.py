@@ -11,6 +11,7 @@ from ..._torch import children_of
 from ...errors import ScheduleError
 from ..deferred import noted
 from ..forward import layers_of
+from ..graph.called import check_called
 from ..graph.editing import replace_subgraph
 from ..primitive import primitive
 from ..recording import recording_of
@@ -59,6 +60,7 @@ def replace(
 
 def make(sch: ScheduledModule, old: nn.Module, new: nn.Module | Callable[..., Any]) -> nn.Module:
     """The module that is to take the place of `old`; nothing is changed yet."""
+    check_called(sch, "replace")
     for path, each in old.named_modules():
         if layers_of(each) or "_shards" in each.__dict__:
             raise ScheduleError(

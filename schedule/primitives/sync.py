@@ -9,7 +9,7 @@ import torch
 from ..._torch import parameters_of
 from ...errors import ScheduleError, unknown
 from .. import collectives as differentiable
-from ..graph.handover import used
+from ..graph.called import check_called, used
 from ..parallel import collectives
 from ..parallel.collectives import Axis, through
 from ..parallel.exchange import InputSync, OutputSync, ParameterSync, Sync, syncs_of
@@ -64,6 +64,7 @@ def sync(
         ScheduleError: unknown mode or op; axis missing; what the sharded weights of this module contradict.
     """
     ranks = tensor_parallel(sch, "sync")
+    check_called(sch, "sync")
     _check_sync(sch, mode, op, axis, on)
     _check_dims(sch, mode, op, join, gradient)
     module = sch.module

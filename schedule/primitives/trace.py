@@ -9,6 +9,7 @@ from torch import nn
 from ...errors import ScheduleError, TraceError, unknown
 from ..forward import add_layer, layers_of
 from ..graph.by_example import trace_by_example
+from ..graph.called import check_called, scheduled_below
 from ..graph.examples import as_call, example_of
 from ..graph.exported import trace_exported
 from ..graph.trace import Traced
@@ -57,19 +58,22 @@ def trace(
         raise ScheduleError(f"{label}: a module is traced once, and it already is")
     if tracer is not None and tracer not in TRACERS:
         raise ScheduleError(f"{label}: {unknown('tracer', tracer, TRACERS)}")
+    check_called(sch, "trace")
     if examples is not None:
         sch.tree.examples[sch.path] = as_call(examples)
     example = example_of(sch)
     module, name = sch.module, sch.name
+    scheduled = scheduled_below(sch)
+    kept = [*leaves, *scheduled]
     if example is None:
         if tracer not in (None, "fx"):
             raise ScheduleError(f"{label}: tracer '{tracer}' needs examples=, here or at a module above")
-        add_layer(module, trace_symbolically(module, name, flatten, leaves, inputs))
+        add_layer(module, trace_symbolically(module, name, flatten, kept, inputs))
         return
     ways: dict[str, Callable[[], Traced]] = {
-        "fx": partial(trace_by_example, module, name, flatten, leaves, inputs, example),
-        "export": partial(trace_exported, module, name, inputs, example, strict=False),
-        "dynamo": partial(trace_exported, module, name, inputs, example, strict=True),
+        "fx": partial(trace_by_example, module, name, flatten, kept, inputs, example),
+        "export": partial(trace_exported, module, name, inputs, example, scheduled, strict=False),
+        "dynamo": partial(trace_exported, module, name, inputs, example, scheduled, strict=True),
     }
     add_layer(module, _first(ways if tracer is None else {tracer: ways[tracer]}))
 

@@ -127,7 +127,8 @@ def check_dead_sync():
     sch["fc2"].shard("weight", axis=1)
     sch.trace()
     sch.replace(gelu_linear, sch.find(gelu_linear))
-    sch["fc2"].sync("fwd_post", "all_reduce")  # nothing calls it any more
+    with pytest.raises(ScheduleError, match="sync on .fc2.: the graph of .the root. does not call it"):
+        sch["fc2"].sync("fwd_post", "all_reduce")
     with pytest.raises(ScheduleError, match="'fc2' gives partial sums on each rank, and nothing adds them up"):
         build(sch)
 

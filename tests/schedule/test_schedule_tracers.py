@@ -8,79 +8,9 @@ import transformers
 from redline.errors import ScheduleError, TraceError
 from redline.schedule import build, create_schedule, verify
 from tiers import tiered
+from tiny_families import FAMILIES, batch, made, same, trained
 from torch import nn
 from torch.nn import functional as F
-
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-FAMILIES = {
-    "bert": ("BertForMaskedLM", {"num_hidden_layers": 2, **SIZES}, "bert.encoder.layer.0.attention.self"),
-    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": 32, "n_head": 4}, "transformer.h.0.attn"),
-    "gpt_neo": (
-        "GPTNeoForCausalLM",
-        {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-        "transformer.h.1.attn.attention",
-    ),
-    "opt": (
-        "OPTForCausalLM",
-        {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 32},
-        "model.decoder.layers.0.self_attn",
-    ),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0},
-        "decoder.block.1.layer.1.EncDecAttention",
-    ),
-    "albert": (
-        "AlbertForMaskedLM",
-        {"num_hidden_layers": 2, "embedding_size": 16, **SIZES},
-        "albert.encoder.albert_layer_groups.0.albert_layers.0.attention",
-    ),
-    "llama": (
-        "LlamaForCausalLM",
-        {"num_hidden_layers": 2, "num_key_value_heads": 2, "attention_dropout": 0.1, **SIZES},
-        "model.layers.0.self_attn",
-    ),
-    "roberta": ("RobertaForMaskedLM", {"num_hidden_layers": 2, **SIZES}, "roberta.encoder.layer.0.attention.self"),
-    "vit": (
-        "ViTForImageClassification",
-        {"num_hidden_layers": 2, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.1, **SIZES},
-        "vit.layers.0.attention",
-    ),
-}
-
-
-def made(family, seed=0):
-    kind, sizes, _ = FAMILIES[family]
-    given = {} if family == "vit" else {"vocab_size": 96, **SPECIAL}
-    torch.manual_seed(seed)
-    cls = getattr(transformers, kind)
-    return cls(cls.config_class(**sizes, **given))
-
-
-def batch(family, size=2, length=12):
-    generator = torch.Generator().manual_seed(1)
-    if family == "vit":
-        return {"pixel_values": torch.randn(size, 3, 16, 16, generator=generator), "labels": torch.arange(size) % 2}
-    tokens = torch.randint(3, 96, (size, length), generator=generator)
-    mask = torch.ones_like(tokens)
-    mask[1, length - 3 :] = 0
-    data = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-    return data if family in ("bert", "albert", "roberta") else {**data, "use_cache": False}
-
-
-def trained(model, data):
-    """The loss and the gradients of one pass with dropout."""
-    model.train()
-    model.zero_grad()
-    torch.manual_seed(3)
-    loss = model(**data).loss
-    loss.backward()
-    return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,13 +34,15 @@ def test_attention_is_traced_and_edited(family, seed):
     assert torch.equal(built(**more).loss, plain(**more).loss)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "opt", "t5"])
 def test_whole_models_and_embeddings_are_traced(family, seed):
     model, data = made(family, seed), batch(family)
     plain = copy.deepcopy(model)
     sch = create_schedule(model)
     sch.trace(examples=data)
-    inner = next(each for each in sch if isinstance(each.module, transformers.PreTrainedModel))
+    # OPT's head calls the decoder, past the model that it is in.
+    decoder = [sch["model.decoder"]] if family == "opt" else []
+    inner = [*decoder, *(each for each in sch if isinstance(each.module, transformers.PreTrainedModel))][0]
     inner.trace()
     if family == "bert":
         inner["embeddings"].trace()
@@ -228,3 +160,47 @@ def test_what_an_exported_graph_would_lose_is_refused():
     sch["fc"].hook("fwd_post", lambda m, args, out: out)
     with pytest.raises(TraceError, match="what was scheduled on 'fc' would be lost.*by tracer='fx'"):
         sch.trace(tracer="export", examples=torch.ones(2, 8))
+
+
+BLOCKS = {
+    "bert": "bert.encoder.layer.0",
+    "gpt2": "transformer.h.0",
+    "gpt_neo": "transformer.h.1",
+    "opt": "model.decoder.layers.0",
+    "t5": "decoder.block.1",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0",
+    "llama": "model.layers.0",
+    "roberta": "roberta.encoder.layer.0",
+    "vit": "vit.layers.0",
+}
+REFUSED = {
+    "gpt_neo": "it has the constant .*, a tensor that is made anew at each call",
+    "t5": "it does other operations in training than in evaluation",
+}
+"""Families that operators alone do not tell, and why."""
+
+
+@pytest.mark.parametrize(
+    ("family", "tracer"),
+    [
+        pytest.param(family, tracer, marks=[] if (family, tracer) == ("opt", "export") else pytest.mark.slow)
+        for family in FAMILIES
+        for tracer in ("export", "dynamo")
+    ],
+)
+def test_attention_and_blocks_are_exported_or_refused_in_words(family, tracer):
+    for path in (FAMILIES[family][2], BLOCKS[family]):
+        model, data = made(family), batch(family)
+        plain = copy.deepcopy(model)
+        sch = create_schedule(model)
+        sch.tree.examples[""] = ((), data)
+        if family in REFUSED:
+            with pytest.raises(TraceError, match=REFUSED[family]):
+                sch[path].trace(tracer=tracer)
+            continue
+        sch[path].trace(tracer=tracer)
+        assert not [node for node in sch[path].graph.nodes if node.op == "call_module"]
+        built, _ = build(sch)
+        assert same(trained(built, data), trained(plain, data))
+        more = batch(family, size=4, length=16)
+        assert torch.equal(built.eval()(**more).loss, plain.eval()(**more).loss)

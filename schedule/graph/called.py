@@ -1,0 +1,88 @@
+"""What a model still calls where some of its modules run as graphs."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...errors import ScheduleError
+from ..forward import layers_of
+from ..tree import ScheduledModule
+from .operations import SubgraphCall
+from .trace import ITSELF, Traced
+
+
+def used(root: nn.Module) -> tuple[set[nn.Module], set[tuple[nn.Module, str]]]:
+    """The modules that the model still calls, and the attributes (module, name) that its graphs read."""
+    alive: set[nn.Module] = set()
+    read: set[tuple[nn.Module, str]] = set()
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if module in alive:
+            continue
+        alive.add(module)
+        graphs = [layer.graph for layer in layers_of(module, Traced)]
+        if not graphs:
+            stack += module.children()
+        while graphs:
+            for node in graphs.pop().nodes:
+                if node.op == "call_module":
+                    stack.append(module.get_submodule(node.target))
+                elif node.op == "get_attr" and node.target != ITSELF:
+                    holder, _, name = node.target.rpartition(".")
+                    read.add((module.get_submodule(holder), name))
+                elif isinstance(node.target, SubgraphCall):
+                    graphs.append(node.target.graph)
+    return alive, read
+
+
+def check_called(sch: ScheduledModule, primitive: str) -> None:
+    """Refuses what would be done around the calls of a module that a graph above it calls no more.
+
+    Raises:
+        ScheduleError: its operations lie in that graph themselves, were replaced there, or it was never called.
+    """
+    traced = graph_above(sch)
+    # A list of modules has no calls to lose.
+    if traced is None or type(sch.module).forward is nn.Module.forward:
+        return
+    if sch.module not in used(sch.tree.module)[0]:
+        above = f"sch['{traced}']" if traced else "sch"
+        raise ScheduleError(
+            f"{primitive} on '{sch.name}': the graph of '{traced or 'the root'}' does not call it, but has its operations "
+            f"itself, has others in their place, or goes past it, so that this would do nothing; {primitive} before "
+            f"{above}.trace, have it stay a call there (leaves=), or take what {above}.find returns"
+        )
+
+
+def graph_above(sch: ScheduledModule) -> str | None:
+    """The path of the nearest module above that runs as a graph; None where none does."""
+    parts = sch.path.split(".") if sch.path else []
+    for depth in range(len(parts) - 1, -1, -1):
+        path = ".".join(parts[:depth])
+        if layers_of(sch.tree.module.get_submodule(path), Traced):
+            return path
+    return None
+
+
+def scheduled_below(sch: ScheduledModule) -> list[nn.Module]:
+    """The modules below one around whose calls `build` is to do something."""
+    prefix = sch.path + "." if sch.path else ""
+    below = [each.path for each in sch.tree.deferred if each.path != sch.path and each.path.startswith(prefix)]
+    return [sch.tree.module.get_submodule(path) for path in below]
+
+
+def check_read(sch: ScheduledModule, primitive: str, layers: Sequence[nn.Module]) -> None:
+    """Refuses what would be done to layers whose weights graphs read, without a call of the layer.
+
+    Raises:
+        ScheduleError: names the layer.
+    """
+    alive, read = used(sch.tree.module)
+    of = {module for module, name in read if name == "weight"}
+    for path, module in sch.module.named_modules():
+        if module in layers and module in of - alive:
+            raise ScheduleError(
+                f"{primitive} on '{sch.name}': a graph reads the weights of '{path}' without a call of it, so that this "
+                f"would be lost there; {primitive} before trace and replace, or leave it a call"
+            )

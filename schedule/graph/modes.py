@@ -1,0 +1,132 @@
+"""One graph of two: of what a module does in training, and in evaluation."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from ..._torch import OpOverload, schema_of, tree_flatten, tree_unflatten
+from ...errors import ScheduleError, TraceError
+
+
+def check(value: Any, expected: Any, where: str) -> None:
+    """Refuses a call on which the traced code would have gone another way than in its example."""
+    if value != expected:
+        raise ScheduleError(
+            f"a traced module was traced where {where} is {expected!r}, but here it is {value!r}; trace it with examples= "
+            "of this call"
+        )
+
+
+def check_in(training: bool, mode: bool, value: Any, expected: Any, where: str) -> None:
+    """The same in one mode alone: `mode` is whether in training or in evaluation."""
+    if training == mode:
+        check(value, expected, where)
+
+
+def choose(training: bool, trains: Any, evaluates: Any) -> Any:
+    """One of two values, by whether the module trains."""
+    return trains if training else evaluates
+
+
+def merged(trains: fx.Graph, evaluates: fx.Graph) -> fx.Graph:
+    """One graph of two that differ in what operations are given and in what they check only, which it chooses by the
+    module's mode.
+
+    Raises:
+        TraceError: they differ in what they do.
+    """
+    pairs = list(_aligned(trains, evaluates))
+    head = next(node for node in trains.nodes if node.op != "placeholder")
+    with trains.inserting_before(head):
+        training = trains.get_attr("training")
+    other: dict[fx.Node, fx.Node] = {}
+    for i, (one, two) in enumerate(pairs):
+        if two is None:
+            assert one is not None
+            _in_one_mode(one, training, True)
+            if _is_contiguous(one):
+                other.update({two: one for two, each in other.items() if each is one.args[0]})
+        elif one is None:
+            following = next(node for node, _ in pairs[i:] if node is not None)
+            with trains.inserting_before(following):
+                other[two] = trains.node_copy(two, other.__getitem__)
+            _in_one_mode(other[two], training, False)
+            if _is_contiguous(two):
+                # In training, too, where it changes nothing: what follows takes the same then.
+                given = other[two].args[0]
+                given.replace_all_uses_with(other[two], delete_user_cb=lambda user, own=other[two]: user is not own)
+        else:
+            other[two] = one
+            if one.op != "placeholder":
+                args, kwargs = fx.node.map_arg((two.args, two.kwargs), other.__getitem__)
+                _chosen(trains, training, one, (args, dict(kwargs)))
+    return trains
+
+
+def _aligned(trains: fx.Graph, evaluates: fx.Graph) -> Iterator[tuple[fx.Node | None, fx.Node | None]]:
+    """Nodes that do the same; None beside what there may be in one mode alone: a check, what is computed for one, or what
+    makes a tensor contiguous, which torch.export leaves out where it is."""
+    ones, twos = list(trains.nodes), list(evaluates.nodes)
+    checks = _checks(trains) | _checks(evaluates)
+    free = checks | {node for node in (*ones, *twos) if _is_contiguous(node)}
+    while ones or twos:
+        one, two = next(iter(ones), None), next(iter(twos), None)
+        kinds = [None if each is None else (each.op, each.target, each in checks) for each in (one, two)]
+        if kinds[0] == kinds[1]:
+            yield ones.pop(0), twos.pop(0)
+        elif one in free:
+            yield ones.pop(0), None
+        elif two in free:
+            yield None, twos.pop(0)
+        else:
+            raise TraceError("it does other operations in training than in evaluation; trace the modules below it")
+
+
+def _checks(graph: fx.Graph) -> set[fx.Node]:
+    """The checks of a graph, and what is computed for them alone."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target is check or (node.op != "placeholder" and node.users and found.issuperset(node.users)):
+            found.add(node)
+    return found
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    return str(node.target) == "aten.contiguous.default" and not node.kwargs
+
+
+def _in_one_mode(node: fx.Node, training: fx.Node, mode: bool) -> None:
+    """Has a check be made in one mode alone."""
+    if node.target is check:
+        node.target = check_in
+        node.args = (training, mode, *node.args)
+
+
+def _filled(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The positional arguments of an operator, those left out at their defaults."""
+    if not isinstance(node.target, OpOverload):
+        return args
+    rest = itertools.takewhile(lambda each: not each.kwarg_only, schema_of(node.target).arguments[len(args) :])
+    return (*args, *(each.default_value for each in rest))
+
+
+def _chosen(graph: fx.Graph, training: fx.Node, node: fx.Node, evaluates: tuple[Any, dict[str, Any]]) -> None:
+    """Has an operation be given what it is in training, or what it is in evaluation."""
+    given, others = _filled(node, node.args), _filled(node, evaluates[0])
+    mine, spec = tree_flatten((given, dict(node.kwargs)))
+    theirs, shape = tree_flatten((others, evaluates[1]))
+    if spec != shape:
+        raise TraceError(f"{node.name} is given other arguments in training than in evaluation")
+    changed = False
+    for i, (left, right) in enumerate(zip(mine, theirs)):
+        if left is not right and (isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right):
+            changed = True
+            if (left, right) == (True, False):
+                mine[i] = training
+            else:
+                with graph.inserting_before(node):
+                    mine[i] = graph.call_function(choose, (training, left, right))
+    if changed:
+        node.args, node.kwargs = tree_unflatten(mine, spec)

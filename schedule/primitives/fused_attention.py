@@ -1,0 +1,222 @@
+"""fused_attention: attention that is written out becomes one operation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from ...errors import ScheduleError
+from ..graph.editing import replace_subgraph
+from ..graph.pattern import Attribute, operation
+from ..graph.subgraph import Subgraph, traced_below
+from ..primitive import primitive
+from ..tree import ScheduledModule
+
+CASTS = ("to", "type", "type_as", "float")
+"""Operations that change the format of numbers alone."""
+MASKS = ("add", "where", "masked_fill")
+"""Operations by which scores are masked or have a bias added."""
+CARRIED: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(CASTS, (0,)),
+    "add": (0, 1),
+    "mul": (0, 1),
+    "div": (0,),
+    "where": (1,),
+    "masked_fill": (0,),
+}
+"""What may be done to scores, and as which arguments it takes them."""
+Step = tuple[str, fx.Node, tuple[Any, ...]]
+"""An operation on scores: its name, its node, and what it is given beside them."""
+
+
+@primitive
+def fused_attention(sch: ScheduledModule) -> None:
+    """Computes attention that is written out as one operation, in the traced modules at and below this one.
+
+    A product, a scale, masks and biases, softmax, dropout and a second product become PyTorch's
+    `scaled_dot_product_attention`, which need not hold the scores. Where it does (with dropout on a CPU) it draws
+    what was drawn before; other kernels draw otherwise.
+
+    Raises:
+        ScheduleError: nothing is traced; there is no such attention, or its weights are used otherwise, which says
+            where (modules of transformers return them: trace the block above with `flatten=True`); what `replace`
+            refuses.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+    """
+    label = f"fused_attention on '{sch.name}'"
+    places = traced_below(sch)
+    if not places:
+        raise ScheduleError(f"{label}: trace it first, or a module below it")
+    reasons: list[str] = []
+    found = [each for place in places for each in _found(*place, reasons)]
+    if not found:
+        why = "; ".join(dict.fromkeys(reasons)) or "there is no softmax between two products in what is traced there"
+        raise ScheduleError(f"{label}: {why}")
+    for each in found:
+        for node in each.scores:
+            # What asks scores for their format may as well ask the queries.
+            for user in _asking(node):
+                user.replace_input_with(node, each.subgraph.inputs[0])
+        replace_subgraph(sch, Attention(each.scaling, each.masks), [each.subgraph], "attention", together=False)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What takes the place of attention that is written out."""
+
+    scaling: str
+    """`mul` or `div`, what is done to scores with the scale; `none`."""
+    masks: tuple[str, ...]
+    """What is done to scores after that, each of MASKS."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        transposed: torch.Tensor,
+        value: torch.Tensor,
+        rate: float,
+        training: bool,
+        scale: Any,
+        *given: Any,
+    ) -> torch.Tensor:
+        """query: (..., length, width); transposed: keys, (..., width, length); value: (..., length, width).
+
+        rate: of dropout; scale: a number; given: what masks scores, one or two values for each of `masks`.
+        """
+        factor = 1.0 if self.scaling == "none" else scale if self.scaling == "mul" else 1 / scale
+        if isinstance(factor, torch.Tensor):
+            query, factor = query * factor, 1.0
+        out = F.scaled_dot_product_attention(
+            query,
+            transposed.transpose(-1, -2),
+            value.to(query.dtype),
+            attn_mask=self._bias(query, given),
+            dropout_p=rate if training else 0.0,
+            scale=factor,
+        )
+        return out.to(value.dtype)
+
+    def _bias(self, query: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor | None:
+        """All masks and biases as what is added to scores."""
+        left = list(given)
+        total: torch.Tensor | None = None
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        for kind in self.masks:
+            first = left.pop(0)
+            if kind == "where":
+                first = torch.where(first, zero, left.pop(0))
+            elif kind == "masked_fill":
+                first = zero.masked_fill(first, left.pop(0))
+            total = first if total is None else total + first
+        return None if total is None else total.to(query.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Attention in a graph."""
+
+    subgraph: Subgraph
+    """All of it; its inputs are those of `Attention`."""
+    scores: list[fx.Node] = field(default_factory=list)
+    """The scores on their way to the softmax."""
+    scaling: str = "none"
+    """As in `Attention`."""
+    masks: tuple[str, ...] = ()
+    """As in `Attention`."""
+
+
+def _found(path: str, module: nn.Module, layer: Any, reasons: list[str]) -> Iterator[_Found]:
+    order = {node: i for i, node in enumerate(layer.graph.nodes)}
+    for node in layer.graph.nodes:
+        what = operation(node, module)
+        if what is None or what.name != "softmax" or what.options.get("dim") not in (-1, 3):
+            continue
+        before = _before(what.args[0], module)
+        if before is None:
+            continue
+        behind = _behind(node, module)
+        if isinstance(behind, str):
+            reasons.append(f"the weights of attention in '{path or 'the root'}' {behind}")
+            continue
+        after, rate, training, value = behind
+        names = [name for name, _, _ in before[1:] if name not in CASTS]
+        scalings = [name for name in names if name in ("mul", "div")]
+        if names[: len(scalings)] != scalings or len(scalings) > 1:
+            reasons.append(
+                f"the scores of attention in '{path or 'the root'}' are scaled otherwise than once before masks"
+            )
+            continue
+        scale = [given for name, _, given in before if name in ("mul", "div")]
+        masks = [(name, given) for name, _, given in before if name in MASKS]
+        masking = (each for _, given in masks for each in given)
+        inputs = (*before[0][2], value, rate, training, scale[0][0] if scale else 1.0, *masking)
+        nodes = sorted([*(each for _, each, _ in before), node, *after], key=order.__getitem__)
+        yield _Found(
+            subgraph=Subgraph(path, module, layer, tuple(nodes), inputs, (after[-1],), None),
+            scores=[each for _, each, _ in before],
+            scaling=scalings[0] if scalings else "none",
+            masks=tuple(name for name, _ in masks),
+        )
+
+
+def _before(value: Any, module: nn.Module) -> list[Step] | None:
+    """The operations from the product of queries and keys to a value; None where there is no such product."""
+    what = operation(value, module) if isinstance(value, fx.Node) else None
+    if what is None or len(value.users) - len(_asking(value)) != 1:
+        return None
+    if what.name == "matmul":
+        return [(what.name, value, tuple(what.args))] if _ranks(what.args) else None
+    for i in CARRIED.get(what.name, ()):
+        inner = _before(what.args[i], module) if len(what.args) > i else None
+        rest = tuple(what.args[:i] + what.args[i + 1 :])
+        if inner is not None and (what.name not in ("mul", "div") or _is_number(rest[0])):
+            return [*inner, (what.name, value, rest)]
+    return None
+
+
+def _behind(softmax: fx.Node, module: nn.Module) -> tuple[list[fx.Node], Any, Any, Any] | str:
+    """The operations from a softmax to the product with values, the rate of dropout, whether it is on, and the values;
+    or what else is done with it."""
+    node, nodes, rate, training = softmax, list[fx.Node](), 0.0, False
+    while True:
+        users = list(node.users)
+        if len(users) != 1:
+            names = ", ".join(user.name for user in users)
+            return f"are used by {names}; trace the module above with flatten=True, where nobody takes them"
+        before, node = node, users[0]
+        what = operation(node, module)
+        if what is None or what.name not in (*CASTS, "dropout", "matmul") or what.args[0] is not before:
+            return f"go into {node.name}"
+        nodes.append(node)
+        if what.name == "matmul":
+            return nodes, rate, training, what.args[1]
+        if what.name == "dropout":
+            rate, training = dropout_of(node, what.options["p"])
+
+
+def dropout_of(node: fx.Node, rate: Any) -> tuple[Any, Any]:
+    """The rate of a dropout in a graph and whether it is on, as they are when the graph runs."""
+    if node.op == "call_module":
+        return Attribute(f"{node.target}.p"), Attribute(f"{node.target}.training")
+    return rate, node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+
+
+def _asking(node: fx.Node) -> list[fx.Node]:
+    """What asks a value for its format or device alone."""
+    return [user for user in node.users if user.target is getattr and user.args[1] in ("dtype", "device")]
+
+
+def _ranks(factors: list[Any]) -> bool:
+    """Whether the factors of a product may be queries and keys: both of one number of dimensions, as far as is known."""
+    known = [each.meta.get("example") for each in factors if isinstance(each, fx.Node)]
+    return len({each.dim() for each in known if isinstance(each, torch.Tensor)}) <= 1
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("example")
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)

@@ -1,0 +1,351 @@
+"""Fused linear layers, attention and activations in models of all families: the same numbers under the same names."""
+
+import copy
+
+import pytest
+import torch
+import yaml
+from redline.errors import ScheduleError
+from redline.schedule import apply_recipe, build, create_schedule, verify
+from redline.schedule.primitives.fused_activations import Activation
+from redline.schedule.primitives.fused_attention import Attention
+from tiny_families import FAMILIES, batch, made, trained
+from torch import nn
+from torch.nn import functional as F
+
+BLOCKS = {
+    "bert": "bert.encoder.layer.0",
+    "gpt2": "transformer.h.0",
+    "gpt_neo": "transformer",  # whose blocks give their weights of attention on
+    "opt": "model.decoder.layers.0",
+    "t5": "decoder.block.1",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0",
+    "llama": "model.layers.0",
+    "roberta": "roberta.encoder.layer.0",
+    "vit": "vit.layers.0",
+}
+EXPECTED = {
+    "bert": ("split", "Attention", ""),
+    "gpt2": ("", "Attention", "Activation"),
+    "gpt_neo": ("split", "Attention", "Activation"),
+    "opt": ("split", "Attention", ""),
+    "t5": ("split", "Attention", "Activation"),
+    "albert": ("split", "Attention", "Activation"),
+    "llama": ("split", "Attention", "Activation"),
+    "roberta": ("split", "Attention", ""),
+    "vit": ("split", "Attention", ""),
+}
+"""What of a family's block becomes linear layers in one, attention, and activations."""
+
+
+def block_of(family, model):
+    """The schedule of a model, and of its first block, traced with the modules below it."""
+    sch = create_schedule(model)
+    return sch, sch[BLOCKS[family]]
+
+
+def kinds(sch):
+    """What a graph has of what was put into it."""
+    found = []
+    for node in sch.graph.nodes:
+        function = getattr(node.target, "function", None)
+        ours = isinstance(function, Activation | Attention)
+        found.append(type(function).__name__ if ours else getattr(function, "__name__", ""))
+    return [each for each in found if each]
+
+
+def close(one, other):
+    return len(one) == len(other) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_all_families_are_fused(family, seed):
+    model, data = made(family, seed), batch(family)
+    if family != "gpt_neo":  # has no other
+        model.set_attn_implementation("eager")
+    plain = copy.deepcopy(model)
+    sch, block = block_of(family, model)
+    with verify(sch, data):
+        block.trace(flatten=True)
+        for primitive, there in zip(
+            (block.fused_linears, block.fused_attention, block.fused_activations), EXPECTED[family]
+        ):
+            if there:
+                primitive(**({"compiler": "none"} if there == "Activation" else {}))
+            else:
+                with pytest.raises(ScheduleError, match="no two linear layers|no activation that is written out"):
+                    primitive()
+    built, _ = build(sch)
+    assert built.state_dict().keys() == plain.state_dict().keys()
+    # With dropout, which draws what it drew.
+    assert close(trained(built, data), trained(plain, data))
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward part, written out."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, 4)).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(x)), self.heads(self.v(x))
+        weights = self.drop(torch.softmax(q @ k.transpose(-1, -2) / 2.0, -1))
+        x = x + self.o((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(self.drop(F.silu(self.gate(x)) * self.up(x)))
+
+
+def block(dropout=0.0):
+    torch.manual_seed(0)
+    return Block(dropout)
+
+
+def fused(sch, compiler="none"):
+    return sch.trace().fused_linears().fused_attention().fused_activations(compiler=compiler)
+
+
+def passed(model, x):
+    """The output and the gradients of one pass."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), *(param.grad for param in model.parameters())]
+
+
+def test_a_model_of_ones_own_is_fused_without_examples():
+    sch = create_schedule(block(0.5))
+    x = torch.randn(2, 6, 16)
+    plain = copy.deepcopy(sch.module)
+    with verify(sch, x):
+        fused(sch)
+    assert kinds(sch) == ["biased_product", "Attention", "biased_product", "Activation"]
+    built, _ = build(sch)
+    assert close(passed(built, x), passed(plain, x))
+    # The rate and the mode are the module's.
+    built.drop.p = plain.drop.p = 0.1
+    assert close(passed(built, x), passed(plain, x))
+    assert close(passed(built.eval(), x), passed(plain.eval(), x))
+    again = copy.deepcopy(built)
+    assert close(passed(again, x), passed(plain, x))
+
+
+def test_checkpoints_go_to_the_original_and_back():
+    sch = fused(create_schedule(block()))
+    built, optimizer = build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01))
+    x = torch.randn(2, 6, 16)
+    passed(built, x)
+    optimizer.step()
+    plain = Block()
+    plain.load_state_dict(built.state_dict())
+    assert close(passed(plain, x), passed(built, x))
+
+
+def test_a_recipe_fuses_again():
+    sch = fused(create_schedule(block()))
+    text = yaml.safe_dump(sch.recipe())
+    again = apply_recipe(create_schedule(block()), yaml.safe_load(text))
+    assert kinds(again) == kinds(sch) and again.recipe() == sch.recipe()
+
+
+def test_half_precision_and_autocast_stay_what_they_were():
+    x = torch.randn(2, 6, 16)
+    plain, model = block(), block()
+    built, _ = build(fused(create_schedule(model)))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = built(x), plain(x)
+    assert one.dtype == other.dtype and torch.allclose(one, other, rtol=0.05, atol=0.05)
+    one, other = built.bfloat16()(x.bfloat16()), plain.bfloat16()(x.bfloat16())
+    assert one.dtype == torch.bfloat16 and torch.allclose(one, other, rtol=0.05, atol=0.05)
+
+
+def test_what_is_not_there_is_said():
+    sch = create_schedule(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    for primitive in (sch.fused_linears, sch.fused_attention, sch.fused_activations):
+        with pytest.raises(ScheduleError, match=r"fused_\w+ on 'Sequential': trace it first, or a module below it"):
+            primitive()
+    sch.trace(flatten=True)
+    with pytest.raises(ScheduleError, match="no two linear layers take the same value"):
+        sch.fused_linears()
+    with pytest.raises(ScheduleError, match="there is no softmax between two products"):
+        sch.fused_attention()
+    with pytest.raises(ScheduleError, match="no activation that is written out, or has a bias"):
+        sch.fused_activations()
+    with pytest.raises(ScheduleError, match="unknown compiler 'inducter'; did you mean 'inductor'"):
+        sch.fused_activations(compiler="inducter")
+    assert not kinds(sch)
+
+
+class Shown(nn.Module):
+    """Attention that gives its weights as well, and one whose scores are capped."""
+
+    def __init__(self, capped):
+        super().__init__()
+        self.capped = capped
+
+    def forward(self, x):
+        scores = x @ x.transpose(-1, -2)
+        weights = torch.softmax(torch.tanh(scores) if self.capped else scores, -1)
+        return weights @ x if self.capped else (weights @ x, weights)
+
+
+def test_attention_that_is_used_otherwise_stays():
+    sch = create_schedule(Shown(capped=False)).trace()
+    with pytest.raises(
+        ScheduleError, match="the weights of attention in 'the root' are used by matmul_1, output; trace"
+    ):
+        sch.fused_attention()
+    sch = create_schedule(Shown(capped=True)).trace()
+    with pytest.raises(ScheduleError, match="there is no softmax between two products"):
+        sch.fused_attention()
+
+
+class Masked(nn.Module):
+    """Attention with all that scores may have done to them."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.scale = 0.5
+
+    def forward(self, q, k, v, hidden, bias):
+        scores = torch.matmul(q, k.transpose(2, 3)) * self.scale
+        if self.kind == "fill":
+            scores = scores.masked_fill(hidden, -1e4) + bias
+        elif self.kind == "where":
+            scores = torch.where(~hidden, bias + scores, torch.tensor(-1e4))
+        else:
+            scores = bias + scores
+        return F.softmax(scores.float(), dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("kind", ["fill", "where", "bias"])
+def test_masks_and_biases_are_kept_and_learn(kind):
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(2, 3, n, d, generator=generator, requires_grad=True) for n, d in ((5, 8), (7, 8), (7, 4), (5, 7))
+    ]
+    q, k, v, bias = given
+    hidden = torch.rand(2, 1, 5, 7, generator=generator) < 0.3
+    sch = create_schedule(Masked(kind))
+    with verify(sch, (q, k, v, hidden, bias)):
+        sch.trace(examples=(q, k, v, hidden, bias)).fused_attention()
+    results = []
+    for model in (Masked(kind), build(sch)[0]):
+        for each in given:
+            each.grad = None
+        out = model(q, k, v, hidden, bias)
+        out.square().sum().backward()
+        results.append([out.detach(), *(each.grad.clone() for each in given)])
+    assert close(*results)
+
+
+class Activated(nn.Module):
+    """An activation with a bias before and dropout behind, in the form of a module or of a function."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.fc, self.act, self.rate = nn.Linear(8, 8), act, 0.25
+
+    def forward(self, x):
+        return F.dropout(self.act(self.fc(x)), p=self.rate, training=self.training)
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.SiLU(), nn.Tanh()], ids=repr)
+def test_bias_activation_and_dropout_become_one(act):
+    torch.manual_seed(0)
+    sch = create_schedule(Activated(act))
+    plain = copy.deepcopy(sch.module)
+    x = torch.randn(6, 8)
+    with verify(sch, x):
+        sch.trace(examples=x).decompose("linear").fused_activations(compiler="none")
+    (new,) = [
+        node.target.function
+        for node in sch.graph.nodes
+        if isinstance(getattr(node.target, "function", None), Activation)
+    ]
+    assert new.bias and new.dropout and not new.gated
+    built, _ = build(sch)
+    assert close(passed(built, x), passed(plain, x))
+    assert close(passed(built.eval(), x), passed(plain.eval(), x))
+    built.train()
+    zeros = sum(float((built(torch.ones(64, 8)) == 0).float().mean()) for _ in range(20)) / 20
+    assert act.__class__ is nn.ReLU or 0.2 < zeros < 0.3
+
+
+@pytest.mark.slow
+def test_compiled_activations_compute_the_same_and_share_the_code():
+    x = torch.randn(2, 6, 16)
+    sch = create_schedule(nn.Sequential(block(0.5), block(0.5)))
+    plain = copy.deepcopy(sch.module)
+    with verify(sch, x):
+        for each in sch:
+            fused(each, compiler="inductor")
+    assert close(passed(build(sch)[0], x), passed(plain, x))
+
+
+# Several devices
+
+
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+
+def cut(sch):
+    for name in ("gate", "up"):
+        sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def check_cut_before():
+    torch.manual_seed(0)
+    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), Gated()), mesh())
+    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1))):
+        cut(sch["1"])
+        sch["1"].trace().fused_linears().fused_activations(compiler="none")
+    assert sch["1.gate"].module.weight.shape == (8, 8)
+
+
+def check_cut_afterwards():
+    torch.manual_seed(0)
+    sch = create_schedule(nn.Sequential(nn.Linear(8, 8), Gated()), mesh())
+    with verify(sch, torch.randn(4, 8, generator=torch.Generator().manual_seed(1))):
+        sch["1"].trace().fused_linears().fused_activations(compiler="none")
+        for name in ("gate", "up"):
+            sch["1"][name].shard(["weight", "bias"], axis=0)
+        sch["1"].sync("bwd_post", "all_reduce")
+        sch["1.down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    with pytest.raises(ScheduleError, match="sync on '1.gate': the graph of '1' does not call it"):
+        sch["1.gate"].sync("bwd_post", "all_reduce")
+
+
+def check_attention_cut():
+    torch.manual_seed(0)
+    sch = create_schedule(Block(), mesh())
+    with verify(sch, torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))):
+        for name in "qkv":
+            sch[name].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        sch["o"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        cut(sch)
+        fused(sch)
+
+
+@pytest.mark.parametrize("check", [check_cut_before, check_cut_afterwards, check_attention_cut])
+def test_what_is_fused_is_cut_over_ranks_before_or_afterwards(two, check):
+    two.run(check)
