@@ -133,14 +133,18 @@ def test_a_reader_is_offered_nothing_to_submit_by(tab, service, expect):
 
 
 def test_the_queue_says_why_each_search_waits(tab, service, expect):
+    device = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
     big = service.client().post("/v1/searches", json={"request": {**SEARCH["request"], "devices": 64}}).json()["id"]
     elsewhere = service.client().post("/v1/searches", json={**SEARCH, "device": "TPU"}).json()["id"]
     log_in(tab, service, "reader")
-    expect(tab.locator(f"[data-search='{big}']")).to_contain_text("64")
-    expect(tab.locator(f"[data-search='{elsewhere}'] .under").last).to_contain_text("TPU")
+    row = tab.locator(f"[data-search='{big}']")
+    expect(row).to_contain_text("takes 64 devices of one worker, and none has more than 8")
+    expect(tab.locator(f"[data-search='{elsewhere}']")).to_contain_text("no worker has 'TPU'")
     for each in (big, elsewhere):
         service.store.cancel(each)
     expect(tab.get_by_role("table", name="Ended").locator(f"[data-search='{big}']")).to_contain_text("cancelled")
+    service.store.leave(worker.id)
 
 
 def test_every_page_fits_a_phone_and_a_desk(tab, service, overflow, phone, desktop):
