@@ -6,7 +6,8 @@ the same model and twice (or half), eight times (or an eighth of) the devices. `
 `reversed` has its throughputs turned round, the fastest slowest; `shuffled` has them dealt out anew.
 `weighed` weighs it by likeness, as a search does; `full` takes it as one of the very same workload and
 devices. Printed is the mean share of the table's best that was found after so many dry runs. With
-`--estimate` all this is on top of the estimate of each table's YAML.
+`--estimate` all this is on top of the estimate of each table's YAML, and `carried` is `weighed` with what the run says of
+the estimate itself.
 
 `--correlations` prints, in place of searches, how well log throughput (with `--estimate`, what is left of it
 beside the estimate) of the configurations that two tables share goes together: what the weights in
@@ -75,8 +76,11 @@ def changed(trials: Sequence[Trial], how: str, seed: int) -> list[Trial]:
     elif how == "shuffled":
         speeds = list(np.random.default_rng(seed).permutation(speeds))
     order = iter(speeds)
+    without = dict.fromkeys(("step_ms", "tokens_per_second", "samples_per_second"))  # which say the same
     return [
-        replace(trial, measurement=replace(trial.measurement, throughput=float(next(order)))) if trial.ok else trial
+        replace(trial, measurement=replace(trial.measurement, throughput=float(next(order)), **without))
+        if trial.ok
+        else trial
         for trial in trials
     ]
 
@@ -147,9 +151,12 @@ def main() -> None:
         for kind, other in partners(surface, found):
             for how in CHANGES:
                 trials = changed(runs[other.name], how, options.seed)
-                for weight, there in (("weighed", asked_of(other)), ("full", here)):
+                for weight, there in (("weighed", asked_of(other)), ("full", here), ("carried", asked_of(other))):
+                    if weight == "carried" and base is None:
+                        continue
                     taken = take(EarlierRun(name=other.name, trials=trials, asked=there), surface.space, here)
-                    prior = WarmStart(surface.space, [taken], base, lambda message: None)
+                    known = [bases[other.name].calibrate(trials)] if weight == "carried" else []
+                    prior = WarmStart(surface.space, [taken], base, lambda message: None, known)
                     rows.setdefault((kind, how, weight), []).append(shares(prior))
     shown = [at for at in SHOWN if at <= options.trials]
     print(f"| earlier run | | | searches | {' | '.join(f'after {at}' for at in shown)} |")

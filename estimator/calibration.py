@@ -8,7 +8,7 @@ the same formula gives the spread of the uncalibrated prediction, so uncertainty
 trials come in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,8 @@ DEGREES = 4.0
 """Degrees of freedom of the noise: outliers (a disturbed node, a lucky run) lose their weight."""
 PRIOR_WEIGHT = 8.0
 """Trials that the prior noise counts as."""
+ALIKE = 0.9
+"""Correlation that is expected between the factors of two trainings on the same devices, whatever they train."""
 LEAST_SCALE = 0.2
 """However well a few trials agree, noise is not believed to be less than this share of what was expected."""
 
@@ -124,6 +126,31 @@ def fit(
             break
     covariance = np.linalg.inv(hessian)
     return Correction(theta, covariance, scale, int((~bound).sum()))
+
+
+def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
+    """What corrections of other trainings on the same devices say of one that nothing was measured of.
+
+    With phi the devices' own part of theta: theta_r = sqrt(c) phi + what is the training's own, phi ~ Normal(0, P) and
+    the own part ~ Normal(0, (1 - c) P), P = diag(prior^2), c = `ALIKE`. A fit with mean m and covariance C under the
+    prior P rests on measurements of precision L = 1/C - 1/P, which say of phi what L, widened by (1 - c) P, says of it.
+
+    Args:
+        found: fits of the others, each to its own measurements.
+        prior: standard deviations of theta before any measurement, shape (k,).
+    """
+    variance = np.diag(np.asarray(prior, float) ** 2)
+    own, identity = (1 - ALIKE) * variance, np.eye(len(variance))
+    precision, pull = np.linalg.inv(variance), np.zeros(len(variance))
+    for each in found:
+        sure = np.linalg.inv(each.covariance)
+        told = sure - np.linalg.inv(variance)
+        widened = np.linalg.inv(identity + told @ own)
+        precision = precision + ALIKE * widened @ told
+        pull = pull + np.sqrt(ALIKE) * widened @ sure @ each.theta
+    common = np.linalg.inv((precision + precision.T) / 2)
+    theta = np.sqrt(ALIKE) * common @ pull
+    return Correction(theta, ALIKE * common + own, trials=sum(each.trials for each in found))
 
 
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ from ..results.measurement import Status
 from .calibration import (
     MEMORY_GROUPS,
     Correction,
+    carried,
     corrected_memory,
     corrected_time,
     fit,
@@ -150,8 +151,7 @@ class Estimator:
         calibrations do not add up.
         """
         found = [trial for trial in trials if not trial.pending]
-        made = object.__new__(Estimator)
-        made.__dict__.update(self.__dict__)
+        made = self._copy()
         if not found:
             return made
         ok = [trial for trial in found if trial.ok]
@@ -182,9 +182,20 @@ class Estimator:
 
     def on(self, training: TrainingSetup, hardware: Hardware) -> "Estimator":
         """What this one knows of the model, and has learnt from trials, for another setup and as many devices as that has."""
-        made = object.__new__(Estimator)
-        made.__dict__.update(self.__dict__)
+        made = self._copy()
         made.training, made.hardware = training, hardware
+        return made
+
+    def carrying(self, others: "Iterable[Estimator]") -> "Estimator":
+        """An estimator that begins with what others found of the same devices; this one stays as it is.
+
+        Args:
+            others: of other trainings, each calibrated by trials of its own.
+        """
+        found = list(others)
+        made = self._copy()
+        made._time = carried([each._time for each in found], self._time_prior())
+        made._memory = carried([each._memory for each in found], self._memory_prior())
         return made
 
     def drawn(self, random: np.random.Generator) -> "Estimator":
@@ -192,14 +203,18 @@ class Estimator:
 
         Draws beyond 1.5 standard deviations are brought back to them.
         """
-        made = object.__new__(Estimator)
-        made.__dict__.update(self.__dict__)
+        made = self._copy()
         for name in ("_time", "_memory"):
             known: Correction = getattr(self, name)
             scale = np.sqrt(np.diag(known.covariance))
             shift = random.multivariate_normal(np.zeros(len(scale)), known.covariance)
             shift = np.clip(shift, -1.5 * scale, 1.5 * scale)
             setattr(made, name, replace(known, theta=known.theta + shift))
+        return made
+
+    def _copy(self) -> "Estimator":
+        made = object.__new__(Estimator)
+        made.__dict__.update(self.__dict__)
         return made
 
     @property

@@ -31,6 +31,7 @@ PATIENCE_S = 15.0
 """How long a server that is away is tried again."""
 ENDED = ("done", "failed", "cancelled")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_LOOK_S = 0.5
 T = TypeVar("T")
 
 
@@ -266,11 +267,17 @@ class SearchRun:
         Raises:
             TimeoutError: it has not ended within that.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            while self.state not in ENDED:
+                for _ in self.events():
+                    pass
+            return self
+        # Where nothing happens no event tells that the time is over.
+        until = time.monotonic() + timeout
         while self.state not in ENDED:
-            for _ in self.events(after=None):
-                if until is not None and time.monotonic() > until:
-                    raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s")
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s")
+            time.sleep(min(_LOOK_S, left))
         return self
 
     def events(self, after: int | None = None) -> "Iterator[EventAnswer]":

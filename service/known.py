@@ -16,7 +16,7 @@ from ..tuner.earlier import read_runs, take
 from ..tuner.record import asked_of
 from ..tuner.request import Request
 from ..tuner.task import resolve_task
-from .placing import Placed
+from .placing import Placed, suits
 from .records import Search, SearchState
 from .store import Store
 
@@ -50,6 +50,7 @@ class Known:
             or measured is None
             or measured.status not in (Status.OK, Status.OOM)
             or not measured.started
+            or not self._comparable
         ):
             return
         told = replace(measured, ranks=(), log="").to_dict()
@@ -58,7 +59,7 @@ class Known:
     def measurement(self, config: Config) -> Measurement | None:
         """What a configuration measured on the same hardware and software with the same seed, where the search may be
         answered by that."""
-        if not self._search.reuse or self._placed is None:
+        if not self._search.reuse or self._placed is None or not self._comparable:
             return None
         limit = self._placed.memory_limit_mib or float(self._placed.device.memory_mib)
         for each in reversed(self._store.measured(self._fingerprint)):
@@ -72,6 +73,14 @@ class Known:
                     found, reason=f"{found.reason}; {said}" if found.reason else said, started=None, seconds_total=0.0
                 )
         return None
+
+    @property
+    def _comparable(self) -> bool:
+        """Whether it is known what software measures: one on all workers that can have the search, and no command,
+        whose program may be another one tomorrow."""
+        assert self._placed is not None
+        there = [each.software for each in self._store.workers() if suits(self._search, each)]
+        return "command" not in self._search.request and all(each == self._placed.software for each in there)
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -19,6 +19,7 @@ from ..results.dashboard.serve import is_local, listen
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .estimates import Estimates
+from .forgetting import Forgetting
 from .helper import Helper
 from .records import Role
 from .runs import Runs
@@ -63,6 +64,8 @@ class ServeOptions:
     """Requests a second of a user."""
     json_logs: bool = False
     """Whether the log is lines of JSON."""
+    keep_events: float = 30.0
+    """Days for which the events of a search that ended are kept."""
 
 
 def serve(
@@ -154,6 +157,9 @@ def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
         searchers = Searchers(store, url, options.data, options.searches)
         searchers.start()
         held.callback(searchers.close)
+        forgetting = Forgetting(store, options.keep_events)
+        forgetting.start()
+        held.callback(forgetting.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS)
         held.callback(estimates.close)
         held.callback(studies.close)

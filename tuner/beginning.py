@@ -11,6 +11,7 @@ from .first_trial import FirstTrial, first_trial
 from .predicting import estimate_to_begin_with, usable
 from .request import Request
 from .running import make_work, memory_of_rank
+from .same_devices import calibrations
 from .samplers import Sampler, make_sampler
 from .samplers.bayes import BayesSampler
 from .samplers.beliefs import Knowledge
@@ -79,9 +80,10 @@ def begin(
         prior = vague_prior(task.space, task.devices, assumed_hardware(task.device, task.space, task.devices))
     first = first_trial(task.space, prior if task.workload is not None else None, request.headroom)
     if earlier:
-        prior = WarmStart(task.space, earlier, prior, warn)
         for each in earlier:
             warn(each.said)
+        own = calibrations(earlier, request.hardware, warn) if estimator is not None and prior is estimator else []
+        prior = WarmStart(task.space, earlier, prior, warn, own)
     knowledge = Knowledge(
         task.space,
         seed=request.seed,

@@ -9,7 +9,7 @@ from ..errors import StudyError, UsageError
 from ..results import Trial, View
 from ..space import Config, Space
 from .history import REFINEMENT
-from .likeness import Likeness, likeness
+from .likeness import Likeness, likeness, same_devices
 from .samplers.encoding import Encoding
 
 RATES = {"tokens/s", "samples/s"}
@@ -34,6 +34,10 @@ class EarlierRun:
 class Taken:
     """What of an earlier run counts."""
 
+    run: EarlierRun
+    """The run."""
+    same_devices: bool
+    """Whether it was on devices like those of this search."""
     trials: tuple[Trial, ...]
     """Those that succeeded, with values that this search's knobs have."""
     configs: tuple[Config, ...]
@@ -114,7 +118,14 @@ def take(run: EarlierRun, space: Space, asked: Mapping[str, Any], unit: str = ""
     if foreign := len(succeeded) - len(trials):
         parts.append(f"{foreign} have values that no knob has here")
     said = f"warm start from {run.name}: {'; '.join(parts)}"
-    return Taken(trials=tuple(trials), configs=tuple(configs), weight=like.weight, said=said)
+    return Taken(
+        run=run,
+        same_devices=same_devices(run.asked, asked),
+        trials=tuple(trials),
+        configs=tuple(configs),
+        weight=like.weight,
+        said=said,
+    )
 
 
 def _share(count: int, of: int, like: Likeness) -> str:

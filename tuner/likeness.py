@@ -56,6 +56,11 @@ def likeness(there: Mapping[str, Any], here: Mapping[str, Any]) -> Likeness:
     return Likeness(math.prod(factor for factor, _ in found), tuple(words for _, words in found))
 
 
+def same_devices(there: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Whether two runs were on devices alike, both measured or both simulated as one cluster, however many they used."""
+    return not _device(there, here) and not _simulation(there, here)
+
+
 def _model(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[float, str]]:
     before, now = there.get("workload") or {}, here.get("workload") or {}
     names = [str(each.get("model")) for each in (there, here)]

@@ -1,5 +1,8 @@
 """What earlier runs say of this one: how far off the estimate was, not what it was.
 
+Runs on the same devices, of which the estimate can be made again, say first how far off its groups of terms are, which
+holds whatever is trained (`Estimator.carrying`), and then what single knobs did beside that. Of others the second is all.
+
 How much each counts begins with how alike it is (`likeness`), and the search learns it from its own trials.
 """
 
@@ -8,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +22,9 @@ from .samplers.encoding import Encoding
 from .samplers.features import Features
 from .samplers.prior import Correction, Prior
 from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from ..estimator import Estimator
 
 LEVEL = 2.0
 """How far off the level may be where the estimate beneath is not held to its own."""
@@ -39,15 +45,17 @@ class WarmEstimate:
 class WarmStart(Correction):
     """A prior that multiplies an estimate by what earlier trials measured over what was expected of them.
 
-    What was expected is the trial's own `predicted_throughput`, or else the estimate beneath; without an
-    estimate, its run's mean. So a run at another sequence length, size or number of devices says which knobs
-    pay, and by how much; how fast this workload is, and what fits, only its own trials say.
+    What was expected is what its run's own estimate says of a trial, or the trial's `predicted_throughput`, or else the
+    estimate beneath; without an estimate, its run's mean. So a run at another sequence length, size or number of devices
+    says which knobs pay, and by how much; how fast this workload is, and what fits, only its own trials say.
 
     Args:
         space: of this search.
         taken: what counts of each earlier run, one at least.
         base: the estimate beneath, `prior(config)`; None for none.
         warn: told of what is wrong with the estimate, once.
+        calibrated: for each earlier run the estimator of what it trained, calibrated by its trials; None where there
+            is none. The estimate beneath is an `Estimator` then.
     """
 
     def __init__(
@@ -56,16 +64,20 @@ class WarmStart(Correction):
         taken: Sequence[Taken],
         base: Callable[[Config], Any] | None = None,
         warn: Callable[[str], None] | None = None,
+        calibrated: "Sequence[Estimator | None]" = (),
     ) -> None:
         self._space = space
         self.beneath = base
         self.weight = max(each.weight for each in taken)
-        self._base = None if base is None else Prior(base, warn=warn)
+        known = [each for each in calibrated if each is not None]
+        told: Any = base
+        self._base = None if base is None else Prior(told.carrying(known) if known else base, warn=warn)
         self._features = Features(Encoding(space))
         self._weights = np.array([each.weight for each in taken])
         points = np.concatenate([self._features.numeric(each.configs) for each in taken])
         owner = np.repeat(np.arange(len(taken)), [len(each.trials) for each in taken])
-        speed, memory = zip(*(self._residuals(each) for each in taken))
+        own = calibrated or [None] * len(taken)
+        speed, memory = zip(*(self._residuals(*each) for each in zip(taken, own, strict=True)))
         self._speed = Transfer(points, np.concatenate(speed), owner, self._weights)
         self._memory = Transfer(points, np.concatenate(memory), owner, self._weights)
 
@@ -112,7 +124,7 @@ class WarmStart(Correction):
         told.log_throughput_effects = np.column_stack([own, effects])
         return told
 
-    def _residuals(self, taken: Taken) -> tuple[np.ndarray, np.ndarray]:
+    def _residuals(self, taken: Taken, own: "Estimator | None") -> tuple[np.ndarray, np.ndarray]:
         """Logs of what was measured over what was expected: throughputs, the run's own mean taken off since
         the level says nothing here, and peak memories; NaN where that is not known; shape (n,) each."""
         trials = taken.trials
@@ -122,7 +134,11 @@ class WarmStart(Correction):
             return speed - speed.mean(), np.full(len(trials), np.nan)
         told = np.log([trial.predicted_throughput or math.nan for trial in trials])
         held = np.log([trial.predicted_memory_mib or math.nan for trial in trials])
-        if not np.isfinite(told).all():
+        if own is not None:
+            # What the run stated was corrected by those before it, and by what of these there was then.
+            found = own.table([trial.config for trial in trials])
+            told, held = np.log(found.throughput), np.log(found.peak_memory_mib)
+        elif not np.isfinite(told).all():
             told, held = self._predicted(self._base, taken.configs)
         speed = speed - told
         return speed - (np.nanmean(speed) if np.isfinite(speed).any() else 0.0), memory - held

@@ -75,6 +75,11 @@ def submit(
             f"this server does not run code of {user.name}: a workload or a command is code; submit a model's name or "
             "config.json, or ask an admin to allow it"
         )
+    if form.reuse and "command" in request:
+        raise UsageError(
+            "reuse: what a command measured is not answered from the store, as nobody knows whether its program is still "
+            "the same; leave it out"
+        )
     name = form.name or named(request)
     search, new = parts.store.submit(
         user,

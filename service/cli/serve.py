@@ -46,6 +46,14 @@ Examples:
 @click.option(
     "--rate", type=click.FloatRange(min=1), default=50, show_default=True, metavar="N", help="Requests a second a user."
 )
+@click.option(
+    "--keep-events",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    metavar="DAYS",
+    help="Events of a search that ended are kept so long.",
+)
 @click.option("--json-logs", is_flag=True, help="Log every request, as lines of JSON.")
 def serve(data: Path, **given: Any) -> None:
     """Serve searches for a team: a queue in a database, workers that join and leave, an API, pages.

@@ -100,7 +100,9 @@ def told(kind: str, data: dict[str, Any]) -> str:
         device = data.get("device") or {}
         return f"on {fold(str(device.get('name', '')))}"
     if kind == "plan":
-        return f"{data.get('valid'):,} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
+        valid = data.get("valid")  # of a space too large to be listed it is not known
+        some = "very many" if valid is None else f"{valid:,}"
+        return f"{some} valid configurations, {data.get('sampler')}, {data.get('done')} trials done"
     if kind == "started":
         return f"trial {data['trial']} begins: {fold(words.configuration(data.get('config') or {}))}"
     if kind == "finished":

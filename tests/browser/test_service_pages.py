@@ -72,7 +72,7 @@ def test_devices_and_events_show_what_happens(tab, service, expect):
     service.store.tell(None, "said", {"message": "something new"})
     expect(tab.locator(".events")).to_contain_text("something new")
     service.store.leave(worker.id)
-    expect(tab.locator(".events")).to_contain_text('"state":"left"')
+    expect(tab.locator(".events")).to_contain_text("worker w1: left")
 
 
 def test_a_reader_sees_no_buttons_that_change(tab, service, expect):
@@ -122,3 +122,45 @@ def test_a_run_s_figures_are_those_of_the_dashboard(tab, service, expect):
     expect(tab).to_have_url(f"{service.address}/login")
     answer = tab.request.get(f"{service.address}/runs/api/runs", max_redirects=0)
     assert answer.status == 303 and "micro_batch" not in json.dumps(answer.headers)
+
+
+def test_a_reader_is_offered_nothing_to_submit_by(tab, service, expect):
+    log_in(tab, service, "reader")
+    assert tab.get_by_role("link", name="Submit").count() == 0
+    tab.goto(f"{service.address}/#/submit")
+    expect(tab.get_by_text("ask an admin for the role submitter")).to_be_visible()
+    assert tab.locator("#page form").count() == 0
+
+
+def test_the_queue_says_why_each_search_waits(tab, service, expect):
+    device = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    worker = service.store.join(service.store.user("submitter"), "w1", "host1", device, 8, 81000, {})
+    big = service.client().post("/v1/searches", json={"request": {**SEARCH["request"], "devices": 64}}).json()["id"]
+    elsewhere = service.client().post("/v1/searches", json={**SEARCH, "device": "TPU"}).json()["id"]
+    log_in(tab, service, "reader")
+    row = tab.locator(f"[data-search='{big}']")
+    expect(row).to_contain_text("takes 64 devices of one worker, and none has more than 8")
+    expect(tab.locator(f"[data-search='{elsewhere}']")).to_contain_text("no worker has 'TPU'")
+    for each in (big, elsewhere):
+        service.store.cancel(each)
+    expect(tab.get_by_role("table", name="Ended").locator(f"[data-search='{big}']")).to_contain_text("cancelled")
+    service.store.leave(worker.id)
+
+
+def test_every_page_fits_a_phone_and_a_desk(tab, service, overflow, phone, desktop):
+    """Names as long as they may be, and a search with all that a row shows."""
+    store = service.store
+    long = store.submit(store.user("submitter"), {"target": "gpt2-tiny"}, devices=8, name="n" * 200)[0].id
+    store.join(
+        store.user("submitter"), "w" * 200, "h" * 200, {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}, 8, 81000, {}
+    )
+    log_in(tab, service)
+    for size in (phone, desktop):
+        tab.set_viewport_size(size)
+        for page in ("", "devices", "submit", "events", f"search/{long}"):
+            tab.goto(f"{service.address}/#/{page}")
+            tab.locator("h1").wait_for()
+            tab.wait_for_timeout(300)
+            assert overflow(tab) <= 0, (size, page)
+    tab.set_viewport_size(desktop)
+    store.cancel(long)

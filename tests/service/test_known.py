@@ -97,3 +97,62 @@ def test_a_search_learns_from_those_that_ended_before_it_began(store, tmp_path):
     other.choice("tp", [1, 2])
     unlike = Request(lambda config: 0.0, other, runner="local", devices=1)
     assert Known(store, new, folder, PLACED).earlier(unlike) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"devices": {**ASKED["devices"], "name": "another CPU"}},
+        {"global_batch": 16},
+        {"workload": {"id": "abd", "spec": "workload.py:net"}},  # the digest of its text is in the id
+    ],
+)
+def test_another_device_batch_or_text_of_a_workload_is_no_answer(store, monkeypatch, other):
+    known(store, monkeypatch).note(a_trial(OK))
+    assert known(store, monkeypatch, **other).measurement(Config({"micro_batch": 4})) is None
+
+
+@pytest.mark.parametrize("changed", [{"torch": "2.1"}, {"redline": "9.9"}, {"nvidia_driver": "600.1"}])
+def test_other_software_is_no_answer(store, monkeypatch, changed):
+    from dataclasses import replace
+
+    known(store, monkeypatch).note(a_trial(OK))
+    here = replace(PLACED, software={**PLACED.software, **changed})
+    assert known(store, monkeypatch, placed=here).measurement(Config({"micro_batch": 4})) is None
+
+
+def test_of_a_pool_with_two_versions_nothing_is_kept_and_nothing_is_answered(store, monkeypatch):
+    """Which of its workers had a trial would decide what it measured."""
+    alone = known(store, monkeypatch)
+    alone.note(a_trial(OK))
+    device = PLACED.device.to_dict()
+    newer = store.join(store.ann, "newer", "there", device, 1, 1000, {"torch": "3"})
+    mixed = known(store, monkeypatch)
+    assert mixed.measurement(Config({"micro_batch": 4})) is None
+    mixed.note(a_trial(OK, checkpoint_ratio=0.5))
+    store.leave(newer.id)
+    assert mixed.measurement(Config({"micro_batch": 4})) is not None
+    assert known(store, monkeypatch).measurement(Config({"micro_batch": 4, "checkpoint_ratio": 0.5})) is None
+
+
+def test_a_trial_that_was_answered_says_so_wherever_it_is_shown(store, tmp_path):
+    import pandas as pd
+    from redline.results.report import write_report
+
+    with Hands(store, store.ann) as hands:
+        first = store.submit(store.ann, {"target": "f"}, devices=1)[0].id
+        a_whole_search(
+            store, first, tmp_path / first, known=Known(store, store.search(first), tmp_path / first, PLACED)
+        )
+        ran = dict(hands.ran)
+        hands.ran.clear()
+        again = store.submit(store.ann, {"target": "f"}, devices=1, reuse=True)[0].id
+        a_whole_search(
+            store, again, tmp_path / again, known=Known(store, store.search(again), tmp_path / again, PLACED)
+        )
+    assert ran and not [key for key in hands.ran if key.startswith("trial-")]
+    rows = pd.read_csv(tmp_path / again / "trials.csv")
+    answered = rows[rows.status != "skipped"]
+    assert len(answered) == 8 and answered.reason.str.contains(f"measured in search {first}").all()
+    assert (answered.seconds_total == 0).all()
+    assert f"measured in search {first}" in write_report(tmp_path / again).read_text()

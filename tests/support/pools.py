@@ -103,8 +103,8 @@ def a_runner(store, search, **more):
     return PoolRunner(store, search=search, attempt=attempt, placed=PLACED, devices=1, in_turns=False, **more)
 
 
-def a_whole_search(store, search, folder, killed_after=None):
-    """A search to its end, or to the death of its searcher after so many finished trials."""
+def a_whole_search(store, search, folder, killed_after=None, known=None):
+    """A search to its end, or to the death of its searcher after so many finished trials; `known` is a `Known` of it."""
 
     class Dying(Telling):
         def finished(self, trial):
@@ -113,7 +113,10 @@ def a_whole_search(store, search, folder, killed_after=None):
                 raise Killed
 
     listener = Dying(store, search)
-    runner = a_runner(store, search, finished=lambda: listener.done)
+    more = {}
+    if known is not None:
+        listener.finished_one, more = known.note, {"known": known.measurement}
+    runner = a_runner(store, search, finished=lambda: listener.done, **more)
     return tune(
         lambda config: 0.0,  # which the pool runs in its own way
         a_space(),

@@ -94,8 +94,10 @@ function state(name) {
   return el("span", { class: `state state-${name}` }, name);
 }
 
+// Where there is no room for columns, each cell says what it is.
 function table(names, rows, label) {
-  return el("table", { class: "service-table", "aria-label": label }, el("thead", {}, el("tr", {}, names.map((each) => el("th", { scope: "col" }, each)))), el("tbody", {}, rows));
+  for (const row of rows) [...row.children].forEach((cell, at) => { cell.dataset.label = names[at]; });
+  return el("table", { class: "service-table", "aria-label": label }, el("thead", {}, el("tr", {}, names.map((each, at) => el("th", { scope: "col", class: rows.length && rows[0].children[at].classList.contains("number") ? "number" : null }, each)))), el("tbody", {}, rows));
 }
 
 function bestOf(best) {

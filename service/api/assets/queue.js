@@ -8,8 +8,8 @@ function searchRow(each, told) {
     el("td", { class: "number" }, number(each.priority)),
     el("td", { class: "number" }, `${number(each.devices)}${each.device ? ` × ${each.device}` : ""}`),
     el("td", { class: "number" }, number(each.trials)),
-    el("td", {}, bestOf(each.best)),
-    el("td", {}, when(each.created)),
+    el("td", { class: "number" }, bestOf(each.best)),
+    el("td", { class: "whole" }, when(each.created)),
     el("td", {}, cancelButton(each, told)));
 }
 
@@ -23,7 +23,7 @@ function queuePage(page) {
   return live(async () => {
     const [queue, all] = await Promise.all([ask("v1/queue"), ask("v1/searches?limit=50")]);
     counts.textContent = `${plural(queue.searches.length, "search", "searches")}; ${plural(queue.running, "dry run")} on ${queue.busy} of ${plural(queue.devices, "device")}, ${queue.waiting} waiting`;
-    clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, told)), "Queue") : el("p", {}, "Nothing runs and nothing waits. ", el("a", { href: "#/submit" }, "Submit a search")));
+    clear(open).append(queue.searches.length ? table(SEARCH_COLUMNS, queue.searches.map((each) => searchRow(each, told)), "Queue") : el("p", {}, "Nothing runs and nothing waits. ", session.role === "reader" ? null : el("a", { href: "#/submit" }, "Submit a search")));
     const over = all.searches.filter((each) => !["queued", "running"].includes(each.state));
     clear(ended).append(over.length ? table(SEARCH_COLUMNS, over.map((each) => searchRow(each, told)), "Ended") : el("p", { class: "under" }, "None yet."));
   });
@@ -37,15 +37,35 @@ function devicesPage(page) {
     clear(place).append(workers.length ? table(["worker", "user", "host", "device", "busy", "memory", "last heard of"], workers.map((each) => el("tr", { "data-worker": each.id },
       el("td", {}, each.name || each.id), el("td", {}, each.user), el("td", {}, each.host),
       el("td", {}, `${each.devices} × ${each.device.name || each.device.type || "device"}`),
-      el("td", { class: "number" }, `${each.busy} of ${each.devices}`), el("td", { class: "number" }, memory(each.memory)), el("td", {}, when(each.seen)))), "Devices")
+      el("td", { class: "number" }, `${each.busy} of ${each.devices}`), el("td", { class: "number" }, memory(each.memory)), el("td", { class: "whole" }, when(each.seen)))), "Devices")
       : el("p", {}, "No worker is in the pool: ", el("code", {}, "redline worker"), " joins one."));
   });
+}
+
+// An event in words; one of a later server as it came.
+const WORDS = {
+  search: (data) => `is ${data.state}${data.reason ? `: ${data.reason}` : ""}`,
+  dry_run: (data) => `dry run ${data.key}: ${data.state}`,
+  worker: (data) => `worker ${data.name || data.worker}: ${data.state}`,
+  plan: (data) => `begins: ${data.name} on ${data.where}${given(data.valid) ? `, ${plural(data.valid, "configuration")}` : ""}`,
+  placed: (data) => `runs on ${data.device.name}`,
+  started: (data) => `trial ${data.trial} started`,
+  finished: (data) => `trial ${data.trial}: ${data.status}${given(data.throughput) ? `, ${number(data.throughput, 5)} ${data.unit}` : ""}${data.reason ? `, ${data.reason}` : ""}`,
+  remeasuring: (data) => `measures the leaders again: ${data.done} of ${data.total}`,
+  waiting: (data) => data.what,
+  said: (data) => data.message,
+  ended: (data) => `ended: ${data.why}`,
+};
+function happened(event) {
+  const words = WORDS[event.kind];
+  return words ? words(event.data) : `${event.kind} ${JSON.stringify(event.data).slice(0, 300)}`;
 }
 
 function eventsPage(page) {
   const list = el("ol", { class: "events", "aria-live": "off" });
   page.append(el("h1", {}, "Events"), el("p", { class: "lead" }, "What happens from now on, the latest first."), list);
   return live(async () => {
-    clear(list).append(...happenings.map((each) => el("li", {}, `${when(each.time)}  ${each.kind}  `, each.search ? el("a", { href: `#/search/${each.search}` }, each.search) : null, `  ${JSON.stringify(each.data).slice(0, 300)}`)));
+    clear(list).append(...happenings.map((each) => el("li", {}, el("time", {}, when(each.time)), el("span", {}, each.search ? el("a", { href: `#/search/${each.search}` }, each.search) : null, ` ${happened(each)}`))));
+    if (!happenings.length) list.append(el("li", {}, "Nothing yet."));
   });
 }

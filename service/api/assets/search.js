@@ -17,7 +17,7 @@ function searchPage(page, id) {
       el("h1", {}, search.name || search.id), el("p", {}, state(search.state), ` ${search.reason}`),
       el("p", { class: "lead" }, `${search.id}, submitted by ${search.user} ${when(search.created)}, ${plural(search.devices, "device")} a trial${search.device ? ` of ${search.device}` : ""}`),
       el("p", {}, cancelButton(search, told), ran ? el("a", { href: `runs/#/run/${encodeURIComponent(id)}` }, "The run with its figures") : null, " ", rows.length ? el("a", { href: `v1/searches/${id}/trials.csv` }, "trials.csv") : null));
-    clear(best).append(...(search.best ? [el("h2", {}, "Best so far"), el("p", {}, bestOf(search.best)), el("dl", { class: "knobs" }, knobsOf(search.best.config))] : []));
+    clear(best).append(...(search.best ? [el("h2", {}, search.state === "running" ? "Best so far" : "Best"), el("p", {}, bestOf(search.best)), el("dl", { class: "knobs" }, knobsOf(search.best.config))] : []));
     clear(trials).append(...(rows.length ? [el("h2", {}, plural(rows.length, "trial")), table(["trial", "status", "throughput", "peak MiB", "reason", "log"], rows.slice(-SHOWN_TRIALS).reverse().map((each) => el("tr", { "data-trial": each.trial },
       el("td", { class: "number" }, String(each.trial)), el("td", {}, each.status), el("td", { class: "number" }, number(each.throughput, 5)), el("td", { class: "number" }, number(each.peak_memory_mib)),
       el("td", {}, each.reason || ""), el("td", {}, each.log ? el("a", { href: `v1/searches/${id}/logs/${each.trial}` }, "log") : null))), "Trials")] : []));

@@ -20,6 +20,7 @@ function route() {
 
 ask("session").then((found) => {
   session = found;
+  if (found.role === "reader") document.querySelector(".service-nav a[href='#/submit']").remove();
   document.getElementById("who").textContent = `${found.user}, ${found.role}`;
   addEventListener("hashchange", route);
   route();

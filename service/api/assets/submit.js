@@ -14,6 +14,11 @@ const FIELDS = [
 const OF_THE_QUEUE = ["name", "priority", "device"];
 
 function submitPage(page) {
+  page.append(el("h1", {}, "Submit a search"));
+  if (session.role === "reader") {
+    page.append(el("p", {}, "You may look, not submit: ask an admin for the role submitter."));
+    return () => {};
+  }
   const wrong = el("p", { class: "wrong", role: "alert" });
   const inputs = Object.fromEntries(FIELDS.map(([name, , attributes]) => [name, el("input", { name, spellcheck: "false", ...attributes })]));
   const button = el("button", { type: "submit", class: "primary" }, "Submit");
@@ -43,6 +48,6 @@ function submitPage(page) {
       button.disabled = false;
     }
   });
-  page.append(el("h1", {}, "Submit a search"), el("p", { class: "lead" }, "More can be asked for by ", el("code", {}, "redline submit"), "."), session.role === "reader" ? el("p", { class: "wrong" }, "You may look, not submit: ask an admin for the role submitter.") : null, form);
+  page.append(el("p", { class: "lead" }, "More can be asked for by ", el("code", {}, "redline submit"), "."), form);
   return () => {};
 }
