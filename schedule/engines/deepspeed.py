@@ -79,7 +79,7 @@ def start(
         for name in shards_of(module):
             # A norm of all gradients then counts the pieces of each rank, and what is whole once.
             if (param := parameters_of(module).get(name)) is not None:
-                param.tensor_model_parallel = True  # type: ignore[attr-defined]
+                param.tensor_model_parallel = True
     form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
     made = None if pipeline is None else staged(pipeline, mesh, topology, form)
     engine, optimizer, *_ = deepspeed.initialize(

@@ -180,6 +180,6 @@ def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
                 param = parameters_of(module)[name]
                 assert param is not None, "a tied weight is there"
                 # A norm of all gradients counts it once.
-                param.ds_pipe_replicated = dist.get_rank() != ranks[0]  # type: ignore[attr-defined]
+                param.ds_pipe_replicated = dist.get_rank() != ranks[0]
                 found.append((param, group))
     return found
