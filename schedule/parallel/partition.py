@@ -85,7 +85,7 @@ class _EitherWay(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func.name() == "aten::_local_scalar_dense" and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype).item()
         return func(*args, **(kwargs or {}))
 
