@@ -1,12 +1,15 @@
 """build: turns a schedule into a module and an optimizer that are ready to train."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, unknown
+from .engines import deepspeed
 from .materialise import Init, materialise
 from .parallel.agreement import check_first_call, check_weights
 from .parallel.collectives import axis_of
@@ -14,6 +17,9 @@ from .parallel.pipeline import Pipeline
 from .primitives.sync import check_synced
 from .schedule import Schedule
 from .tree import PHASES, find_module
+
+TARGETS = ("deepspeed",)
+"""Engines that `build` makes."""
 
 
 @dataclass(slots=True)
@@ -38,6 +44,8 @@ def build(
     seed: int = 0,
     init: Init | None = None,
     broadcast: bool = False,
+    target: str | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Makes the scheduled model ready to train; the schedule takes no primitive afterwards.
 
@@ -58,14 +66,18 @@ def build(
             has no rule.
         broadcast: where the ranks of the `tp` or `dp` axis hold other values of what all are to hold alike, all take
             those of the first; without it that is refused.
+        target: `deepspeed` gives DeepSpeed's engine of the scheduled model in the place of the module. What the schedule
+            says of replicas and of a pipeline's order is written into the engine's configuration.
+        config: the engine's own, as a mapping or the path of a file, such as `redline export --to deepspeed` writes.
 
     Returns:
         The module (in training mode as it was) and the optimizer. A model cut into pipeline stages is this
-        rank's part of it, and runs by `module.pipeline.step(**batch)`.
+        rank's part of it, and runs by `module.pipeline.step(**batch)`; that of an engine by `engine.train_batch`.
 
     Raises:
         ScheduleError: built already; weights that nothing initialises; weights that differ between
-            ranks which are to hold them alike.
+            ranks which are to hold them alike; what the engine cannot do, or its configuration contradicts.
+        MissingDependency: the engine is not installed.
     """
     if sch.tree.built:
         raise ScheduleError("build: a schedule is built once, and this one already is")
@@ -73,11 +85,26 @@ def build(
     tree = sch.tree
     for each in tree.deferred:
         find_module(tree.module, each.path)
-    target = torch.device(device) if device is not None else home(tree.module)
-    context = Context(device=target, optimizer=optimizer, loss=loss)
+    settings = _engine_settings(sch, target, config, optimizer is not None)
+    place = torch.device(device) if device is not None else home(tree.module)
+    context = Context(device=place, optimizer=optimizer, loss=loss)
     prepare(sch, context, seed, init, broadcast)
     whole.tree.built = True
-    return complete(sch, context)
+    if settings is None:
+        return complete(sch, context)
+    module, made = complete(sch, context, [phase for phase in PHASES if phase != "data"])
+    return deepspeed.start(module, made, settings, sch.mesh, context.pipeline)
+
+
+def _engine_settings(sch: Schedule, target: str | None, config: Any, optimizer: bool) -> dict[str, Any] | None:
+    """The configuration of the engine that is to be built; None where there is none."""
+    if target is None:
+        if config is not None:
+            raise ScheduleError("build: config is an engine's; name that by target=")
+        return None
+    if target not in TARGETS:
+        raise ScheduleError(f"build: {unknown('target', target, TARGETS)}")
+    return deepspeed.settings_of(sch, config, optimizer)
 
 
 def itself(sch: Schedule) -> Schedule:
@@ -96,12 +123,14 @@ def prepare(sch: Schedule, context: Context, seed: int, init: Init | None = None
     sch.tree.built = True
 
 
-def complete(sch: Schedule, context: Context) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+def complete(
+    sch: Schedule, context: Context, phases: Sequence[str] = PHASES
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """The second half: applies what was deferred, attaches annotations, makes the optimizer.
 
     Within a phase inner modules come before outer ones.
     """
-    for phase in PHASES:
+    for phase in phases:
         due = [each for each in sch.tree.deferred if each.phase == phase]
         for each in sorted(due, key=lambda item: -item.path.count(".") if item.path else 1):
             at = Schedule(sch.tree, each.path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._torch import TreeSpec, buffers_of, call_of, parameters_of, tree_flatten, tree_unflatten
+from ..._torch import TorchDispatchMode, TreeSpec, buffers_of, call_of, parameters_of, tree_flatten, tree_unflatten
 from ..._transformers import experts_by_shapes_alone
 from ...errors import ScheduleError
 from ...orders import Placement
@@ -78,6 +78,18 @@ class Form:
         return tree_unflatten([next(rest) if tensor else x for x, _, tensor in self.leaves], self.spec)
 
 
+class _EitherWay(TorchDispatchMode):
+    """Lets code that looks at values run where there are none: each is zero, or false.
+
+    What crosses a cut has one form, so code that goes one way or the other by values must return the same either way.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_local_scalar_dense" and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(slots=True)
 class Board:
     """What the gates of one model share while it runs."""
@@ -136,8 +148,14 @@ class Gate:
         if key not in self.known:
             leaves = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
-            with torch.no_grad():
-                self.known[key] = Form.of(self.meta(*args, **kwargs))
+            try:
+                with torch.no_grad(), _EitherWay():
+                    self.known[key] = Form.of(self.meta(*args, **kwargs))
+            except NotImplementedError as error:
+                raise ScheduleError(
+                    f"the shapes of what '{self.unit.path}' returns cannot be told without computing it, as every "
+                    f"stage of a pipeline must: {error}"
+                ) from error
         return self.known[key]
 
 

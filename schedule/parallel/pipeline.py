@@ -172,7 +172,7 @@ class Pipeline:
         return factors.to(self.device).repeat_interleave(size // self.micro_batches)
 
     def _prepare(self, kwargs: dict[str, Any], size: int) -> None:
-        """Finds what crosses the cuts for batches of these shapes, and makes the schedule for them."""
+        """Makes the schedule for batches of these shapes."""
         from torch.distributed import pipelining
 
         part = size // self.micro_batches
@@ -185,23 +185,31 @@ class Pipeline:
         if self.schedule is not None and shapes == self._shapes:
             return
         self._shapes = shapes
+        self.find_forms(tree_map(micro, kwargs))
+        stages = [self._stage(index, part) for index in self.mine]
+        make = getattr(pipelining, self.order.made_by)
+        given = stages if self.order.most != 1 else stages[0]
+        self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+
+    def find_forms(self, batch: dict[str, Any]) -> None:
+        """Finds what crosses the cuts for micro-batches like this one, given by name, without computing it.
+
+        Raises:
+            ScheduleError: the model's forward does not pass through every cut.
+        """
         board = self.board
         board.forms.clear()
         board.stage, board.inferring = 0, True
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                self.model(**tree_map(micro, kwargs))
+                self.model(**batch)
         except StageEnd:
             board.inferring = False
         finally:
             board.stage, board.inferring = None, False
         if len(board.forms) != self.num_stages - 1:
             raise ScheduleError("the model's forward did not pass through every pipeline cut")
-        stages = [self._stage(index, part) for index in self.mine]
-        make = getattr(pipelining, self.order.made_by)
-        given = stages if self.order.most != 1 else stages[0]
-        self.schedule = make(given, self.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _stage(self, index: int, part: int) -> Any:
         from torch.distributed.pipelining import PipelineStage

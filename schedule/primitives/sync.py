@@ -134,7 +134,8 @@ def _check_sync(sch: ScheduledModule, mode: str, op: Any, axis: int | None, on: 
             f"{label}: {op} adds up partial sums, but its weight is cut along the output, so that each rank "
             "has other features; use all_gather, or cut along the input"
         )
-    if mode == "fwd_post" and op == "all_gather" and output == "partial":
+    summed = any(each.mode == "fwd_post" and (callable(each.op) or each.op in SUMS) for each in syncs_of(module))
+    if mode == "fwd_post" and op == "all_gather" and output == "partial" and not summed:
         raise ScheduleError(
             f"{label}: all_gather joins pieces, but its weight is cut such that each rank has a partial sum; "
             "use all_reduce or reduce_scatter"

@@ -39,3 +39,25 @@ def test_every_primitive_has_an_example():
     code = "\n".join(blocks(PAGE.read_text()))
     missing = [name for name in list_primitives(name_only=True) if not re.search(rf"\.{name}\(", code)]
     assert not missing
+
+
+def test_every_counterpart_of_a_test_of_slapos_is_there():
+    _, _, index = PAGE.read_text().partition("## Slapo's tests and ours")
+    ours = {
+        name
+        for row in index.splitlines()
+        if row.startswith("| ")
+        for name in re.findall(r"`(test_\w+)`", row.split("|")[2])
+    }
+    found = {
+        name
+        for path in Path(__file__).parent.glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert len(ours) > 40 and ours - found == set()
+
+
+def test_every_example_is_listed():
+    _, _, table = PAGE.read_text().partition("## Examples")
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", table, re.M))
+    assert listed == {path.name for path in (PAGE.parents[1] / "examples").glob("*.py")}

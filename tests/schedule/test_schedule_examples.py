@@ -1,4 +1,4 @@
-"""The three classic demonstrations, at small sizes."""
+"""The demonstrations of `examples/`, at small sizes, and some as the scripts that they are."""
 
 import importlib.util
 import json
@@ -22,6 +22,12 @@ def example(name):
     return module
 
 
+def mesh(**axes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
 def test_kernel_injection_replaces_every_norm(make_transformer, tokens, seed):
     injection = example("kernel_injection")
     sch = create_schedule(make_transformer("bert"))
@@ -41,11 +47,9 @@ def test_block_fusion_finds_its_pattern_in_every_block(seed):
 
 
 def check_sharding(seed):
-    from torch.distributed.device_mesh import init_device_mesh
-
     sharding = example("parameter_sharding")
     torch.manual_seed(seed)
-    sch = create_schedule(sharding.MLP(8, 16), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    sch = create_schedule(sharding.MLP(8, 16), mesh(tp=2))
     with verify(sch, torch.randn(4, 8)):
         sharding.schedule(sch)
     return sch["fc1"].module.weight.shape, sch["fc2"].module.weight.shape
@@ -54,6 +58,35 @@ def check_sharding(seed):
 def test_parameter_sharding_has_the_gradients_of_one_rank(two, seed):
     shapes = two.run(check_sharding, seed)
     assert shapes == [((8, 8), (8, 8))] * 2
+
+
+def test_a_norm_between_cut_layers_is_given_all_features_or_whole_rows_or_says_what_to_do(two):
+    for found in two.run(lambda: example("sharding_with_norm").compare(mesh(tp=2))):
+        assert max(found["gathered"], found["in_rows"]) < 1e-5
+        assert "'norm' (LayerNorm) takes 256 features, but is given the 128 of one of 2 ranks" in found["forgotten"]
+
+
+def near(found, expected):
+    assert found == pytest.approx(expected, rel=1e-5) and len({round(each, 4) for each in found}) == len(found)
+
+
+def test_a_model_that_looks_at_values_has_the_losses_of_one_process_in_stages(two):
+    for why, alone, staged in two.run(lambda: example("untraceable_pipeline").compare(mesh(pp=2))):
+        assert "untraceable_pipeline.py:" in why and "if y.abs().max() > 2:" in why
+        near(staged, alone)
+
+
+def test_an_embedding_tied_over_stages_stays_the_same_in_both(two):
+    for found in two.run(lambda: example("tied_embeddings").compare(mesh(pp=2))):
+        assert found["between the stages"] == 0 and found["moved"] > 1e-3
+        # A step of AdamW turns the rounding of a gradient that is almost zero into a part of its rate.
+        assert found["from one process"] < 1e-3 and found["of the loss"] < 1e-5
+
+
+def test_gpt_neo_on_four_ranks_has_the_losses_of_one_process(four):
+    for alone, cut, whole, mine in four.run(lambda: example("gpt_neo").compare(mesh(pp=2, tp=2))):
+        near(cut, alone)
+        assert mine < whole / 2
 
 
 def ran(*arguments):
@@ -66,10 +99,32 @@ def ran(*arguments):
     return done.stdout
 
 
+def started(ranks, name, *arguments):
+    """What an example printed on so many ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return ran(*launcher, ROOT / "examples" / f"{name}.py", *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("sharding_with_norm", 2, "in_rows    verified; departs by "),
+        ("untraceable_pipeline", 2, "no graph: "),
+        ("tied_embeddings", 2, "between the stages   0.0e+00"),
+        ("gpt_neo", 4, "step 2: loss "),
+        pytest.param("deepspeed_engine", 2, "by DeepSpeed", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_example_is_a_script(name, ranks, said):
+    if name == "deepspeed_engine":
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    assert said in started(ranks, name)
+
+
 @pytest.mark.exhaustive
 def test_a_whole_transformer_on_two_processes():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    out = ran(*launcher, ROOT / "examples" / "transformer_parallel.py", "--model", "llama", "--sequence-parallel")
+    out = started(2, "transformer_parallel", "--model", "llama", "--sequence-parallel")
     losses = [line.split("loss ")[1].split()[0] for line in out.splitlines() if "loss " in line]
     assert len(losses) == 2 and float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
 

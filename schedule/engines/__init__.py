@@ -1,0 +1,1 @@
+"""Engines of other frameworks that train a scheduled model: `build(sch, target=...)`."""

@@ -1,0 +1,213 @@
+"""DeepSpeed's engine of a scheduled model: `build(sch, target="deepspeed", config=...)`.
+
+The model is the schedule's: cut over ranks, replaced, recomputed, compiled. Replicas and what they share (ZeRO), the
+optimizer's step and the order of a pipeline's micro-batches are DeepSpeed's. What the schedule says of these is
+written into DeepSpeed's configuration, which says the rest; where the two contradict each other, that is refused.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..._torch import parameters_of
+from ...errors import MissingDependency, ScheduleError, not_installed
+from ...reading import LARGEST_DOCUMENT, Refused, parse_json, read_named
+from ..parallel.collectives import axis_of
+from ..parallel.pipeline import Pipeline
+from ..parallel.sharding import shards_of
+from ..tree import ScheduledModule
+from .stages import staged
+
+AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
+"""Axes of a mesh, as DeepSpeed calls them."""
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Formats that weights are held in, beside a copy in float32, by the section of the configuration."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def settings_of(sch: ScheduledModule, given: Mapping[str, Any] | str | Path | None, optimizer: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration with what the schedule says in it; nothing is changed yet.
+
+    Args:
+        sch: the root's schedule.
+        given: the configuration, or the path of its JSON file.
+        optimizer: whether `build` was given one.
+
+    Raises:
+        ScheduleError: they contradict each other, or DeepSpeed cannot do what the schedule says.
+        MissingDependency: DeepSpeed is not installed.
+    """
+    if missing := not_installed("deepspeed", "frameworks"):
+        raise MissingDependency(missing)
+    out = _read(given)
+    if optimizer and "optimizer" in out:
+        raise _refused("optimizer= was given, and the configuration has an optimizer, too; leave one of them out")
+    if any(step.primitive == "offload" and not step.path and "optimizer" in str(step) for step in sch.tree.steps):
+        raise _refused("say offload('optimizer') as zero_optimization.offload_optimizer of its configuration instead")
+    _check_ranks(sch.mesh)
+    _replicas(sch, out)
+    _tensor_parallel(sch, out)
+    _pipeline(sch, out)
+    # By default it clips at 1, which no other build does.
+    out.setdefault("gradient_clipping", 0.0)
+    return out
+
+
+def start(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Mapping[str, Any],
+    mesh: Any,
+    pipeline: Pipeline | None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """The engine, and the optimizer that it has made of the one given or of its configuration; all ranks call it."""
+    import deepspeed
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+    with _nothing_compiled():
+        deepspeed.init_distributed(verbose=False)
+    topology = _topology(mesh)
+    for module in model.modules():
+        for name in shards_of(module):
+            # A norm of all gradients then counts the pieces of each rank, and what is whole once.
+            if (param := parameters_of(module).get(name)) is not None:
+                param.tensor_model_parallel = True
+    form = next((form for name, form in FORMATS.items() if settings.get(name, {}).get("enabled")), None)
+    made = None if pipeline is None else staged(pipeline, mesh, topology, form)
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model if made is None else made.module,
+        optimizer=optimizer,
+        model_parameters=[each for each in model.parameters() if each.requires_grad],
+        config=dict(settings),
+        mpu=PipelineParallelGrid(topology=topology) if made is None else None,
+    )
+    if made is not None:
+        engine.set_batch_fn(made.batch)
+    return engine, optimizer
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """On CPUs DeepSpeed would compile an exchange over shared memory for some minutes, which only inference uses."""
+    from deepspeed import ops
+
+    name, known = "__compatible_ops__", dict(vars(ops))
+    setattr(ops, name, {**known.get(name, {}), "deepspeed_shm_comm": False})
+    try:
+        yield
+    finally:
+        delattr(ops, name)  # which it finds out when it is asked for
+        if name in known:
+            setattr(ops, name, known[name])
+
+
+def _refused(why: str) -> ScheduleError:
+    return ScheduleError(f"build for deepspeed: {why}")
+
+
+def _read(given: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """A configuration, of which sections are copied."""
+    found: Any = given
+    if isinstance(given, str | Path):
+        try:
+            found = parse_json(read_named(Path(given), at_most=LARGEST_DOCUMENT))
+        except (OSError, Refused) as error:
+            raise _refused(f"its configuration {given} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise _refused(f"config must be DeepSpeed's configuration or the path of its JSON file, but got {found!r}")
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & found.keys():
+        raise _refused(
+            "its configuration must say train_micro_batch_size_per_gpu, and gradient_accumulation_steps where there "
+            f"are several, but has {', '.join(map(str, found)) or 'nothing'}"
+        )
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+
+def _check_ranks(mesh: Any) -> None:
+    """Refuses ranks that DeepSpeed would arrange otherwise: it takes all there are, in their order."""
+    if not dist.is_initialized() or "LOCAL_RANK" not in os.environ:
+        raise _refused(
+            "it needs torch.distributed, and LOCAL_RANK in the environment: start by torchrun, and call "
+            "torch.distributed.init_process_group first"
+        )
+    ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
+    if ranks != list(range(dist.get_world_size())):
+        raise _refused(
+            f"its replicas are all {dist.get_world_size()} ranks, so the mesh must have them in their order, but has "
+            f"{', '.join(map(str, ranks))}; pass create_schedule(model, mesh=...)"
+        )
+
+
+def _topology(mesh: Any) -> Any:
+    """The mesh as DeepSpeed takes it."""
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+
+    sizes = {} if mesh is None else {AXES[name]: size for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
+    axes = {**{each: 1 for each in AXES.values() if each not in sizes}, **sizes}
+    return ProcessTopology(axes=list(axes), dims=list(axes.values()))
+
+
+def _replicas(sch: ScheduledModule, out: dict[str, Any]) -> None:
+    """Writes what `shard_data` says of replicas."""
+    for each in (each.arguments for each in sch.tree.deferred if each.phase == "data"):
+        zero, stage = out.setdefault("zero_optimization", {}), len(each["cut"])
+        if zero.setdefault("stage", stage) != stage:
+            raise _refused(f"shard_data says ZeRO stage {stage}, but zero_optimization.stage is {zero['stage']}")
+        own = {"hsdp": 1, "blocks": None, "gathered": (), "gather": "pass" if stage == 3 else "step"}
+        for name, neutral in own.items():
+            if each[name] != neutral:
+                raise _refused(f"shard_data({name}={each[name]!r}) has no counterpart in DeepSpeed; leave it out")
+        if (form := each["param_dtype"]) is not None and not out.get(NAMES.get(form, ""), {}).get("enabled"):
+            raise _refused(
+                f"shard_data(param_dtype={form}) is {NAMES.get(form)}: {{enabled: true}} of its configuration"
+            )
+        if (form := each["reduce_dtype"]) is not None:
+            if out.setdefault("communication_data_type", NAMES[form]) != NAMES[form]:
+                raise _refused(
+                    f"shard_data says reduce_dtype={form}, but communication_data_type is "
+                    f"{out['communication_data_type']}"
+                )
+
+
+def _tensor_parallel(sch: ScheduledModule, out: dict[str, Any]) -> None:
+    """Leaves out AutoTP, since the schedule has cut the model."""
+    axis = axis_of(sch.mesh, "tp")
+    asked, found = (out.pop("tensor_parallel", None) or {}).get("autotp_size", 0), 1 if axis is None else axis.size
+    if asked not in (0, found):
+        raise _refused(
+            f"the schedule cuts over {found} ranks, but tensor_parallel.autotp_size is {asked}; leave it out"
+        )
+
+
+def _pipeline(sch: ScheduledModule, out: dict[str, Any]) -> None:
+    """Writes what cuts and `pipeline` say of stages."""
+    axis, stages = axis_of(sch.mesh, "pp"), len(sch.tree.cuts) + 1
+    ranks = 1 if axis is None else axis.size
+    section = out.setdefault("pipeline", {})
+    if section.pop("stages", "auto") not in ("auto", ranks):
+        raise _refused(f"the pp axis has {ranks} ranks, but the configuration's pipeline has another number of stages")
+    if ranks == 1:
+        return
+    kind, micro_batches = sch.tree.pipeline or ("1f1b", None)
+    if stages != ranks or kind != "1f1b":
+        raise _refused(
+            f"its pipelines run 1f1b with one stage a rank, but there are {stages} stages on {ranks} ranks, in the "
+            f"order {kind}"
+        )
+    if out.get("zero_optimization", {}).get("stage", 0) > 1:
+        raise _refused("its pipelines take ZeRO 0 and 1; with 2 or 3 leave the target out")
+    if micro_batches is not None and out.setdefault("gradient_accumulation_steps", micro_batches) != micro_batches:
+        raise _refused(
+            f"pipeline says {micro_batches} micro-batches, but gradient_accumulation_steps is "
+            f"{out['gradient_accumulation_steps']}"
+        )
+    # What crosses a cut is sent whole by every tensor-parallel rank: its own partition takes a single tensor.
+    section |= {"pipe_partitioned": False, "grad_partitioned": False}

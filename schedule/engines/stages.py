@@ -1,0 +1,185 @@
+"""The stages of a scheduled model as layers of DeepSpeed's PipelineModule.
+
+Every stage runs the model's own forward and needs the batch for it, but DeepSpeed has the first stage and the last load
+one. So the batch goes along from stage to stage: `(what crosses the cut..., the batch's tensors..., header)`, where the
+header says in JSON how the tensors are called. DeepSpeed expects a gradient of each floating-point tensor that it
+sends; what has none travels as integers of the same bits.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..._torch import parameters_of, tree_flatten, tree_unflatten
+from ...errors import ScheduleError
+from ..parallel.pipeline import Pipeline, Stage
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """A pipeline as DeepSpeed takes it."""
+
+    module: nn.Module
+    """Its PipelineModule; the scheduled model is `module.model`."""
+    batch: Callable[[Any], Any]
+    """Makes a micro-batch of the data iterator one of DeepSpeed's."""
+
+
+def staged(pipeline: Pipeline, mesh: Any, topology: Any, form: torch.dtype | None) -> Staged:
+    """This rank's stage in a PipelineModule; all ranks call it.
+
+    Args:
+        pipeline: with one stage a rank.
+        mesh: of the schedule.
+        topology: the same as DeepSpeed has it.
+        form: what DeepSpeed will cast the weights to, if anything.
+    """
+    from deepspeed.pipe import PipelineModule
+
+    if form is not None:
+        for meta in pipeline.metas:
+            meta.to(form)
+    layer = StageLayer(pipeline)
+    layers = [layer if index in pipeline.mine else _elsewhere for index in range(pipeline.num_stages)]
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=None if pipeline.loss is None else layer.loss, partition_method="uniform"
+    )
+    module.__dict__["model"] = pipeline.model
+    tied = _tied(pipeline, mesh)
+    module.get_tied_weights_and_groups = lambda: tied
+    return Staged(module=module, batch=layer.batch)
+
+
+class StageLayer(nn.Module):
+    """A stage as DeepSpeed calls it."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.model = pipeline.model
+        (index,) = pipeline.mine
+        self.__dict__.update(pipeline=pipeline, stage=Stage(pipeline, index))
+        self.names = list(inspect.signature(type(pipeline.model).forward).parameters)[1:]
+        self.shapes: Any = None
+        """Of the micro-batches for which it is known what crosses the cuts."""
+
+    def batch(self, given: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """A micro-batch as DeepSpeed takes it: what goes through the stages, and the target of the loss.
+
+        Args:
+            given: what the model's forward takes: a mapping of names, or tensors by position; with a loss of one's own
+                a pair of it and the target.
+
+        Raises:
+            ScheduleError: it is neither.
+        """
+        target = None
+        if self.pipeline.loss is not None:
+            if not isinstance(given, tuple | list) or len(given) != 2:
+                raise ScheduleError(
+                    f"a micro-batch must be a pair of inputs and target, but got {type(given).__name__}"
+                )
+            given, target = given
+        if not isinstance(given, Mapping):
+            given = dict(zip(self.names, given if isinstance(given, tuple | list) else (given,)))
+        tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+        said = {
+            "tensors": [(name, str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()],
+            "rest": {name: each for name, each in given.items() if name not in tensors},
+        }
+        try:
+            header = json.dumps(said).encode()
+        except TypeError as error:
+            raise ScheduleError(
+                f"a micro-batch must hold tensors, numbers and words, which go through the stages, but: {error}"
+            ) from error
+        device = next((each.device for each in tensors.values()), torch.device("cpu"))
+        return (*map(_bits, tensors.values()), torch.tensor(list(header), dtype=torch.uint8, device=device)), target
+
+    def forward(self, values: tuple[torch.Tensor, ...]) -> Any:
+        """What the next stage is given; of the last one the loss, or the output that `loss` is computed from."""
+        pipeline, index = self.pipeline, self.stage.index
+        said = json.loads(bytes(values[-1].tolist()))
+        carried = values[len(values) - 1 - len(said["tensors"]) :]
+        crossed = values[: len(values) - len(carried)]
+        batch = {name: each.view(getattr(torch, form)) for (name, form), each in zip(said["tensors"], carried)}
+        shapes = {name: (each.shape, each.dtype) for name, each in batch.items()}
+        batch |= said["rest"]
+        if shapes != self.shapes:
+            pipeline.find_forms(batch)
+            self.shapes = shapes
+        forms = pipeline.board.forms[index - 1].leaves if index else ()
+        formats = [dtype for _, dtype, tensor in forms if tensor]
+        received = tuple(each if each.dtype == form else each.view(form) for each, form in zip(crossed, formats))
+        result = self.stage(*received, **batch)
+        if index == pipeline.num_stages - 1:
+            result = _reaching(result, received)
+            return result.reshape(()) if pipeline.loss is None else result
+        first = next((number for number, each in enumerate(result) if each.requires_grad), None)
+        result = tuple(_reaching(each, received) if number == first else each for number, each in enumerate(result))
+        return (*(each if each.requires_grad else _bits(each) for each in result), *carried)
+
+    def loss(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """The caller's, of all that the model returned, `output` in the place of the tensor that it is."""
+        assert self.pipeline.loss is not None, "DeepSpeed is given this where there is one"
+        leaves, spec = tree_flatten(self.pipeline.outputs[-1])
+        first = next(number for number, each in enumerate(leaves) if isinstance(each, torch.Tensor))
+        if not hasattr(leaves[first], "hidden"):  # logits that are not formed
+            leaves[first] = output
+        return self.pipeline.loss(tree_unflatten(leaves, spec), target)
+
+
+def _elsewhere(values: Any) -> Any:
+    """Stands for a stage of another rank."""
+    raise AssertionError("DeepSpeed runs the stage of this rank only")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers, of which no gradient is expected."""
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+    return tensor
+
+
+def _reaching(result: torch.Tensor, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A result from which a gradient reaches all that was received, since DeepSpeed sends one of each."""
+    wanting = [each for each in received if each.requires_grad]
+    return _Reaching.apply(result, *wanting) if len(wanting) > 1 else result
+
+
+class _Reaching(torch.autograd.Function):
+    """Hands on its first argument, as if the others had come to nothing in it."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *received: torch.Tensor) -> torch.Tensor:
+        ctx.forms = [(each.shape, each.dtype, each.device) for each in received]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms)
+
+
+def _tied(pipeline: Pipeline, mesh: Any) -> list[tuple[nn.Parameter, Any]]:
+    """This rank's weights that other stages hold, too, each with the group of the ranks that do."""
+    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), -1).reshape(-1, pipeline.axis.size).tolist()
+    found = []
+    for module, name, stages in pipeline.ties:
+        for line in lines:
+            ranks = [line[stage] for stage in stages]
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                param = parameters_of(module)[name]
+                assert param is not None, "a tied weight is there"
+                # A norm of all gradients counts it once.
+                param.ds_pipe_replicated = dist.get_rank() != ranks[0]
+                found.append((param, group))
+    return found
