@@ -14,7 +14,7 @@ from ..errors import UsageError, unknown
 
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder that redline is imported from."""
-CHECK_S = 60.0
+CHECK_S = 120.0
 """How long it may take to start Python, s."""
 _OF_A_USER = re.compile(r"(REDLINE_|XDG_|SSH_|SUDO_).*|HOME|MAIL|TMPDIR|TEMP|TMP|HISTFILE|OLDPWD")
 _SECRET = re.compile(r".*(TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|AUTH).*|PG.*|DATABASE_URL", re.I)
@@ -88,7 +88,11 @@ def _check(user: UnixUser) -> None:
     """Starts Python as that user, which shows both that this process may and that the user can."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "import redline, torch.version"],
+            [
+                sys.executable,
+                "-c",
+                "import importlib.util as found, redline; assert found.find_spec('torch'), 'no torch'",
+            ],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -106,6 +110,8 @@ def _check(user: UnixUser) -> None:
             f"the user '{user.name}' cannot run {os.path.realpath(sys.executable)}: install Python and redline where "
             "that user may read them"
         ) from error
+    except subprocess.TimeoutExpired as error:
+        raise UsageError(f"Python does not start as the user '{user.name}' within {CHECK_S:g} s") from error
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
         raise UsageError(f"the user '{user.name}' cannot run redline: {words}")

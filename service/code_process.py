@@ -65,7 +65,7 @@ class CodeProcess:
         shared.give_back(ids, assignment.devices)
         try:
             with self._warm.runner(assignment) as runner:
-                answer = {"outcome": tried(runner, assignment, logs)}
+                answer: dict[str, Any] = {"outcome": tried(runner, assignment, logs)}
         except UsageError as error:
             answer = {"outcome": {"refused": str(error)}}
         except RunnerError as error:

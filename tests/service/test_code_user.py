@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from other_user import NOBODY, closed, only_root, open_python
@@ -160,10 +162,16 @@ def told_by(service, search):
 
 
 @pytest.fixture
-def service(tmp_path, nobody):
-    """A server whose folder is under one that anybody may enter, as its own rights are to count."""
-    os.chmod(tmp_path, 0o755)
-    with served(tmp_path) as running:
+def place():
+    """A folder that anybody may enter: what is kept from others there is so by its own rights."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def service(place, nobody):
+    with served(place) as running:
         yield running
 
 
@@ -191,14 +199,13 @@ def looking(service, worker):
 
 
 @pytest.mark.slow
-def test_a_command_runs_as_that_user_and_reaches_nothing(service, tmp_path, nobody):
-    os.chmod(tmp_path / "redline.db", 0o600)
-    with a_worker(service, tmp_path) as worker:
+def test_a_command_runs_as_that_user_and_reaches_nothing(service, place, nobody):
+    with a_worker(service, place) as worker:
         code = (
             looking(service, worker)
             + "\nimport time\nfor each in range(6): print('speed:', X + 1, flush=True); time.sleep(.05)"
         )
-        script = tmp_path / "train.py"
+        script = place / "train.py"
         script.write_text("import sys\nX = int(sys.argv[1])\n" + code)
         command = {"command": f"{sys.executable} {script} {{x}}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
@@ -212,9 +219,8 @@ def test_a_command_runs_as_that_user_and_reaches_nothing(service, tmp_path, nobo
 
 
 @pytest.mark.slow
-def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, tmp_path, nobody):
-    os.chmod(tmp_path / "redline.db", 0o600)
-    with a_worker(service, tmp_path) as worker:
+def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, nobody):
+    with a_worker(service, place) as worker:
         text = WORKLOAD.replace("LOOK", looking(service, worker))
         request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}, "devices": 1}
         search, number = dry_run(service, request, {"micro_batch": 2})
@@ -226,13 +232,13 @@ def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, tmp_path,
 
 
 @pytest.mark.slow
-def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, tmp_path, nobody):
+def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobody):
     """A link to a file that the worker may read and code may not."""
-    secret = tmp_path / "secret"
+    secret = place / "secret"
     secret.write_text("the worker's alone")
     secret.chmod(0o600)
-    with a_worker(service, tmp_path):
-        script = tmp_path / "train.py"
+    with a_worker(service, place):
+        script = place / "train.py"
         script.write_text(
             "import os, pathlib, sys, time\n"
             "log = pathlib.Path(sys.argv[1]).parents[1] / 'logs' / '0.log'\n"
@@ -250,8 +256,8 @@ def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, tmp_path, n
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_code_that_is_cancelled_ends(service, tmp_path, nobody):
-    with a_worker(service, tmp_path) as worker:
+def test_a_dry_run_of_code_that_is_cancelled_ends(service, place, nobody):
+    with a_worker(service, place) as worker:
         command = {"command": "sleep 1000{x}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
         space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
         search, _ = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
