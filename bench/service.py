@@ -1,16 +1,22 @@
-"""How the service shares a pool: `python bench/service.py [--out bench/results/service.json] [--storage URL]`.
+"""How the service shares a pool, and how fast it answers: the figures of docs/service.md.
 
-First a pool on paper, with time that is simulated and everything else as the server has it (`service/scheduling.py`):
+    python bench/service.py --out bench/results/service.json --write docs/service.md --storage sqlite:///new.db --storage URL
+
+`--storage` names empty databases; without, it is a SQLite file. `--part` measures one part, and leaves the others in `--out`
+as they are.
+
+First (`pool`) a pool on paper, with time that is simulated and everything else as the server has it (`service/scheduling.py`):
 1,024 devices on hosts of 8, and 1,000 searches that 20 users submitted at once, the users from small to large. A search
 has 4 dry runs waiting or running, each on 1 to 8 devices, all at once on one host, and each takes a time that scheduling
 knows only as the average of those before. Told are utilisation while work waits that could run, Jain's index of the
 device-seconds of the users while each of them has work (over their weights), how long what was submitted last waited, and
 what a decision costs (time of the processor).
 
-Then the store, a database for real (`--storage`, else a SQLite file): what a submission costs, and how many dry runs a
-second can be asked for, leased and answered, by one process.
+Then (`http`) a server and real sockets, see `service_http.py`. Then (`store`) the store alone, a database for real: what a
+submission costs, and how many dry runs a second can be asked for, leased and answered, by one process.
 
-Goals: utilisation 95 % while work waits, a decision within 50 ms, submissions within 100 ms (p99).
+Goals: utilisation 95 % while work waits, a decision within 50 ms; over HTTP submissions and estimates that were asked before
+within 100 ms (p99), and 200 events a second to 200 listeners, none missed and all in order.
 """
 
 import argparse
@@ -31,7 +37,12 @@ from redline.service.records import Running, Share, Waiting, Worker
 from redline.service.scheduling import decide, why_waiting
 from redline.service.store import Store
 from redline.service.store.demand import RECENT_S
+from service_http import over_http, rows, words
 
+PARTS = ("pool", "http", "store")
+MARKS = "<!-- figures -->", "<!-- end of figures -->"
+"""Between these a page holds the figures."""
+NAMES = {"sqlite": "SQLite", "postgresql": "Postgres"}
 H100 = {"type": "cuda", "name": "NVIDIA H100"}
 SIZES = {1: 0.4, 2: 0.2, 4: 0.2, 8: 0.2}
 """Devices of a search's dry runs, and the share of searches that have them."""
@@ -258,6 +269,39 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in at.items()}
 
 
+def figures(result: dict[str, Any]) -> str:
+    """What a page says of it."""
+    pool, decision = result["pool"], result["one_decision"]
+    machine = (
+        f"{result['host']['usable_cores']} cores of {result['host']['system']}, Python {result['versions']['python']}"
+    )
+    columns = [NAMES[each["database"]] for each in result["http"]]
+    head = ["median / p99, ms", *columns, "goal (p99)"]
+    store = ", ".join(f"{each['dry_runs_per_s']:.0f} on {NAMES[each['database']]}" for each in result["store"])
+    used = pool["decision_cpu_ms"]
+    lines = [
+        f"`python bench/service.py --write docs/service.md` on {machine}; server, database and whoever asks on one host.",
+        "",
+        f"A pool on paper of {pool['devices']:,} devices, scheduled as the server does: {pool['searches']:,} searches of",
+        f"{pool['users']} users are submitted at once; {100 * pool['utilisation_while_work_waits']:.1f} % of the devices",
+        f"are busy while work waits (goal 95 %), Jain's index of the users' shares is {pool['jain_of_weighted_shares']:.3f},",
+        f"a decision takes {used['median']:.1f} ms of a processor ({used['p99']:.1f} p99), one of",
+        f"{decision['waiting']:,} waiting dry runs on an empty pool {decision['decide_cpu_ms']['median']:.1f} ms.",
+        f"Asked for, leased and answered by one process are {store} dry runs a second.",
+        "",
+        table([head, *rows(result["http"])]),
+        "",
+        words(result["http"]),
+    ]
+    return "\n".join(lines)
+
+
+def table(lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    first, *others = [f"| {' | '.join(each)} |" for each in lines]
+    return "\n".join([first, "|" + "---|" * len(lines[0]), *others])
+
+
 def main() -> None:
     """Runs it and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -267,21 +311,34 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=16, help="of a search, on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", action="append", help="URL of an empty database; may be given several times")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", action="append", choices=PARTS, help="by default all; may be given several times")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--write", type=Path, help="a Markdown page with the marks of the figures")
     given = parser.parse_args()
-    result: dict[str, Any] = {
-        "pool": on_paper(given.devices, given.searches, given.users, given.trials, given.seed),
-        "one_decision": largest_decision(given.devices, given.searches),
-    }
+    parts = given.part or PARTS
+    result: dict[str, Any] = {}
+    if given.out and given.out.exists():
+        result = json.loads(given.out.read_text(encoding="utf-8"))
+    if "pool" in parts:
+        result["pool"] = on_paper(given.devices, given.searches, given.users, given.trials, given.seed)
+        result["one_decision"] = largest_decision(given.devices, given.searches)
     with tempfile.TemporaryDirectory() as folder:
         urls = given.storage or [f"sqlite:///{folder}/redline.db"]
-        result["store"] = [in_store(each, given.searches) for each in urls]
+        if "http" in parts:
+            result["http"] = [over_http(each, Path(folder), _spread) for each in urls]
+        if "store" in parts:
+            result["store"] = [in_store(each, given.searches) for each in urls]
     result["host"] = {**host(), "usable_cores": usable_cores()}
     result["versions"] = versions()
     text = json.dumps(result, indent=1)
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
+    if given.write:
+        page = given.write.read_text(encoding="utf-8")
+        before, _, rest = page.partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        given.write.write_text(f"{before}{MARKS[0]}\n{figures(result)}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

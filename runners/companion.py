@@ -9,8 +9,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..reading import tail_inside
 from ..scratch import Scratch
 from .process import kill_tree
+from .unix_user import UnixUser
+
+LAST_WORDS = 2000
+"""Bytes of what it printed last that are told."""
 
 
 class Companion:
@@ -23,16 +28,23 @@ class Companion:
     Args:
         module: what is run.
         kind: names its folder (see `Scratch`).
+        user: whose process it is, and whose folder; None for this one's own.
     """
 
-    def __init__(self, module: str, kind: str) -> None:
+    def __init__(self, module: str, kind: str, *, user: UnixUser | None = None) -> None:
         self._scratch = Scratch(kind)
         self.folder = self._scratch.path
         """Its folder, gone when it is closed."""
         self.connection: Connection
         """This end of the connection."""
         self.connection, theirs = Pipe()
+        # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
+        # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
+        whose = {"env": {**quiet, **os.environ}} if user is None else user.popen(self.folder, **quiet)
         with theirs, open(self.folder / "log", "wb") as log:
+            if user is not None:
+                user.give(self.folder)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), str(self.folder)],
                 stdin=subprocess.DEVNULL,
@@ -40,9 +52,7 @@ class Companion:
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                # OpenMP threads that spin while they wait make a step ten times slower as soon as anything
-                # else runs on the machine; asleep they cost nothing that can be measured on a quiet one.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                **whose,
             )
 
     @property
@@ -87,6 +97,6 @@ class Companion:
     def with_last_words(self, what: str) -> str:
         """The message, and the end of what it printed."""
         words = ""
-        with contextlib.suppress(FileNotFoundError):  # its end takes the folder with it
-            words = (self.folder / "log").read_text(errors="replace").strip()
-        return f"{what}\n{words[-2000:]}" if words else what
+        with contextlib.suppress(OSError):  # its end takes the folder with it
+            words = tail_inside(self.folder, "log", at_most=LAST_WORDS)[0].strip()
+        return f"{what}\n{words}" if words else what

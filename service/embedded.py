@@ -27,6 +27,7 @@ class EmbeddedWorker:
         devices: how many; None for all.
         ray_address: of a Ray cluster whose devices they are.
         certificate: that the server shows.
+        code_user: Unix user as whom code runs.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class EmbeddedWorker:
         devices: int | None = None,
         ray_address: str | None = None,
         certificate: Path | None = None,
+        code_user: str | None = None,
     ) -> None:
         command = [sys.executable, "-m", "redline.tuner.cli", "worker", "--server", server, "--token", FROM_STDIN]
         if devices is not None:
@@ -44,7 +46,9 @@ class EmbeddedWorker:
         if ray_address is not None:
             command += ["--runner", "ray", "--ray-address", ray_address]
         if certificate is not None:
-            command += ["--trust", str(certificate)]
+            command += ["--pinned", str(certificate)]
+        if code_user is not None:
+            command += ["--code-user", code_user]
         self._command, self._token = command, token
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()

@@ -12,6 +12,8 @@ from typing import Any
 from .. import errors
 from ..errors import RedlineError, RunnerError, UsageError
 
+MOST_WAITING = 8
+"""Calls that wait for their turn; more are refused, so that who asks for something else is answered."""
 _log = logging.getLogger(__name__)
 
 
@@ -24,6 +26,7 @@ class Helper:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._places = threading.BoundedSemaphore(1 + MOST_WAITING)
         self._lock = threading.Lock()
         self._process: Any = None
         self._ours: Connection | None = None
@@ -34,8 +37,16 @@ class Helper:
         Raises:
             RedlineError: as the function raised it.
             UsageError: it took longer than it may.
-            RunnerError: the process ended with it, or it failed otherwise.
+            RunnerError: the process ended with it, it failed otherwise, or too many calls wait.
         """
+        if not self._places.acquire(blocking=False):
+            raise RunnerError(f"{MOST_WAITING} others wait for what computes this; ask again in a moment")
+        try:
+            return self._call(function, args)
+        finally:
+            self._places.release()
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         with self._lock:
             pipe = self._begun()
             try:

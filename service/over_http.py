@@ -19,10 +19,11 @@ class ServerPool(Pool):
         server: its address.
         token: of who joins the worker.
         verify: file with the certificates to trust; None for the system's.
+        pinned: as for `Transport`.
     """
 
-    def __init__(self, server: str, token: str, verify: str | None = None) -> None:
-        self._transport = Transport(server, token, verify)
+    def __init__(self, server: str, token: str, verify: str | None = None, *, pinned: str | None = None) -> None:
+        self._transport = Transport(server, token, verify, pinned=pinned)
 
     def join(
         self, name: str, host: str, device: dict[str, Any], devices: int, memory_mib: int, software: dict[str, Any]

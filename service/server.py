@@ -6,6 +6,7 @@ It may be killed at any moment and started again: truth is in the database, and 
 import contextlib
 import logging
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 from ..errors import MissingDependency, UsageError
 from ..lock import FolderLock
 from ..results.dashboard.serve import is_local, listen
+from ..runners.unix_user import unix_user
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
 from .estimates import Estimates
@@ -50,6 +52,8 @@ class ServeOptions:
     """Of TLS."""
     key: Path | None = None
     """Of the certificate; None where it is in the same file."""
+    proxy: str = "127.0.0.1"
+    """Address of a proxy in front, whose word counts for who asks and whether by TLS (X-Forwarded-For, X-Forwarded-Proto)."""
     worker: bool = True
     """Whether this host's devices join the pool."""
     devices: int | None = None
@@ -58,6 +62,8 @@ class ServeOptions:
     """A Ray cluster whose devices they are, in place of this host's."""
     allow_code: bool = True
     """Whether users who may submit code can."""
+    code_user: str | None = None
+    """Unix user as whom code runs on this host's devices; None for as whom this runs."""
     searches: int = MOST
     """Searches that run at once."""
     rate: float = 50.0
@@ -82,7 +88,7 @@ def serve(
         started: given the address and the uvicorn server before it runs; its `should_exit` ends it.
 
     Raises:
-        UsageError: the address, the certificate or the storage cannot be used.
+        UsageError: the address, the certificate, the storage or the user for code cannot be used.
         StudyError: another server has the folder.
         StorageUnavailable: the database cannot be used.
         MissingDependency: a package is not installed.
@@ -91,7 +97,7 @@ def serve(
     _check(options)
     _begin_logging(options.json_logs)
     with contextlib.ExitStack() as held:
-        options.data.mkdir(parents=True, exist_ok=True)
+        options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         held.callback(FolderLock(options.data).release)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         store = held.enter_context(Store.open(url))
@@ -129,6 +135,20 @@ def _check(options: ServeOptions) -> None:
             raise UsageError(f"{name} {path}: there is no such file")
     if options.key is not None and options.certificate is None:
         raise UsageError("--key belongs to a --certificate")
+    if options.certificate is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.certificate, options.key, password=str)
+        except (OSError, ValueError) as error:
+            what = f"{options.certificate}" + (f" with {options.key}" if options.key is not None else "")
+            raise UsageError(
+                f"--certificate {what} cannot be used ({error}): give a certificate and its key, in PEM and without a password"
+            ) from None
+    if options.code_user is not None:
+        if not options.worker or options.ray_address is not None:
+            raise UsageError(
+                "--code-user is of this host's devices: leave --no-worker and --ray-address out, or give it to `redline worker`"
+            )
+        unix_user(options.code_user)
 
 
 def _first_users(store: Store) -> Iterator[str]:
@@ -189,7 +209,7 @@ def _server(uvicorn: Any, options: ServeOptions, parts: Any) -> Any:
     config = uvicorn.Config(
         make_app(parts), log_config=None, access_log=False, server_header=False, ws="none",
         timeout_graceful_shutdown=3, timeout_keep_alive=30, h11_max_incomplete_event_size=64 * 1024,
-        ssl_certfile=options.certificate, ssl_keyfile=options.key, forwarded_allow_ips="127.0.0.1",
+        ssl_certfile=options.certificate, ssl_keyfile=options.key, forwarded_allow_ips=options.proxy,
     )  # fmt: skip
     return Server(config)
 
@@ -213,6 +233,7 @@ def _embedded(options: ServeOptions, store: Store, address: str) -> Iterator[Non
         devices=options.devices,
         ray_address=options.ray_address,
         certificate=options.certificate,
+        code_user=options.code_user,
     )
     worker.start()
     try:

@@ -1,7 +1,9 @@
 """Requests to a server: its errors as redline's, what does not get through as `ConnectionError`."""
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -18,6 +20,7 @@ from ..errors import (
 )
 
 TIMEOUT_S = 30.0
+_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 _KINDS: dict[str, type[Exception]] = {
     "not_found": NotFound,
     "key_taken": KeyTaken,
@@ -44,12 +47,13 @@ class Transport:
         server: its address, such as `http://127.0.0.1:8700`.
         token: of who asks.
         verify: file with the certificates to trust; None for the system's.
+        pinned: file whose first certificate alone is trusted, whatever names it has; in place of `verify`.
 
     Raises:
-        UsageError: that is no address, or no token.
+        UsageError: that is no address, no token, or no file of certificates.
     """
 
-    def __init__(self, server: str, token: str, verify: str | None = None) -> None:
+    def __init__(self, server: str, token: str, verify: str | None = None, *, pinned: str | None = None) -> None:
         try:
             import httpx
         except ModuleNotFoundError as error:
@@ -64,7 +68,9 @@ class Transport:
         self.server = server.rstrip("/")
         """Its address."""
         headers = {"authorization": f"Bearer {token}"}
-        trusted: Any = True if verify is None else verify
+        trusted: Any = True if verify is None else _trusting(verify)
+        if pinned is not None:
+            trusted = _pinning(pinned)
         # What is said to a server is between it and who has the token: no proxy of the environment's for this machine.
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._client = httpx.Client(
@@ -77,6 +83,7 @@ class Transport:
 
         Raises:
             Away: the server cannot be reached.
+            UsageError: its certificate is not trusted.
             RedlineError: as the server says.
         """
         answer = self.send(method, path, **more)
@@ -113,8 +120,39 @@ class Transport:
         """Closes its connections."""
         self._client.close()
 
-    def _away(self, error: Exception) -> Away:
+    def _away(self, error: Exception) -> Exception:
+        if (why := _distrusted(error)) is not None:
+            return UsageError(
+                f"the certificate of {self.server} is not trusted: {why}; give --trust (in Python trust=) the file of that "
+                "certificate, or of the authority that signed it"
+            )
         return Away(f"the server {self.server} does not answer: {str(error) or type(error).__name__}")
+
+
+def _trusting(file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{file} has no certificates to trust, in PEM: {error.strerror or error}") from None
+
+
+def _pinning(file: str) -> ssl.SSLContext:
+    """For the machine on which the server runs: it is reached by an address that its certificate need not name."""
+    text = Path(file).read_text(encoding="ascii", errors="replace")
+    first = text[text.find(_BEGIN) : text.find(_END) + len(_END)]
+    made = ssl.create_default_context(cadata=first)
+    made.check_hostname = False
+    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return made
+
+
+def _distrusted(error: BaseException | None) -> str | None:
+    """Why a certificate is not trusted; None where that is not what is wrong."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error.verify_message
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def refused(answer: Any) -> NoReturn:

@@ -45,11 +45,12 @@ class WarmRunners:
         self._lock = threading.Lock()
         self._closed = False
         self._agent: HostAgent | None = None
-        self._shared: SharedDevices | None = None
+        self.shared: SharedDevices | None = None
+        """The devices that dry runs of this host take; None where Ray gives them."""
         if name == "local":
             device = detect()
             ids = visible_gpus(device.count)[:devices] if device.type == "cuda" else []
-            self._shared = SharedDevices(ids, count=devices)
+            self.shared = SharedDevices(ids, count=devices)
             self._agent = HostAgent(PLAIN_IMPORTS)
 
     @contextlib.contextmanager
@@ -104,7 +105,7 @@ class WarmRunners:
             estimator=None,
             earlier=(),
             agent=self._agent,
-            shared=self._shared,
+            shared=self.shared,
         )
 
     def stop(self, assignment: Assignment, log: Path) -> None:

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LeaseOver, NotFound, RedlineError, RunnerError, StorageUnavailable, UsageError
+from ..reading import open_inside
 from ..results import Measurement, environment
 from ..runners import Runner, TrialRequest
+from ..runners.unix_user import UnixUser
 from ..scratch import Scratch, remove
+from .code_runners import CodeRunners
 from .logs import MOST_AT_ONCE
 from .placing import described
 from .pool import Pool
 from .records import Assignment
+from .request import is_code
 from .warm import WarmRunners
 
 RENEW_S = 2.0
@@ -66,8 +70,12 @@ class Worker:
         devices: how many devices it has.
         runner: `local`, or `ray` for those of a Ray cluster.
         ray_address: of that cluster.
+        code_user: as whom dry runs of code run; None for as whom this runs.
         describe: says what the devices are, and what memory a rank may take.
         warm: makes what keeps its runners.
+
+    Raises:
+        UsageError: the runner cannot run code as another user.
     """
 
     def __init__(
@@ -79,11 +87,18 @@ class Worker:
         devices: int,
         runner: str = "local",
         ray_address: str | None = None,
+        code_user: UnixUser | None = None,
         describe: Callable[[int], tuple[dict[str, Any], int]] = described,
         warm: Callable[..., WarmRunners] = WarmRunners,
     ) -> None:
         self.pool, self.name, self.host, self.devices = pool, name, host, devices
         self._runner, self._address = runner, ray_address
+        if code_user is not None and runner != "local":
+            raise UsageError(
+                f"with the runner '{runner}' code runs as whoever started Ray: --code-user is for the runner 'local'"
+            )
+        self._code_user = code_user
+        self._code: CodeRunners | None = None
         self._describe, self._make_warm = describe, warm
         self._leases: dict[int, _Lease] = {}
         self._lock = threading.Lock()
@@ -101,6 +116,8 @@ class Worker:
         with Scratch("worker") as folder:
             self._folder = folder
             self._warm = self._make_warm(self._runner, self.devices, folder / "asked", address=self._address)
+            if self._code_user is not None:
+                self._begin_code(self._code_user)
             threading.Thread(target=self._renew, daemon=True, name="renewing").start()
             # A question that waits for its answer must not keep this from ending.
             threading.Thread(target=self._work, args=joining, daemon=True, name="leasing").start()
@@ -110,6 +127,12 @@ class Worker:
                 self._end()
         if self._trouble is not None:
             raise self._trouble
+
+    def _begin_code(self, user: UnixUser) -> None:
+        assert self._warm.shared is not None, "the devices of this host are shared"
+        self._folder.chmod(0o711)  # what is in it is for those who may, by name
+        (self._folder / "asked").mkdir(mode=0o700)
+        self._code = CodeRunners(user, self.devices, self._warm.shared)
 
     def stop(self) -> None:
         """Has `run` return soon. May be called from a signal's handler."""
@@ -153,14 +176,18 @@ class Worker:
     def _do(self, lease: _Lease) -> None:
         """Runs a dry run and answers; one that the end of this worker ends is given back."""
         assignment = lease.assignment
-        lease.logs.mkdir(parents=True)
+        lease.logs.parent.mkdir(mode=0o700)
+        lease.logs.mkdir()
         shipping = threading.Thread(target=self._ship, args=(lease,), daemon=True, name="log")
         shipping.start()
         outcome: dict[str, Any] | None = None
         try:
-            with self._warm.runner(assignment) as runner:
-                if not lease.over.is_set():
-                    outcome = tried(runner, assignment, lease.logs)
+            if self._code is not None and is_code(assignment.request):
+                outcome = self._code.tried(assignment, lease.logs, lease.over)
+            else:
+                with self._warm.runner(assignment) as runner:
+                    if not lease.over.is_set():
+                        outcome = tried(runner, assignment, lease.logs)
         except UsageError as error:
             outcome = {"refused": str(error)}
         except RunnerError as error:  # the machinery, not the candidate
@@ -198,6 +225,8 @@ class Worker:
         if lease.over.is_set() or lease.ended.is_set():
             return
         lease.over.set()
+        if self._code is not None:
+            self._code.stop(lease.assignment)
         if lease.log is not None:
             self._warm.stop(lease.assignment, lease.logs / lease.log)
 
@@ -205,15 +234,15 @@ class Worker:
         """Sends what a dry run prints, as it grows."""
         if lease.log is None:
             return
-        path, sent, begun = lease.logs / lease.log, 0, False
+        sent, begun = 0, False
         while True:
             last = lease.ended.wait(LOG_S)
             try:
-                data = _part(path, sent)
+                data = _part(lease, sent)
                 while data or (last and not begun):
                     self.pool.log(lease.assignment, lease.log, sent, data)
                     sent, begun = sent + len(data), True
-                    data = _part(path, sent)
+                    data = _part(lease, sent)
             except (LeaseOver, NotFound, UsageError):
                 return
             except AWAY:
@@ -239,6 +268,8 @@ class Worker:
         """Ends what runs, gives it back, and leaves."""
         self._stopping.set()
         self._warm.close()
+        if self._code is not None:
+            self._code.close()
         with self._lock:
             threads = [each.thread for each in self._leases.values()]
         for thread in threads:
@@ -266,9 +297,10 @@ def tried(runner: Runner, assignment: Assignment, logs: Path) -> dict[str, Any]:
     return {"turns": found and [[each.to_dict() for each in turns] for turns in found]}
 
 
-def _part(path: Path, begin: int) -> bytes:
+def _part(lease: _Lease, begin: int) -> bytes:
+    """A part of a log. Where code runs as a user of its own, that user may put links in its place."""
     try:
-        with open(path, "rb") as file:
+        with open_inside(lease.logs.parent, f"{lease.logs.name}/{lease.log}") as file:
             file.seek(begin)
             return file.read(MOST_AT_ONCE)
     except FileNotFoundError:  # it has printed nothing yet

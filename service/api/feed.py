@@ -127,7 +127,12 @@ class Feed:
             seen = await self._begin(after)
             while not self._stopped:
                 changed = self._changed
-                found, seen = await self._since(seen, search)
+                try:
+                    found, seen = await self._since(seen, search)
+                except ServiceError:  # it is missed by nobody: it is read when the database is back
+                    yield b": the database is away\n\n"
+                    await asyncio.sleep(IDLE_S)
+                    continue
                 if found:
                     yield b"".join(each.text for each in found)
                     if search is not None and any(each.last for each in found):
@@ -141,8 +146,11 @@ class Feed:
         """Where a stream begins; an event that is still to come is one of another database."""
         if after is None:
             return self._last
-        if after > self._last and after > (newest := await asyncio.to_thread(self._store.latest)):
-            return newest
+        try:
+            if after > self._last and after > (newest := await asyncio.to_thread(self._store.latest)):
+                return newest
+        except ServiceError:  # as of an id that is to come, once the database is back
+            return self._last
         return after
 
     async def _since(self, seen: int, search: str | None) -> tuple[list[_Told], int]:

@@ -36,6 +36,13 @@ Examples:
 )
 @click.option("--certificate", type=click.Path(path_type=Path), metavar="FILE", help="Of TLS, in PEM.")
 @click.option("--key", type=click.Path(path_type=Path), metavar="FILE", help="Of the certificate, where it is apart.")
+@click.option(
+    "--proxy",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Of a proxy in front; its X-Forwarded-* count.",
+)
 @click.option("--worker/--no-worker", default=True, help="Whether this host's devices join the pool.")
 @click.option("--devices", type=click.IntRange(min=1), metavar="N", help="How many of them.  [default: all]")
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster whose devices join, in place of this host's.")
@@ -53,6 +60,9 @@ Examples:
     show_default=True,
     metavar="DAYS",
     help="Events of a search that ended are kept so long.",
+)
+@click.option(
+    "--code-user", metavar="NAME", help="Unix user as whom code runs on this host.  [default: who starts this]"
 )
 @click.option("--json-logs", is_flag=True, help="Log every request, as lines of JSON.")
 def serve(data: Path, **given: Any) -> None:

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ...errors import UsageError
 from .reach import NO_TOKEN, reached
@@ -21,6 +22,7 @@ Examples:
   redline worker --server https://redline.example.org
   redline worker --devices 4
   redline worker --runner ray --ray-address auto --devices 16
+  sudo -E redline worker --code-user nobody
   srun redline worker                 in a Slurm allocation, on each of its hosts
 """,
     short_help="Join this host's devices to a server's pool.",
@@ -31,16 +33,28 @@ Examples:
     "--runner", type=click.Choice(["local", "ray"]), default="local", show_default=True, help="Who places their ranks."
 )
 @click.option("--ray-address", metavar="ADDRESS", help="A Ray cluster, for the runner ray.")
+@click.option("--code-user", metavar="NAME", help="Unix user as whom code runs.  [default: who starts this]")
+@click.option("--pinned", hidden=True, metavar="FILE", help="The one certificate to trust, whatever names it has.")
 @click.option("--name", metavar="TEXT", help="What it calls itself.  [default: the host's name]")
 def worker(
-    server: str, token: str | None, trust: str | None, devices: int | None, name: str | None, **given: Any
+    server: str,
+    token: str | None,
+    trust: str | None,
+    devices: int | None,
+    name: str | None,
+    code_user: str | None,
+    pinned: str | None,
+    **given: Any,
 ) -> None:
     """Lease dry runs from a server and run them on this host's devices, until it is ended.
 
     What runs then goes back to the queue. If it is killed, its dry runs are taken up by another worker some seconds later.
+    With `--code-user` workloads and commands that are somebody's code run as that user, who can read nothing of this process:
+    start it as root then, and the token must not stand on the command line, which every user can see.
     A token that is `-` is read from standard input, and the worker ends when that closes.
     """
     from ...device import detect
+    from ...runners.unix_user import unix_user
     from ..over_http import ServerPool
     from ..worker import Worker
 
@@ -49,10 +63,18 @@ def worker(
         token = sys.stdin.readline().strip()
     if not token:
         raise UsageError(NO_TOKEN)
+    user = None
+    if code_user is not None:
+        if not watched and click.get_current_context().get_parameter_source("token") is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                "a command line is seen by every user of this host: with --code-user give the token by REDLINE_TOKEN, or as the "
+                "first line of standard input (--token -)"
+            )
+        user = unix_user(code_user)
     host = socket.gethostname()
-    pool = ServerPool(server, token, trust)
+    pool = ServerPool(server, token, trust, pinned=pinned)
     count = devices or detect().count
-    made = Worker(pool, name=name or host, host=host, devices=count, **given)
+    made = Worker(pool, name=name or host, host=host, devices=count, code_user=user, **given)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: made.stop())
     if watched:

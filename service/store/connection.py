@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import sqlalchemy.orm  # noqa: F401
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, StatementError, TimeoutError as NoConnection
 
 from ...errors import MissingDependency, StorageUnavailable, UsageError, unknown
 from ...results.storage import without_password
@@ -32,6 +32,8 @@ KINDS = ("sqlite", "postgresql")
 
 T = TypeVar("T")
 
+OTHER_TABLES = "has other tables than this redline knows; perhaps a later one has written it"
+
 _SQLITE = {
     "SQLITE_BUSY": "is locked by another process",
     "SQLITE_LOCKED": "is locked by another process",
@@ -42,6 +44,7 @@ _SQLITE = {
     "SQLITE_NOTADB": "is no database",
     "SQLITE_CANTOPEN": "cannot be opened",
     "SQLITE_PERM": "may not be opened",
+    "SQLITE_SCHEMA": OTHER_TABLES,
 }
 """What a SQLite error means, by how its name begins (https://www.sqlite.org/rescode.html)."""
 _POSTGRES = {
@@ -53,6 +56,8 @@ _POSTGRES = {
     "3D": "is not there",
     "42501": "may not be written by this user",
     "57P": "shuts down or starts",
+    "42P01": OTHER_TABLES,
+    "42703": OTHER_TABLES,
     "08": "cannot be reached",
     "XX": "is damaged",
 }
@@ -79,9 +84,7 @@ class Database:
         """The database as messages name it."""
         self.sqlite = made.get_backend_name() == "sqlite"
         self._patience_s = patience_s
-        self._turn: contextlib.AbstractContextManager[Any] = (
-            threading.Lock() if self.sqlite else contextlib.nullcontext()
-        )
+        self._turn = threading.Lock()
         try:
             self._reader = _engine(made)
         except ImportError as error:
@@ -110,15 +113,30 @@ class Database:
         Raises:
             StorageUnavailable: the database cannot be used; says why.
         """
-        with self._turn:
-            return self._run(self._writer if durable else self._beating, body)
+        writer = self._writer if durable else self._beating
+        if not self.sqlite:
+            return self._run(writer, body)
+        begun = time.monotonic()
+        if not self._turn.acquire(timeout=self._patience_s):
+            raise StorageUnavailable(f"{self.words} is locked: those before this wait for it, too")
+        try:
+            return self._run(writer, body, time.monotonic() - begun)
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Closes its connections."""
         self._reader.dispose()
 
-    def _run(self, engine: Engine, body: Callable[[Connection], T]) -> T:
-        give_up, pause, conflicts = time.monotonic() + self._patience_s, 0.02, 0
+    def begin_file(self) -> None:
+        """Makes SQLite's file where it is not there: for this user's eyes only, as the files are that SQLite makes beside it."""
+        name = str(self._reader.url.database)
+        if not name.startswith("file:"):
+            with contextlib.suppress(OSError):  # SQLite says in a moment what is wrong
+                Path(name).touch(mode=0o600)
+
+    def _run(self, engine: Engine, body: Callable[[Connection], T], waited_s: float = 0.0) -> T:
+        give_up, pause, conflicts = time.monotonic() + self._patience_s - waited_s, 0.02, 0
         while True:
             try:
                 with engine.begin() as connection:
@@ -133,6 +151,8 @@ class Database:
                     conflicts += 1
                 if not _passes(error, code) or conflicts > CONFLICTS or time.monotonic() > give_up:
                     raise self._unavailable(error, means) from error
+            except NoConnection as error:
+                raise StorageUnavailable(f"{self.words} is busy: every connection to it waits for something") from error
             except (StatementError, OverflowError) as error:  # a value that no column can hold
                 raise UsageError(_not_kept(error)) from error
             time.sleep(pause)
@@ -211,6 +231,7 @@ def write_ahead(database: Database) -> None:
     """Has a SQLite file be written ahead (WAL), which it stays: readers and a writer then do not wait for each other."""
     if not database.sqlite:
         return
+    database.begin_file()
 
     def switch(connection: Connection) -> None:
         connection.exec_driver_sql("COMMIT")  # a journal's mode changes outside of transactions
@@ -225,6 +246,8 @@ def _trouble(error: DBAPIError) -> tuple[str, str]:
     original: Any = error.orig
     name = getattr(original, "sqlite_errorname", None)
     if name:
+        if name == "SQLITE_ERROR" and str(original).startswith("no such "):
+            name = "SQLITE_SCHEMA"
         return name, next((means for each, means in _SQLITE.items() if name.startswith(each)), "")
     code = getattr(original, "sqlstate", None) or ""
     known = next((means for each, means in _POSTGRES.items() if code.startswith(each)), "")

@@ -6,7 +6,11 @@ import postgres
 import pytest
 from redline.service.store import Store
 from redline.service.tables import METADATA
+from served import served
 from service_pool import Clock, Pool
+
+EACH = ("sqlite", pytest.param("postgresql", marks=pytest.mark.slow))
+"""Kinds of database for what goes through HTTP, of which the quick tier has one."""
 
 
 @pytest.fixture
@@ -43,6 +47,20 @@ def made_postgres(cluster):
 def url(request):
     """Of a database with the service's tables, of each kind."""
     return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(params=EACH)
+def each_url(request):
+    """As `url`, of which the quick tier has one kind."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture(scope="module", params=EACH)
+def service(request, tmp_path_factory):
+    """A service that a module's tests share, over each kind of database."""
+    url = None if request.param == "sqlite" else request.getfixturevalue("cluster").new_database()
+    with served(tmp_path_factory.mktemp("service"), url=url) as running:
+        yield running
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

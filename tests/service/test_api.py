@@ -7,12 +7,6 @@ from redline.service.request import digest
 from served import SEARCH, SPACE, served
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("service")) as running:
-        yield running
-
-
 @pytest.fixture
 def submitter(service):
     with service.client() as client:

@@ -16,12 +16,6 @@ from redline.tuner.cli.main import redline as command_line
 from served import SPACE, served
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with served(tmp_path_factory.mktemp("service")) as running:
-        yield running
-
-
 @pytest.fixture
 def client(service):
     with service.rl() as made:

@@ -10,8 +10,8 @@ from served import SEARCH, served
 
 
 @pytest.fixture
-def service(tmp_path):
-    with served(tmp_path) as running:
+def service(each_url, tmp_path):
+    with served(tmp_path, url=each_url) as running:
         yield running
 
 

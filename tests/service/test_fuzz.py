@@ -71,14 +71,21 @@ def fuzzed(service, found, examples):
     return seen
 
 
-def test_hundreds_of_requests_are_answered_in_words(service):
+def tracebacks(caplog):
+    """What the server logged with a traceback."""
+    return [each.getMessage() for each in caplog.records if each.exc_info or "Traceback" in each.getMessage()]
+
+
+def test_hundreds_of_requests_are_answered_in_words(service, caplog):
     found = operations(service, HELPED)
     seen = fuzzed(service, found, 12)
     assert len(found) + len(HELPED) >= OPERATIONS
     assert sum(seen.values()) > 400 and seen[422] > 100 and any(status < 300 for status in seen)
+    assert tracebacks(caplog) == []
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_are_answered_in_words(service):
+def test_ten_thousand_requests_are_answered_in_words(service, caplog):
     seen = fuzzed(service, operations(service), 260)
     assert sum(seen.values()) >= 10_000
+    assert tracebacks(caplog) == []

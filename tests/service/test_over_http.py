@@ -13,8 +13,8 @@ DEVICE = {"type": "cpu", "name": "test cpu", "count": 4, "memory_mib": 1000, "ca
 
 
 @pytest.fixture
-def service(tmp_path):
-    with served(tmp_path) as running:
+def service(each_url, tmp_path):
+    with served(tmp_path, url=each_url) as running:
         yield running
 
 

@@ -45,11 +45,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None):
+def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None, patience_s=10.0, **uvicorn_):
     """A service over a folder; ended in order."""
     with contextlib.ExitStack() as held:
         url = url or f"sqlite:///{folder / 'redline.db'}"
-        store = held.enter_context(Store.open(url))
+        store = held.enter_context(Store.open(url, patience_s=patience_s))
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
@@ -61,7 +61,7 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None):
             studies=studies, metrics=Metrics(), rates=Rates(rate, 4 * rate), allow_code=allow_code, url=url,
         )  # fmt: skip
         config = uvicorn.Config(
-            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+            make_app(parts), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1, **uvicorn_
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
@@ -71,7 +71,8 @@ def served(folder, *, url=None, rate=1e6, allow_code=True, port=0, tokens=None):
             time.sleep(0.01)
         found = server.servers[0].sockets[0].getsockname()[1]
         logging.getLogger("redline.http").setLevel(logging.WARNING)
-        yield Served(f"http://127.0.0.1:{found}", store, parts, tokens or users(store))
+        scheme = "https" if config.ssl_certfile else "http"
+        yield Served(f"{scheme}://127.0.0.1:{found}", store, parts, tokens or users(store))
         parts.feed.stop()
         server.should_exit = True
         thread.join(timeout=10)

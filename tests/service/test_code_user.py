@@ -1,0 +1,268 @@
+"""Code as its own Unix user: dry runs of code reach nothing of the worker's or the server's."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from other_user import NOBODY, closed, only_root, open_python
+from redline.errors import UsageError
+from redline.results import Measurement
+from redline.runners.unix_user import UnixUser, unix_user
+from redline.service.logs import read_log
+from redline.service.request import digest
+from redline.service.worker import Worker
+from served import served
+
+TOOL = [sys.executable, "-m", "redline.tuner.cli"]
+LONG_S = 300.0
+LOOK = """
+import json, os, pathlib
+def readable(path):
+    try:
+        return bool(pathlib.Path(path).read_bytes())
+    except OSError as error:
+        return type(error).__name__
+told = {"uid": os.getuid(), "gid": os.getgid(), "groups": os.getgroups(), "env": sorted(os.environ), "home": os.environ["HOME"]}
+told["files"] = {path: readable(path) for path in PATHS}
+try:
+    os.setuid(0)
+    told["root"] = True
+except OSError:
+    told["root"] = False
+print("TOLD", json.dumps(told), flush=True)
+"""
+WORKLOAD = """
+import os
+assert os.getuid() != 0, "read as root"
+import torch, redline
+LOOK
+workload = redline.Workload(
+    model=lambda: torch.nn.Linear(8, 8),
+    batch=lambda size, seed: (torch.ones(size, 8), torch.zeros(size, 8)),
+    loss=lambda output, batch: ((output - batch[1]) ** 2).mean(),
+    global_batch=2,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def nobody():
+    return only_root()
+
+
+# -- who it may be -------------------------------------------------------------------------------------------
+
+
+def test_a_user_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"unknown user of this host 'nobdy'.*did you mean 'nobody'"):
+        unix_user("nobdy")
+
+
+def test_a_user_from_whom_nothing_would_be_kept_is_refused(nobody, monkeypatch):
+    with pytest.raises(UsageError, match="may do everything on this host"):
+        unix_user("root")
+    monkeypatch.setattr(os, "geteuid", lambda: nobody.pw_uid)
+    with pytest.raises(UsageError, match="the one that this process runs as"):
+        unix_user(NOBODY)
+
+
+def test_without_the_right_to_change_users_a_worker_does_not_start(nobody):
+    """Run as a user who has none."""
+    code = "from redline.runners.unix_user import unix_user; unix_user('daemon')"
+    done = subprocess.run(
+        [*open_python(), sys.executable, "-c", f"import os; os.setgroups([]); os.setgid({nobody.pw_gid}); "
+         f"os.setuid({nobody.pw_uid}); {code}"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    said = done.stderr.strip().splitlines()[-1]
+    assert "UsageError: 'nobody' may not start processes of the user 'daemon': start this as root" in said, done.stderr
+
+
+def test_a_user_who_cannot_run_this_python_is_refused(nobody):
+    if closed() is None:
+        pytest.skip("every user can run this Python")
+    with pytest.raises(UsageError, match=f"the user '{NOBODY}' cannot run .*: install Python and redline where"):
+        unix_user(NOBODY)
+
+
+def test_with_ray_it_is_refused():
+    user = UnixUser(name=NOBODY, uid=65534, gid=65534, groups=())
+    with pytest.raises(UsageError, match="--code-user is for the runner 'local'"):
+        Worker(None, name="w", host="h", devices=1, runner="ray", code_user=user)
+
+
+def test_a_token_on_the_command_line_is_refused():
+    command = [*TOOL, "worker", "--server", "http://127.0.0.1:9", "--token", "redline_x", "--code-user", NOBODY]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "seen by every user of this host" in done.stderr
+
+
+def test_the_environment_of_code_has_no_secrets_of_the_worker_s(monkeypatch, tmp_path):
+    for name in ("REDLINE_TOKEN", "REDLINE_SERVER", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PGPASSWORD", "SSH_AUTH_SOCK"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    user = UnixUser(name=NOBODY, uid=65534, gid=65534, groups=(44,))
+    told = user.popen(tmp_path)
+    assert "secret" not in told["env"].values() and told["env"]["CUDA_VISIBLE_DEVICES"] == "3"
+    assert (told["env"]["HOME"], told["env"]["USER"]) == (str(tmp_path), NOBODY)
+    assert (told["user"], told["group"], told["extra_groups"]) == (65534, 65534, [44])
+
+
+# -- real dry runs -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_worker(service, folder):
+    """`redline worker --code-user nobody`, with its token in its environment; and its process."""
+    environment = {**os.environ, "REDLINE_TOKEN": service.tokens["coder"], "REDLINE_SERVER": service.address}
+    with open(folder / "said", "w") as said:
+        process = subprocess.Popen(
+            [*open_python(), *TOOL, "worker", "--devices", "1", "--code-user", NOBODY],
+            env=environment, stdout=said, stderr=said,
+        )  # fmt: skip
+    try:
+        until(lambda: service.store.workers() or process.poll() is not None)
+        assert process.poll() is None, (folder / "said").read_text()
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, (folder / "said").read_text()
+    assert "Traceback" not in (folder / "said").read_text()
+
+
+def until(condition):
+    end = time.monotonic() + LONG_S
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.05)
+    return found
+
+
+def dry_run(service, request, config):
+    """The dry run of a search with that request, asked for."""
+    search, _ = service.store.submit(service.store.user("coder"), request, devices=1)
+    asked = {"config": config, "number": 0, "log": "0.log", "timeout_s": 60.0}
+    asked |= {"best_throughput": None, "reference": None, "soak": None}
+    payload = {"requests": [asked], "memory_limit_mib": 4000.0}
+    attempt = service.store.take_search(search.id)
+    return search.id, service.store.ask_dry_run(search.id, attempt, "trial-0", "run", payload, 1).id
+
+
+def told_by(service, search):
+    text = read_log(service.parts.runs.data, search, "0.log")[0].decode()
+    return [json.loads(each) for each in re.findall(r"TOLD (\{.*\})", text)], text
+
+
+@pytest.fixture
+def place():
+    """A folder that anybody may enter: what is kept from others there is so by its own rights."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def service(place, nobody):
+    with served(place) as running:
+        yield running
+
+
+def check(told, service, worker, nobody):
+    """What code was told of itself and of the others."""
+    assert (told["uid"], told["gid"], told["groups"], told["root"]) == (
+        nobody.pw_uid,
+        nobody.pw_gid,
+        [nobody.pw_gid],
+        False,
+    )
+    assert not {"REDLINE_TOKEN", "REDLINE_SERVER"} & set(told["env"])
+    database = service.store.database._reader.url.database
+    assert told["files"] == {
+        database: "PermissionError", f"{database}-wal": "PermissionError", f"/proc/{worker.pid}/environ": "PermissionError",
+        f"/proc/{worker.pid}/cmdline": True,
+    }  # fmt: skip
+    assert not os.path.exists(told["home"]) or os.stat(told["home"]).st_uid == nobody.pw_uid
+
+
+def looking(service, worker):
+    database = service.store.database._reader.url.database
+    paths = [database, f"{database}-wal", f"/proc/{worker.pid}/environ", f"/proc/{worker.pid}/cmdline"]
+    return LOOK.replace("PATHS", repr(paths))
+
+
+@pytest.mark.slow
+def test_a_command_runs_as_that_user_and_reaches_nothing(service, place, nobody):
+    with a_worker(service, place) as worker:
+        code = (
+            looking(service, worker)
+            + "\nimport time\nfor each in range(6): print('speed:', X + 1, flush=True); time.sleep(.05)"
+        )
+        script = place / "train.py"
+        script.write_text("import sys\nX = int(sys.argv[1])\n" + code)
+        command = {"command": f"{sys.executable} {script} {{x}}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
+        space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
+        search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
+        outcome = until(lambda: service.store.outcome(number))
+        assert Measurement.from_dict(outcome).status == "ok", outcome
+        assert Measurement.from_dict(outcome).throughput == 3.0
+        told, text = told_by(service, search)
+        check(told[0], service, worker, nobody)
+        assert "speed: 3" in text
+
+
+@pytest.mark.slow
+def test_a_workload_that_is_code_is_read_and_run_as_that_user(service, place, nobody):
+    with a_worker(service, place) as worker:
+        text = WORKLOAD.replace("LOOK", looking(service, worker))
+        request = {"workload": {"text": text, "sha256": digest(text), "name": "workload"}, "devices": 1}
+        search, number = dry_run(service, request, {"micro_batch": 2})
+        outcome = until(lambda: service.store.outcome(number))
+        assert "refused" not in outcome, outcome
+        told, said = told_by(service, search)
+        assert Measurement.from_dict(outcome).status == "ok", said
+        check(told[0], service, worker, nobody)
+
+
+@pytest.mark.slow
+def test_what_code_puts_in_the_place_of_its_log_is_not_read(service, place, nobody):
+    """A link to a file that the worker may read and code may not."""
+    secret = place / "secret"
+    secret.write_text("the worker's alone")
+    secret.chmod(0o600)
+    with a_worker(service, place):
+        script = place / "train.py"
+        script.write_text(
+            "import os, pathlib, sys, time\n"
+            "log = pathlib.Path(sys.argv[1]).parents[1] / 'logs' / '0.log'\n"
+            f"log.unlink(); log.symlink_to({str(secret)!r})\n"
+            "for each in range(6): print('speed: 3', flush=True); time.sleep(.3)\n"
+        )
+        command = {
+            "command": f"{sys.executable} {script} {{trial_dir}} {{x}}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]
+        }  # fmt: skip
+        space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
+        search, number = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
+        until(lambda: service.store.outcome(number))
+        time.sleep(1)
+        assert b"alone" not in read_log(service.parts.runs.data, search, "0.log")[0]
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_code_that_is_cancelled_ends(service, place, nobody):
+    with a_worker(service, place) as worker:
+        command = {"command": "sleep 1000{x}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]}
+        space = {"knobs": [{"name": "x", "type": "choice", "values": [1, 2]}]}
+        search, _ = dry_run(service, {"command": command, "space": space, "devices": 1}, {"x": 2})
+        sleeping = lambda: subprocess.run(["pgrep", "-u", NOBODY, "-f", "^sleep 10002$"], capture_output=True).stdout  # noqa: E731
+        until(sleeping)
+        service.store.cancel(search)
+        until(lambda: not sleeping())
+        assert worker.poll() is None

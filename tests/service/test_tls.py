@@ -1,0 +1,143 @@
+"""Encryption: a server with a certificate, clients that trust it and ones that do not, and a proxy in front."""
+
+import os
+import ssl
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import redline as rl
+from certificates import authority
+from redline.errors import UsageError
+from redline.service.cli.worker import worker as worker_command
+from redline.service.over_http import ServerPool
+from redline.service.server import ServeOptions, _check
+from redline.service.transport import Away
+from served import served
+from server_process import Server
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Of an authority, of a server's certificate, and of its key."""
+    return authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, files):
+    _, certificate, key = files
+    with served(tmp_path_factory.mktemp("service"), ssl_certfile=certificate, ssl_keyfile=key) as running:
+        yield running
+
+
+def test_a_client_that_trusts_the_authority_gets_in(service, files):
+    with rl.Client(service.address, token=service.tokens["submitter"], trust=str(files[0])) as client:
+        assert service.address.startswith("https://") and client.me().name == "submitter"
+
+
+def test_a_client_that_does_not_trust_it_is_told_what_to_give(service):
+    began = time.monotonic()
+    with rl.Client(service.address, token=service.tokens["submitter"], patience_s=60) as client:
+        with pytest.raises(UsageError, match=r"the certificate of https://127.* is not trusted: .*; give --trust"):
+            client.me()
+        run = client._transport
+        with pytest.raises(UsageError, match="is not trusted"), run.stream("/v1/events"):
+            pass
+    assert time.monotonic() - began < 30, "what trying again does not mend is not tried again"
+
+
+def test_a_worker_that_does_not_trust_it_is_told_the_same(service):
+    with pytest.raises(UsageError, match="is not trusted"):
+        ServerPool(service.address, service.tokens["submitter"]).leave("0123456789ab")
+
+
+def test_a_certificate_for_another_name_is_refused_unless_it_is_the_very_one(tmp_path):
+    ours, certificate, key = authority(tmp_path, "DNS:redline.example.org")
+    with served(tmp_path, ssl_certfile=certificate, ssl_keyfile=key) as service:
+        token = service.tokens["submitter"]
+        with pytest.raises(UsageError, match=r"not trusted: .*127\.0\.0\.1"):
+            ServerPool(service.address, token, str(ours)).leave("0123456789ab")
+        device = {"type": "cpu", "name": "c"}
+        joined = ServerPool(service.address, token, pinned=str(certificate)).join("w", "h", device, 1, 100, {})
+        assert [each.id for each in service.store.workers()] == [joined]
+        (tmp_path / "other").mkdir()
+        other = authority(tmp_path / "other", "IP:127.0.0.1")[1]
+        with pytest.raises(UsageError, match="is not trusted"):
+            ServerPool(service.address, token, pinned=str(other)).leave(joined)
+
+
+def test_what_is_said_without_encryption_is_not_answered(service):
+    with pytest.raises(Away, match="does not answer"):
+        rl.Client(service.address.replace("https", "http"), token="redline_x", patience_s=0.1).me()
+
+
+def test_files_that_are_none_are_refused_in_words(tmp_path, files):
+    ours, certificate, key = files
+    (tmp_path / "notes").write_text("nothing of the kind")
+    with pytest.raises(UsageError, match="notes has no certificates to trust"):
+        rl.Client("https://127.0.0.1:1", token="redline_x", trust=str(tmp_path / "notes"))
+    with pytest.raises(UsageError, match="none has no certificates to trust, in PEM: No such file"):
+        rl.Client("https://127.0.0.1:1", token="redline_x", trust=str(tmp_path / "none"))
+    for given, other in ((tmp_path / "notes", key), (certificate, None), (ours, key)):
+        with pytest.raises(UsageError, match="cannot be used .*: give a certificate and its key, in PEM"):
+            _check(ServeOptions(data=tmp_path, certificate=given, key=other))
+    _check(ServeOptions(data=tmp_path, certificate=certificate, key=key))
+
+
+def test_the_cookie_is_for_encrypted_pages_only_where_the_pages_are_encrypted(service, files, tmp_path):
+    token = service.tokens["reader"]
+    trusted = ssl.create_default_context(cafile=files[0])
+    with httpx.Client(base_url=service.address, verify=trusted, timeout=60, trust_env=False) as client:
+        assert "secure" in client.post("/login", data={"token": token}).headers["set-cookie"].lower()
+    with served(tmp_path) as plain, plain.client(None) as client:
+        data = {"token": plain.tokens["reader"]}
+        assert "secure" not in client.post("/login", data=data).headers["set-cookie"].lower()
+
+
+def test_behind_a_proxy_its_word_counts_and_a_stranger_s_does_not(tmp_path):
+    said = {"x-forwarded-proto": "https", "x-forwarded-for": "203.0.113.9", "host": "redline.example.org"}
+    for proxy, secure in (("127.0.0.1", True), ("203.0.113.1", False)):
+        (folder := tmp_path / proxy).mkdir()
+        with served(folder, forwarded_allow_ips=proxy) as service, service.client(None, headers=said) as client:
+            answer = client.post("/login", data={"token": service.tokens["reader"]})
+            cookie = answer.headers["set-cookie"]
+            assert answer.status_code == 303 and "httponly" in cookie.lower()
+            assert ("secure" in cookie.lower()) is secure and cookie.startswith(
+                f"redline-session-{443 if secure else 80}="
+            )
+            login = next(each for each in service.store.audited() if each.action == "login")
+            assert login.subject == ("203.0.113.9" if secure else "127.0.0.1")
+            # A form of the page behind the proxy is the server's own, one of another site is not.
+            own, other = "https://redline.example.org", "https://elsewhere.example.org"
+            status = [client.post("/logout", headers={"origin": each}).status_code for each in (own, other)]
+            assert status == [303 if secure else 403, 403]
+
+
+@pytest.mark.slow
+def test_serve_with_a_certificate_for_its_public_name_has_its_own_worker(tmp_path):
+    """Its certificate does not name 127.0.0.1, by which the server's own worker reaches it."""
+    ours, certificate, key = authority(tmp_path, "DNS:localhost")
+    server = Server(tmp_path, "--port", "0", "--certificate", str(certificate), "--key", str(key), "--devices", "1")
+    try:
+        token, address = server.line("REDLINE_TOKEN=(.*)"), server.line("serve on (https://[^,]*),")
+        named = address.replace("127.0.0.1", "localhost")
+        with rl.Client(named, token=token, trust=str(ours)) as client:
+            until = time.monotonic() + 60
+            while not client.workers() and time.monotonic() < until:
+                time.sleep(0.2)
+            assert [each.devices for each in client.workers()] == [1]
+        command = [sys.executable, "-m", "redline.tuner.cli", "queue", "--server", named]
+        environment = {**os.environ, "REDLINE_TOKEN": token}
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert asked.returncode == 2 and "is not trusted" in asked.stderr and "Traceback" not in asked.stderr
+        asked = subprocess.run([*command, "--trust", str(ours)], env=environment, capture_output=True, text=True)
+        assert asked.returncode == 0, asked.stderr
+    finally:
+        server.end(15)
+    assert "Traceback" not in server.said.read_text()
+
+
+def test_the_pinned_certificate_is_no_option_for_people():
+    assert next(each for each in worker_command.params if each.name == "pinned").hidden

@@ -1,0 +1,30 @@
+"""`redline serve` as a process, as one starts it."""
+
+import re
+import subprocess
+import sys
+import time
+
+
+class Server:
+    """A server process."""
+
+    def __init__(self, folder, *options):
+        self.said = folder / f"said-{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "redline.tuner.cli", "serve", "--data", str(folder / "data"), *options]
+        with open(self.said, "w") as said:
+            self.process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+
+    def line(self, pattern, seconds=120):
+        """What it said that matches."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if found := re.search(pattern, self.said.read_text()):
+                return found[1]
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.1)
+        raise AssertionError(f"{pattern} not in {self.said.read_text()}")
+
+    def end(self, number):
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
