@@ -16,8 +16,10 @@ from typing import Any
 from ..errors import MissingDependency, UsageError
 from ..lock import FolderLock
 from ..results.dashboard.serve import is_local, listen
+from ..runners.host import HostAgent
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
+from .errand import IMPORTS
 from .estimates import Estimates
 from .helper import Helper
 from .records import Role
@@ -84,17 +86,19 @@ def serve(
         StorageUnavailable: the database cannot be used.
         MissingDependency: a package is not installed.
     """
-    uvicorn = _uvicorn()
     _check(options)
-    _begin_logging(options.json_logs)
     with contextlib.ExitStack() as held:
         options.data.mkdir(parents=True, exist_ok=True)
         held.callback(FolderLock(options.data).release)
+        agent = HostAgent(IMPORTS)  # it imports beside this process, which has much to import itself
+        held.callback(agent.close)
+        uvicorn = _uvicorn()
+        _begin_logging(options.json_logs)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         store = held.enter_context(Store.open(url))
         for line in _first_users(store):
             say(line)
-        parts = held.enter_context(_parts(options, store, url))
+        parts = held.enter_context(_parts(options, store, url, agent))
         listening = listen(options.host, options.port)
         held.callback(listening.close)
         server = _server(uvicorn, options, parts)
@@ -140,7 +144,7 @@ def _first_users(store: Store) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
+def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> Iterator[Any]:
     """What the routes work with, running; ended in the other order."""
     from .api.feed import Feed
     from .api.limits import Rates
@@ -151,7 +155,7 @@ def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches)
+        searchers = Searchers(store, url, options.data, options.searches, agent=agent)
         searchers.start()
         held.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS)
