@@ -19,6 +19,8 @@ IMPORTS = (
     "redline.service.store",
     "redline.tuner.samplers.bayes",
     "redline.tuner.samplers.random_search",
+    "alembic.migration",
+    "alembic.script",
     "optuna.storages",
     "scipy.stats",
 )
@@ -31,6 +33,13 @@ OF_MODELS = (
     "redline.estimator.survey",
 )
 """The same of those that search for a model, and not for a command of which none is named."""
+
+
+def driver_of(url: str) -> tuple[str, ...]:
+    """Modules by which a database is spoken to."""
+    if url.startswith("sqlite"):
+        return ("sqlalchemy.dialects.sqlite",)
+    return ("psycopg", "sqlalchemy.dialects.postgresql.psycopg")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

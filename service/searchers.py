@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..errors import NotFound, RunnerError, StorageUnavailable
 from ..runners.host import HostAgent
 from ..runners.job import Begun, Errand
-from .errand import IMPORTS, OF_MODELS, SearchErrand
+from .errand import IMPORTS, OF_MODELS, SearchErrand, driver_of
 from .logs import folder_of
 from .placing import obstacle
 from .records import Search, SearchState
@@ -78,13 +78,20 @@ class Searchers:
     """Searches that run at once."""
     errand: Callable[..., Errand] = SearchErrand
     """What is done for a search, made as `SearchErrand` is."""
-    agent: HostAgent = field(default_factory=lambda: HostAgent(IMPORTS))
-    """Of which the searchers are forks; closed with this."""
+    imports: tuple[str, ...] = IMPORTS
+    """What the agent imports at once, beside the database's driver."""
     of_models: tuple[str, ...] = OF_MODELS
     """What it imports as well, unless all searches are of commands."""
+    started: InitVar[HostAgent | None] = None
+    """An agent that was started beforehand; closed with this."""
+    agent: HostAgent = field(init=False)
+    """Of which the searchers are forks."""
     _children: dict[str, _Child] = field(default_factory=dict, init=False)
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __post_init__(self, started: HostAgent | None) -> None:
+        self.agent = started or HostAgent((*self.imports, *driver_of(self.url)))
 
     def start(self) -> None:
         """Looks after them from now on, in a thread of its own."""
@@ -97,6 +104,7 @@ class Searchers:
         self.agent.close()
         if self._thread is not None:
             self._thread.join()
+        self.agent.close()  # perhaps one that was being started in the place of another
         for child in self._children.values():
             if child.connection is not None:
                 child.connection.close()
@@ -121,6 +129,9 @@ class Searchers:
         for search in [*running.values(), *self._queued(room)]:
             if search.id not in self._children:
                 self._children[search.id] = _Child(of_a_model=_of_a_model(search))
+        if self.agent.ended() and not self._stopping.is_set():
+            self.agent.close()
+            self.agent = HostAgent((*self.imports, *driver_of(self.url)))
         children = self._children.values()
         if not children or any(child.of_a_model for child in children):
             self.agent.also_import(self.of_models)  # beforehand, where there is nothing to do

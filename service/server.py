@@ -19,7 +19,7 @@ from ..results.dashboard.serve import is_local, listen
 from ..runners.host import HostAgent
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
-from .errand import IMPORTS
+from .errand import IMPORTS, driver_of
 from .estimates import Estimates
 from .helper import Helper
 from .records import Role
@@ -90,11 +90,12 @@ def serve(
     with contextlib.ExitStack() as held:
         options.data.mkdir(parents=True, exist_ok=True)
         held.callback(FolderLock(options.data).release)
-        agent = HostAgent(IMPORTS)  # it imports beside this process, which has much to import itself
+        url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        # It imports beside this process, which has much to import itself.
+        agent = HostAgent((*IMPORTS, *driver_of(url)))
         held.callback(agent.close)
         uvicorn = _uvicorn()
         _begin_logging(options.json_logs)
-        url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
         store = held.enter_context(Store.open(url))
         for line in _first_users(store):
             say(line)
@@ -155,7 +156,7 @@ def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> I
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches, agent=agent)
+        searchers = Searchers(store, url, options.data, options.searches, started=agent)
         searchers.start()
         held.callback(searchers.close)
         estimates, studies = Estimates(), Helper(STUDY_SECONDS)

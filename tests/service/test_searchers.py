@@ -12,7 +12,6 @@ import psutil
 import pytest
 from errands import Fails, Waits
 from pools import DEVICE, a_store
-from redline.runners.host import HostAgent
 from redline.service import searchers as module
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers
@@ -27,8 +26,8 @@ def service(tmp_path, monkeypatch):
     store.ann, made = user, []
 
     def searching(errand, **more):
-        agent = HostAgent(["errands"])
-        made.append(Searchers(store, "sqlite:///it", tmp_path, errand=errand, agent=agent, of_models=(), **more))
+        more |= {"imports": ("errands",), "of_models": ()}
+        made.append(Searchers(store, "sqlite:///it", tmp_path, errand=errand, **more))
         made[-1].start()
         return made[-1]
 
