@@ -26,6 +26,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write what came of it, as JSON")
     parser.add_argument("--write", type=Path, help="a page to write the table of all results into")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started ends with it
     told = tormented(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
     if given.kills:
         print(json.dumps(told, indent=2))

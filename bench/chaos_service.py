@@ -34,13 +34,15 @@ CLUSTER = """
 import os, sys, time
 from ray.cluster_utils import Cluster
 port, nodes, cpus = map(int, sys.argv[1:])
-cluster = Cluster(initialize_head=True, head_node_args={"port": port, "num_cpus": 0, "include_dashboard": False})
+here = "127.0.0.1"
+head = {"gcs_server_port": port, "node_ip_address": here, "num_cpus": 0, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 for _ in range(nodes):
-    cluster.add_node(num_cpus=cpus)
+    cluster.add_node(num_cpus=cpus, node_ip_address=here)
 while cluster.head_node.remaining_processes_alive():
     for node in [each for each in cluster.worker_nodes if not each.remaining_processes_alive()]:
         cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(num_cpus=cpus)
+        cluster.add_node(num_cpus=cpus, node_ip_address=here)
     time.sleep(0.2)
 os._exit(1)
 """
@@ -98,17 +100,19 @@ class Service:
         return known + ["Ray node", "Ray head"] * self.ray
 
     def look(self) -> None:
-        """Starts what is not running, each at most once a second."""
+        """Starts what is not running, but not more than once in a while."""
         for name, command in self._commands.items():
             running = name in self.processes and self.processes[name].poll() is None
             if running and name == "ray":
                 self._of_ray = self._below("ray")
-            if running or time.monotonic() - self._started.get(name, 0.0) < 1.0:
+            pause = 1.0 if name in ("ray", "server") else 3.0  # as systemd would
+            if running or time.monotonic() - self._started.get(name, 0.0) < pause:
                 continue
             if name == "ray":
                 _kill(self._of_ray)
             self._started[name] = time.monotonic()
-            more = {"TMPDIR": self._ray_folder} if name == "ray" else {}
+            # On a busy machine its agents take longer to start than it waits for them.
+            more = {"TMPDIR": self._ray_folder, "RAY_agent_register_timeout_ms": "120000"} if name == "ray" else {}
             with open(self._folder / "log", "ab") as log:
                 self.processes[name] = subprocess.Popen(
                     command,
