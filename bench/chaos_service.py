@@ -33,8 +33,7 @@ CPUS, NODES = 2, 2
 CLUSTER = """
 import os, sys, time
 from ray.cluster_utils import Cluster
-port, nodes, cpus = map(int, sys.argv[1:])
-here = "127.0.0.1"
+here, (port, nodes, cpus) = sys.argv[1], map(int, sys.argv[2:])
 head = {"gcs_server_port": port, "node_ip_address": here, "num_cpus": 0, "include_dashboard": False}
 cluster = Cluster(initialize_head=True, head_node_args=head)
 for _ in range(nodes):
@@ -79,13 +78,14 @@ class Service:
         serving = ["--data", str(folder), "--storage", storage, "--port", str(self.port), "--no-worker"]
         self._commands: dict[str, list[str]] = {}
         if ray:
-            self._commands["ray"] = [sys.executable, "-c", CLUSTER, str(self._ray_port), str(NODES), str(CPUS)]
+            numbers = [str(each) for each in (self._ray_port, NODES, CPUS)]
+            self._commands["ray"] = [sys.executable, "-c", CLUSTER, _address(), *numbers]
         self._commands["server"] = [*tool, "serve", *serving, "--searches", str(searches)]
         self.store = Store.open(storage)
         token = self.store.new_token(self.store.add_user("chaos", "admin", allow_code=True), "bench")
         for number in range(1 if ray else workers):
             joining = ["--server", f"http://127.0.0.1:{self.port}", "--token", token, "--name", f"w{number}"]
-            where = ["--runner", "ray", "--ray-address", f"127.0.0.1:{self._ray_port}"] if ray else []
+            where = ["--runner", "ray", "--ray-address", f"{_address()}:{self._ray_port}"] if ray else []
             devices = NODES * CPUS if ray else 2
             self._commands[f"w{number}"] = [*tool, "worker", *joining, *where, "--devices", str(devices)]
         self.processes: dict[str, subprocess.Popen] = {}
@@ -289,6 +289,13 @@ def _kill(processes: list[psutil.Process]) -> None:
     for each in processes:
         with contextlib.suppress(psutil.Error):
             each.kill()
+
+
+def _address() -> str:
+    """This machine's address as Ray takes it: it reads 127.0.0.1 as that, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # which sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _free_port() -> int:
