@@ -1,164 +1,208 @@
 """Kills whatever the service consists of, at random and under load, and counts what that loses or does twice: nothing.
 
-    python bench/chaos.py --kills 200 --searches 50 --out bench/results/chaos.json
-    python bench/chaos.py --storage postgresql://redline@localhost/redline ...
+    python bench/chaos.py --out bench/results/chaos-sqlite.json
+    python bench/chaos.py --storage postgresql://redline@localhost/redline --out bench/results/chaos-postgres.json
+    python bench/chaos.py --ray --kills 60 --searches 15 --out bench/results/chaos-ray.json
+    python bench/chaos.py --kills 0 --write docs/service.md     # the table of what is in bench/results
 
-`redline serve` and some workers run on this machine; searches of a short command are submitted at once. Every few seconds
-one process is killed (SIGKILL): the server with all that hangs on it, a searcher, a worker, a host agent, or a rank. Who
-would start them again in life, systemd or Slurm, is this file. Counted are, and the exit code is 1 unless all are zero:
+`redline serve` and some workers run on this machine, with `--ray` on a local Ray cluster of several nodes, where a dry run
+takes two devices; searches of a short command are submitted at once. Every few seconds one process is killed (SIGKILL): the
+server with all that hangs on it, a searcher, the agent that searchers are forks of, a worker, a host agent, a rank, or of
+Ray a node or the head. Or the database fails: all connections of Postgres are cut, or one of its processes is killed so
+that it starts again with what is on disk; another process has SQLite's file to itself for three seconds. Who would start
+servers, workers and Ray again in life, systemd, Slurm or KubeRay, is this file. Searches are added until there were enough
+kills. Counted are, and the exit code is 1 unless all are zero:
 
 - lost: outcomes that were acknowledged and are missing or others in the ledger, and searches that do not end well;
 - repeated: dry runs that were leased after their outcome was acknowledged;
-- slow: kills of a server, searcher or worker after which it took longer than ten seconds until it, or what it did, went on.
+- slow: kills after which it took longer than ten seconds until what was killed, or what it did, went on; of Ray's own, a
+  minute, as Ray itself starts anew.
 """
 
 import argparse
 import collections
-import contextlib
 import json
 import os
 import platform
 import random
 import shlex
-import subprocess
+import signal
+import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-import psutil
+from chaos_service import PROGRAM, Recovery, Service
+from pages import put
+from redline.errors import StorageUnavailable
 from redline.results import View
 from redline.service.records import DryRunState, SearchState
-from redline.service.store import Store
 
-VICTIMS = ("server", "searcher", "worker", "agent", "rank")
-RECOVERY_S = 10.0
+RECOVERY_S, RAYS_OWN_S = 10.0, 60.0
 """How long it may take after a kill until what was killed goes on."""
+RARE = {"Ray head": 0.25, "Ray node": 0.5}
+"""How often a kind is drawn beside the others: as Ray itself takes long."""
 STILL_S = 300.0
 """Without an event for so long, all of it counts as hung."""
-PROGRAM = (
-    "import time; time.sleep({seconds}); [print('speed:', {x} + 1, flush=True) or time.sleep(0.05) for _ in range(6)]"
-)
-MODULES = {"searcher": "redline.service.searcher", "agent": "redline.runners.agent"}
+RESULTS = Path(__file__).parent / "results"
 
 
-class Service:
-    """A server and workers, each started again when it is gone."""
+def main() -> None:
+    """Runs it and writes what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--searches", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=5, help="of a search")
+    parser.add_argument("--workers", type=int, default=2, help="of two devices each")
+    parser.add_argument("--at-once", type=int, default=4, help="searches at once")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds from a recovery to the next kill, on average")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="what is killed; by default all there is")
+    parser.add_argument("--ray", action="store_true", help="run dry runs on a local Ray cluster")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")
+    parser.add_argument("--out", type=Path, help="where to write what came of it, as JSON")
+    parser.add_argument("--write", type=Path, help="a page to write the table of all results into")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what it has started ends with it
+    told = tormented(given) if given.kills else {"lost": [], "repeated": [], "slow": []}
+    if given.kills:
+        print(json.dumps(told, indent=2))
+    if given.out is not None:
+        given.out.write_text(json.dumps(told, indent=2) + "\n")
+    if given.write is not None:
+        found = [json.loads(each.read_text()) for each in sorted(RESULTS.glob("chaos-*.json"))]
+        put(given.write, "chaos", table([each for each in found if "searches" in each]))
+    sys.exit(bool(told["lost"] or told["repeated"] or told["slow"]))
 
-    def __init__(self, folder: Path, storage: str, workers: int, searches: int) -> None:
-        self._folder, self.port = folder, 18700 + os.getpid() % 1000
-        tool = [sys.executable, "-m", "redline.tuner.cli"]
-        serving = ["--data", str(folder), "--storage", storage, "--port", str(self.port), "--no-worker"]
-        self._commands = {"server": [*tool, "serve", *serving, "--searches", str(searches)]}
-        self.store = Store.open(storage)
-        token = self.store.new_token(self.store.add_user("chaos", "admin", allow_code=True), "bench")
-        for number in range(workers):
-            joining = ["--server", f"http://127.0.0.1:{self.port}", "--token", token, "--name", f"w{number}"]
-            self._commands[f"worker {number}"] = [*tool, "worker", *joining, "--devices", "2"]
-        self.processes: dict[str, subprocess.Popen] = {}
 
-    def look(self) -> None:
-        """Starts what is not running."""
-        for name, command in self._commands.items():
-            if name not in self.processes or self.processes[name].poll() is not None:
-                with open(self._folder / "log", "ab") as log:
-                    self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+def tormented(given: argparse.Namespace) -> dict[str, Any]:
+    """What comes of searches with kills on their way."""
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        storage = given.storage or f"sqlite:///{folder}/redline.db"
+        service = Service(folder, storage, workers=given.workers, searches=given.at_once, ray=given.ray)
+        chaos = Chaos(service, given)
+        try:
+            chaos.run()
+            found = counted(service, folder, storage, chaos.ids, given.trials)
+        except BaseException:
+            print((folder / "log").read_text()[-4000:], file=sys.stderr)
+            raise
+        finally:
+            service.close()
+        return {**chaos.told(), **found}
 
-    def healthy(self) -> bool:
-        """Whether the server answers."""
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=1) as answer,
-        ):
-            return answer.status == 200
-        return False
 
-    def victims(self, kind: str) -> list[psutil.Process]:
-        """The processes of a kind that run."""
-        own = [
-            psutil.Process(each.pid)
-            for name, each in self.processes.items()
-            if each.poll() is None and name.startswith(kind)
+class Chaos:
+    """Searches to their end, with kills on the way.
+
+    Args:
+        service: what is killed.
+        given: the command line.
+    """
+
+    def __init__(self, service: Service, given: argparse.Namespace) -> None:
+        self.service, self._given, self._draw = service, given, random.Random(given.seed)
+        self._kinds = [each for each in service.kinds if not given.kinds or each in given.kinds]
+        self.ids: list[str] = []
+        for _ in range(given.searches):
+            self.ids.append(self._submitted())
+        self._begun = time.monotonic()
+        self._seconds: dict[str, list[float]] = collections.defaultdict(list)
+        self._waiting: Recovery | None = None
+        self._kills = 0
+        self._minutes = 0.0
+
+    def _submitted(self) -> str:
+        """The id of another search."""
+        store, trials = self.service.store, self._given.trials
+        user = next(each for each in store.users() if each.name == "chaos")
+        number = len(self.ids)
+        program = PROGRAM.replace("{seconds}", "{x % 4 + 0.5}")
+        words = f"{sys.executable} -c {shlex.quote(program)}"
+        asked = {
+            "command": {"command": words, "metric": [r"speed: (?P<tokens_per_second>\d+)"]},
+            "override": {"x": list(range(2 * trials))}, "devices": 2 if self.service.ray else 1, "trials": trials,
+            "patience": 0, "sampler": "random", "seed": number,
+        }  # fmt: skip
+        return store.submit(user, asked, devices=asked["devices"])[0].id
+
+    def run(self) -> None:
+        """Returns when all searches have ended, or nothing happens any more."""
+        latest, moved, next_kill = 0, time.monotonic(), float("inf")
+        while True:
+            self.service.look()
+            now = time.monotonic()
+            try:
+                if (new := self.service.store.latest()) != latest:
+                    latest, moved = new, now
+                if now - moved > STILL_S:
+                    break
+                if next_kill == float("inf") and self.service.store.running():
+                    next_kill = now  # it has begun to work
+                if self._waiting is not None and self._waiting.over():
+                    self._recovered(self._waiting)
+                    next_kill = time.monotonic() + self._draw.expovariate(1 / self._given.every)
+                if self._waiting is None and now >= next_kill and self._kills < self._given.kills:
+                    self._kill()
+                if self._ended():
+                    break
+            except StorageUnavailable as error:
+                print(f"{error}", flush=True)
+            time.sleep(0.05)
+        self._minutes = (time.monotonic() - self._begun) / 60
+
+    def _ended(self) -> bool:
+        """Whether there is nothing left to do; a further search where kills are still to come."""
+        store = self.service.store
+        if any(store.searches(state=state, limit=1) for state in ("running", "queued")) or self._waiting is not None:
+            return False
+        if self._kills < self._given.kills:
+            self.ids.append(self._submitted())
+            return False
+        return True
+
+    def _kill(self) -> None:
+        weights = [RARE.get(each, 1.0) for each in self._kinds]
+        kind = self._draw.choices(self._kinds, weights)[0]
+        self._waiting = self.service.strike(kind, self._draw)
+        self._kills += self._waiting is not None
+
+    def _recovered(self, waiting: Recovery) -> None:
+        took = time.monotonic() - waiting.began
+        self._seconds[waiting.kind].append(took)
+        self._waiting = None
+        print(f"{self._kills:4} {waiting.kind}: {took:.1f} s", flush=True)
+
+    def told(self) -> dict[str, Any]:
+        """What is to be known of it."""
+        waits = [] if self._waiting is None else [f"{self._waiting.kind}: never"]
+        slow = [
+            f"{kind}: {each:.1f} s" for kind, many in self._seconds.items() for each in many if each > allowed(kind)
         ]
-        if kind in ("server", "worker"):
-            return own
-        every = [psutil.Process(each.pid) for each in self.processes.values() if each.poll() is None]
-        found = []
-        for child in (child for each in every for child in _children(each)):
-            with contextlib.suppress(psutil.Error):
-                line = child.cmdline()
-                if (kind == "rank" and PROGRAM[:20] in " ".join(line)) or MODULES.get(kind, "?") in line:
-                    found.append(child)
-        return found
-
-    def close(self) -> None:
-        """Ends all of it."""
-        for each in self.processes.values():
-            each.terminate()
-        for each in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                each.wait(30)
-            each.kill()
-        self.store.close()
+        database = "Postgres" if (self._given.storage or "").startswith("postgres") else "SQLite"
+        return {
+            "where": f"{database}{', Ray' * self.service.ray}",
+            "searches": len(self.ids),
+            "trials": self._given.trials,
+            "minutes": round(self._minutes, 1),
+            "kills": self._kills,
+            "recovery_s": {
+                kind: {"kills": len(many), "median": round(statistics.median(many), 1), "worst": round(max(many), 1)}
+                for kind, many in sorted(self._seconds.items())
+            },
+            "slow": slow + waits,
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "versions": {each: metadata.version(each) for each in ("torch", "optuna", "sqlalchemy", "ray")},
+        }
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.Error:
-        return []
-
-
-class Recovery:
-    """When what was killed goes on."""
-
-    def __init__(self, service: Service, kind: str, search: str = "") -> None:
-        self.kind, self._service, self._search = kind, service, search
-        self.began = time.monotonic()
-        self._attempt = service.store.search(search).attempt if search else 0
-        self._leased = {}
-        if kind == "worker":
-            self._leased = {each.dry_run: service.store.dry_run(each.dry_run).lease for each in service.store.running()}
-
-    def over(self) -> bool:
-        """Whether the server answers; the search has another attempt; what the worker had is leased anew or ended."""
-        store = self._service.store
-        if self.kind == "server":
-            return self._service.healthy()
-        if self.kind == "searcher":
-            found = store.search(self._search)
-            return found.attempt > self._attempt or found.state.ended
-        return not self._leased or any(
-            (found := store.dry_run(number)).lease > lease or found.state is DryRunState.DONE
-            for number, lease in self._leased.items()
-        )
-
-
-def kill_one(service: Service, random_: random.Random) -> Recovery | None:
-    """Kills one process of a kind drawn at random; what is to be waited for, None where nobody could be killed."""
-    kind = random_.choice(VICTIMS)
-    if not (found := service.victims(kind)):
-        return None
-    victim = random_.choice(found)
-    with contextlib.suppress(psutil.Error):
-        search = victim.cmdline()[-1] if kind == "searcher" else ""
-        recovery = Recovery(service, kind, search)
-        victim.kill()
-        return recovery
-    return None
-
-
-def submit(service: Service, searches: int, trials: int) -> list[str]:
-    """The ids of so many searches of a command."""
-    user = next(each for each in service.store.users() if each.name == "chaos")
-    program = PROGRAM.replace("{seconds}", "{x % 3 / 4}")
-    asked = {
-        "command": {"command": f"{sys.executable} -c {shlex.quote(program)}", "metric": [r"speed: (?P<tokens_per_second>\d+)"]},
-        "override": {"x": list(range(2 * trials))}, "devices": 1, "trials": trials, "patience": 0, "sampler": "random",
-    }  # fmt: skip
-    return [service.store.submit(user, {**asked, "seed": number}, devices=1)[0].id for number in range(searches)]
+def allowed(kind: str) -> float:
+    """How long a recovery may take, s."""
+    return RAYS_OWN_S if kind.startswith("Ray") else RECOVERY_S
 
 
 def counted(service: Service, folder: Path, storage: str, ids: list[str], trials: int) -> dict[str, list[str]]:
@@ -180,6 +224,8 @@ def counted(service: Service, folder: Path, storage: str, ids: list[str], trials
             told = trial.first if trial.first is not None else trial.measured.throughput
             if told != run.outcome.get("throughput"):
                 lost.append(f"{search} {run.key}: {run.outcome.get('throughput')} was answered, {told} is kept")
+            if "were lost while they ran it" in run.outcome.get("reason", ""):
+                lost.append(f"{search} {run.key}: {run.outcome['reason']}")
         ended = set()
         for event in service.store.events(search=search, limit=100_000):
             if event.kind == "dry_run":
@@ -191,72 +237,25 @@ def counted(service: Service, folder: Path, storage: str, ids: list[str], trials
     return {"lost": lost, "repeated": repeated}
 
 
-def main() -> None:
-    """Runs it and writes what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--searches", type=int, default=50)
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--at-once", type=int, default=3, help="searches at once")
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between kills, on average")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--storage", help="URL of a database; by default SQLite in a temporary folder")
-    parser.add_argument("--out", type=Path, help="where to write the table, as JSON")
-    given = parser.parse_args()
-    draw = random.Random(given.seed)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = Path(name)
-        storage = given.storage or f"sqlite:///{folder}/redline.db"
-        service = Service(folder, storage, given.workers, given.at_once)
-        try:
-            table = chaos(service, folder, storage, given, draw)
-        finally:
-            service.close()
-    print(json.dumps(table, indent=2))
-    if given.out is not None:
-        given.out.write_text(json.dumps(table, indent=2) + "\n")
-    sys.exit(bool(table["lost"] or table["repeated"] or table["slow"]))
-
-
-def chaos(service: Service, folder: Path, storage: str, given: argparse.Namespace, draw: random.Random) -> dict:
-    """Searches to their end, with kills on the way; what came of them."""
-    ids, begun = submit(service, given.searches, given.trials), time.monotonic()
-    kills: collections.Counter[str] = collections.Counter()
-    seconds: dict[str, list[float]] = collections.defaultdict(list)
-    waiting: list[Recovery] = []
-    latest, moved, next_kill = 0, begun, begun + 20.0
-    while any(not service.store.search(each).state.ended for each in ids):
-        service.look()
-        now = time.monotonic()
-        if (new := service.store.latest()) != latest:
-            latest, moved = new, now
-        if now - moved > STILL_S:
-            break
-        for each in [each for each in waiting if each.over()]:
-            waiting.remove(each)
-            seconds[each.kind].append(time.monotonic() - each.began)
-        if kills.total() < given.kills and now >= next_kill and not waiting:
-            if (killed := kill_one(service, draw)) is not None:
-                kills[killed.kind] += 1
-                next_kill = now + draw.expovariate(1 / given.every)
-                if killed.kind in ("server", "searcher", "worker"):
-                    waiting.append(killed)
-        time.sleep(0.1)
-    found = counted(service, folder, storage, ids, given.trials)
-    slow = [f"{kind}: {each:.1f} s" for kind, many in seconds.items() for each in many if each > RECOVERY_S]
-    return {
-        "searches": len(ids), "trials": given.trials, "minutes": round((time.monotonic() - begun) / 60, 1),
-        "kills": dict(kills), "recovery_s": {kind: _summary(many) for kind, many in seconds.items()},
-        "lost": found["lost"], "repeated": found["repeated"], "slow": slow,
-        "storage": storage.partition(":")[0], "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {each: metadata.version(each) for each in ("torch", "optuna", "sqlalchemy")},
-    }  # fmt: skip
-
-
-def _summary(many: list[float]) -> dict[str, float]:
-    ordered = sorted(many)
-    return {"median": round(ordered[len(ordered) // 2], 1), "worst": round(ordered[-1], 1)}
+def table(results: list[dict[str, Any]]) -> str:
+    """What came of several runs, in Markdown."""
+    names = [each["where"] for each in results]
+    kinds = dict.fromkeys(kind for each in results for kind in each["recovery_s"])
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for what in ("kills", "searches", "minutes"):
+        lines.append(f"| {what} | {' | '.join(str(each[what]) for each in results)} |")
+    for what, words in (("lost", "results lost"), ("repeated", "dry runs repeated"), ("slow", "slow recoveries")):
+        lines.append(f"| {words} | {' | '.join(str(len(each[what])) for each in results)} |")
+    for kind in sorted(kinds):
+        cells = []
+        for each in results:
+            found = each["recovery_s"].get(kind)
+            cells.append(f"{found['kills']}: {found['median']:.1f} s, {found['worst']:.1f} s" if found else "")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    machine = ", ".join(dict.fromkeys(each["machine"] for each in results))
+    return "\n".join(
+        [*lines, "", f"Of each victim how many were killed, the median and the worst recovery; on {machine}."]
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Run as `python -m redline.runners.agent FD FOLDER` (see `Companion`). By the connection it gets its set-up and
 says when it is ready; standard output is for whatever the modules that it imports print there, and goes to its
-log. It listens on a Unix socket in the folder and forks a supervisor for every client. It ends, with everything it
-started, when the connection closes: when the process that started it ends, however that happens. Until then it
-can be told of more to import.
+log. It listens on a Unix socket in the folder and forks a process for every client, which supervises its job or does
+its errand. It ends, with everything it started, when the connection closes: when the process that started it ends,
+however that happens. Until then it can be told of more to import.
 """
 
 import gc
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from ..scratch import remove
+from .job import Errand, Job
 from .process import adopt_orphans, die_with_parent, kill_descendants, reap
 
 SOCKET = "socket"
@@ -101,7 +102,7 @@ def _serve(listener: Listener, starter: Connection) -> None:
                     continue
                 if key.data == "client":
                     with listener.accept() as client:
-                        pid, pidfd = _fork_supervisor(client, listener, starter)
+                        pid, pidfd = _fork(client, listener, starter)
                     selector.register(pidfd, selectors.EVENT_READ, pid)
                 else:
                     selector.unregister(key.fd)
@@ -114,7 +115,7 @@ def _socket_of(listener: Listener) -> socket.socket:
     return listener._listener._socket  # type: ignore[attr-defined]  # not public
 
 
-def _fork_supervisor(client: Connection, listener: Listener, starter: Connection) -> tuple[int, int]:
+def _fork(client: Connection, listener: Listener, starter: Connection) -> tuple[int, int]:
     me = os.getpid()
     pid = os.fork()
     if pid:
@@ -126,7 +127,7 @@ def _fork_supervisor(client: Connection, listener: Listener, starter: Connection
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _socket_of(listener).close()
         starter.close()
-        _supervise(client, os.path.dirname(listener.address))
+        _serve_client(client, os.path.dirname(listener.address))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -136,14 +137,17 @@ def _fork_supervisor(client: Connection, listener: Listener, starter: Connection
     return 0, 0
 
 
-def _supervise(client: Connection, folder: str) -> None:
-    from .supervisor import Supervisor
-
+def _serve_client(client: Connection, folder: str) -> None:
     try:
-        job = client.recv()
+        asked: Job | Errand = client.recv()
     except EOFError:
         return
-    outcome = Supervisor(job, client, folder).run()
+    if isinstance(asked, Errand):
+        asked.run(client)
+        return
+    from .supervisor import Supervisor
+
+    outcome = Supervisor(asked, client, folder).run()
     if outcome is not None:
         try:
             client.send(outcome)

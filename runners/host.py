@@ -3,10 +3,12 @@
 import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection
 
 import psutil
@@ -18,7 +20,7 @@ from . import failure
 from .agent import SOCKET, AgentSetup, MoreImports
 from .companion import Companion
 from .deadline import Deadline
-from .job import STOP, Begun, Compiling, Job, Outcome
+from .job import STOP, Begun, Compiling, Errand, Job, Outcome
 from .process import kill_tree
 
 PLAIN_IMPORTS = (
@@ -148,21 +150,40 @@ class HostAgent:
             RunnerError: the agent or the trial's supervisor was lost.
         """
         self.wait_ready()
+        with self._heard(), self._asked(job) as connection:
+            with self._lock:
+                self._running[key] = connection
+                if key in self._stopped:
+                    connection.send(STOP)
+            try:
+                return _answer(connection, job)
+            finally:
+                with self._lock:
+                    self._running.pop(key, None)
+                    self._stopped.discard(key)
+
+    def begin(self, errand: Errand) -> Connection:
+        """Has the agent do an errand in a fork of itself; the connection with that, which closes when it ends.
+
+        Raises:
+            RunnerError: the agent was lost, or does not start.
+        """
+        self.wait_ready()
+        with self._heard():
+            return self._asked(errand)
+
+    def _asked(self, what: Job | Errand) -> Connection:
+        connection = Client(self._address, "AF_UNIX")
+        _bound_sending(connection, BEGIN_S)
+        connection.send(what)
+        return connection
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Tells of an agent that takes nothing, or is lost, as a `RunnerError`."""
         agent = self._process
         try:
-            with Client(self._address, "AF_UNIX") as connection:
-                _bound_sending(connection, BEGIN_S)
-                connection.send(job)
-                with self._lock:
-                    self._running[key] = connection
-                    if key in self._stopped:
-                        connection.send(STOP)
-                try:
-                    outcome = _answer(connection, job)
-                finally:
-                    with self._lock:
-                        self._running.pop(key, None)
-                        self._stopped.discard(key)
+            yield
         except (TimeoutError, BlockingIOError) as error:
             agent.kill()
             what = f"the host agent took no job within {BEGIN_S:g} s and was ended"
@@ -170,7 +191,13 @@ class HostAgent:
         except (EOFError, OSError) as error:
             what = "closed" if self._closed else f"lost ({type(error).__name__})"
             raise RunnerError(agent.with_last_words(f"the host agent was {what} during a trial")) from error
-        return outcome
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether the agent has died, or does within so long."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.process.wait(within_s)
+            return True
+        return False
 
     def stop(self, key: str) -> None:
         """Ends the job of this key, also one that has not arrived yet; `run` returns what was known of it."""

@@ -1,7 +1,9 @@
 """What travels between a runner, a host agent and the ranks of a trial."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ..results import Status
@@ -78,9 +80,22 @@ class Job:
         return self.timeout_s + self.compile_timeout_s + COLLECTIVE_MARGIN_S
 
 
+class Errand(ABC):
+    """Something other than a trial that a host agent does in a fork of itself: nobody watches over it, and it ends with the
+    agent. It travels as a pickle, so its module must be importable there."""
+
+    @abstractmethod
+    def run(self, client: Connection) -> None:
+        """Does it.
+
+        Args:
+            client: the connection with who asked. That closes when they end, which is for the errand to heed.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first that a client hears of its job."""
+    """The first that a client hears of its job, or of its errand."""
 
     supervisor: int
     """Process that answers for it."""

@@ -155,7 +155,15 @@ def _serve(cluster: "Cluster", starter: Connection) -> None:
             tell(Reply(number, error=RunnerError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
 
     tell(Reply(0, Placed(per_host=cluster.layout.per_host, slots=cluster.slots)))
-    threading.Thread(target=cluster.watch, args=(lambda: tell(Alive()),), daemon=True).start()
+
+    def watch() -> None:
+        try:
+            cluster.watch(lambda: tell(Alive()))
+        except RunnerError as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
             threading.Thread(target=answer, args=starter.recv(), daemon=True).start()
@@ -199,7 +207,7 @@ class Cluster:
         if address is None:
             options |= {"address": "local", "include_dashboard": False}
         else:
-            _check_listens(address)
+            check_listens(address)
             options["address"] = address
         try:
             with warnings.catch_warnings():
@@ -301,8 +309,17 @@ class Cluster:
             raise RunnerError(f"Ray lost the host of a trial: {_first_line(error)}") from error
 
     def watch(self, beat: Callable[[], None]) -> None:
-        """Calls `beat` every `BEAT_S` as long as Ray's head and every host that was ready answer; never returns."""
+        """Calls `beat` every `BEAT_S` as long as Ray's head and every host that was ready answer.
+
+        Raises:
+            RunnerError: nothing listens any more where the head did.
+        """
+        head = self._ray.get_runtime_context().gcs_address
         while True:
+            if not _listens(head):
+                time.sleep(BEAT_S)  # it may be one that is started again where it was
+                if not _listens(head):
+                    raise RunnerError(f"Ray's head is gone: nothing listens at {head} any more")
             self._ray.nodes()  # does not return where the head is gone
             # A host that is lost says so by itself, to those who wait for its trial.
             with contextlib.suppress(self._ray.exceptions.RayActorError):
@@ -327,7 +344,14 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _check_listens(address: str) -> None:
+def _listens(address: str) -> bool:
+    with contextlib.suppress(RunnerError):
+        check_listens(address)
+        return True
+    return False
+
+
+def check_listens(address: str) -> None:
     """Asks within seconds what Ray would ask for minutes: whether anything listens there.
 
     Raises:

@@ -50,6 +50,7 @@ class Dispatcher(threading.Thread):
         """Why nothing can be decided right now; empty where all is well."""
         self._monotonic = monotonic
         self._began = monotonic()
+        self._since = store.clock()
         self._asking: dict[str, deque[Future[Assignment | None]]] = {}
         self._asked: dict[str, float] = {}
         self._shares: tuple[float, list[Share]] = (float("-inf"), [])
@@ -121,7 +122,7 @@ class Dispatcher(threading.Thread):
         """One decision, carried out: what was leased."""
         # While no server ran, no lease could be renewed: the first ones after a start are given that time.
         if self._monotonic() - self._began > self.lease_s:
-            self.store.expire()
+            self.store.expire(renewed_after=self._since + self.lease_s, overdue_s=self.lease_s / 2)
             self.store.forget_unseen()
         waiting, running, shares = self.store.waiting(), self.store.running(), self._shares_now()
         workers = self._here(self.store.workers())

@@ -1,12 +1,9 @@
-"""A search of the service, in a process of its own: `redline.tune` with the pool as its runner.
-
-    python -m redline.service.searcher --storage URL --data DIR SEARCH
+"""A search of the service, in a process of its own (see `errand`): `redline.tune` with the pool as its runner.
 
 It may be killed at any moment and started again: what it has learnt is in the ledger, its dry runs are in the store. Of
 two that have the same search the later one has it; the earlier finds out and ends without a further word.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -43,9 +40,6 @@ MOST_AT_ONCE = 4
 beside proposes worse."""
 FENCED = 3
 """Exit code of one whose search another has."""
-FROM_STDIN = "-"
-"""In the place of a storage's URL: it is the first line of standard input, as command lines are for all to see, and the
-search ends when that closes."""
 
 
 class Searcher:
@@ -160,41 +154,11 @@ class Searcher:
         while not self._over.wait(BEAT_S if not self._cancelled else 10 * BEAT_S):
             try:
                 found = self._store.beat_search(self._id, self._attempt)
-            except AttemptOver:
+            except AttemptOver as error:
+                print(error, file=sys.stderr, flush=True)
                 os._exit(FENCED)
             except StorageUnavailable:
                 continue
             if found.state is SearchState.CANCELLED and not self._cancelled:
                 self._cancelled = True
                 os.kill(os.getpid(), signal.SIGINT)
-
-
-def main() -> None:
-    """Runs the search that the command line names."""
-    parser = argparse.ArgumentParser(prog="redline.service.searcher", description=__doc__)
-    parser.add_argument(
-        "--storage", required=True, help="URL of the service's database; - reads it from standard input"
-    )
-    parser.add_argument("--data", required=True, type=Path, help="folder of the service's files")
-    parser.add_argument("search", help="id of the search")
-    given = parser.parse_args()
-    url = given.storage
-    # What is killed now goes on when it is started again; there is nothing to tidy up.
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if url == FROM_STDIN:
-        url = sys.stdin.readline().rstrip("\n")
-        threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
-    try:
-        Searcher(Store.open(url, create=False), url, given.data, given.search).run()
-    except AttemptOver:
-        sys.exit(FENCED)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(128 + signal.SIGHUP)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,31 @@
-"""The searchers of a server: a process for each running search, started anew when it dies."""
+"""The searchers of a server: a process for each running search, started anew when it dies.
+
+They are forks of one host agent of the server's, which has imported what they need, so that one starts in a fraction of a
+second. It ends them when the server ends, however that happens; where it was killed itself another one is started.
+"""
 
 import logging
-import subprocess
-import sys
-import tempfile
+import os
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
-from ..errors import NotFound, StorageUnavailable
+from ..errors import NotFound, RunnerError, StorageUnavailable
+from ..runners.host import HostAgent
+from ..runners.job import Begun, Errand
+from .errand import IMPORTS, OF_MODELS, SearchErrand, driver_of
+from .logs import folder_of
 from .placing import obstacle
 from .records import Search, SearchState
-from .searcher import FROM_STDIN
 from .store import Store
 
 MOST = 8
-"""Searches that run at once; the others are queued. Each takes a process with its imports, about half a GiB."""
-LOOK_S = 0.5
+"""Searches that run at once; the others are queued. Each takes a process, and beyond what they share some 100 MiB."""
+LOOK_S = 0.2
 """How often it is looked after them, s."""
 LIVED_S = 30.0
 """A searcher that lived so long before it died counts as one that works."""
@@ -26,10 +33,12 @@ MOST_DEATHS = 8
 """How often one dies in a row, each time sooner than that, before its search has failed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 """How long it is waited before a searcher is started again, s: at first, and after many deaths."""
-END_S = 5.0
-"""How long searchers may take to end, s."""
 LAST_WORDS = 2000
 """Characters of what a searcher printed last that are told."""
+LOG, LARGEST_LOG = "searcher.log", 4 << 20
+"""What a search's searchers print, in its folder; bytes from which on it is begun anew."""
+ALSO_DEAD_S = 0.2
+"""How long it may take until it shows that the agent had died as well, s."""
 _EVERYTHING = 1_000_000
 
 _log = logging.getLogger("redline.searchers")
@@ -39,8 +48,16 @@ _log = logging.getLogger("redline.searchers")
 class _Child:
     """The process of a search."""
 
-    process: subprocess.Popen[bytes] | None = None
-    printed: IO[bytes] | None = None
+    of_a_model: bool
+    """Whether it needs more imports than a command's."""
+    connection: Connection | None = None
+    """With it, as long as it lives."""
+    pid: int | None = None
+    """None until it has said it."""
+    code: int | None = None
+    """With which it said that it ends; None for one that was killed."""
+    printed: int = 0
+    """Where in the log begins what it printed."""
     began: float = 0.0
     deaths: int = 0
     again_at: float = 0.0
@@ -59,11 +76,22 @@ class Searchers:
     """The server's data."""
     most: int = MOST
     """Searches that run at once."""
-    program: tuple[str, ...] = ("-m", "redline.service.searcher")
-    """What Python runs for a search."""
+    errand: Callable[..., Errand] = SearchErrand
+    """What is done for a search, made as `SearchErrand` is."""
+    imports: tuple[str, ...] = IMPORTS
+    """What the agent imports at once, beside the database's driver."""
+    of_models: tuple[str, ...] = OF_MODELS
+    """What it imports as well, unless all searches are of commands."""
+    started: InitVar[HostAgent | None] = None
+    """An agent that was started beforehand; closed with this."""
+    agent: HostAgent = field(init=False)
+    """Of which the searchers are forks."""
     _children: dict[str, _Child] = field(default_factory=dict, init=False)
     _stopping: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __post_init__(self, started: HostAgent | None) -> None:
+        self.agent = started or HostAgent((*self.imports, *driver_of(self.url)))
 
     def start(self) -> None:
         """Looks after them from now on, in a thread of its own."""
@@ -73,18 +101,13 @@ class Searchers:
     def close(self) -> None:
         """Ends the processes; their searches stay as they are, and go on with the next server."""
         self._stopping.set()
+        self.agent.close()
         if self._thread is not None:
             self._thread.join()
-        living = [each.process for each in self._children.values() if each.process is not None]
-        for process in living:
-            process.terminate()
-        until = time.monotonic() + END_S
-        for process in living:
-            try:
-                process.wait(timeout=max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self.agent.close()  # perhaps one that was being started in the place of another
+        for child in self._children.values():
+            if child.connection is not None:
+                child.connection.close()
         self._children.clear()
 
     def _run(self) -> None:
@@ -102,82 +125,105 @@ class Searchers:
         for name, child in list(self._children.items()):
             self._look_at(name, child, now)
         room = self.most - len(self._children)
-        for search in running.values():
-            if search.id not in self._children:  # of a server before this one
-                self._children[search.id] = _Child()
-        if room > 0:
-            for search in self._queued()[:room]:
-                self._children.setdefault(search.id, _Child())
+        # Those that run are of a server before this one.
+        for search in [*running.values(), *self._queued(room)]:
+            if search.id not in self._children:
+                self._children[search.id] = _Child(of_a_model=_of_a_model(search))
+        if self.agent.ended() and not self._stopping.is_set():
+            self.agent.close()
+            self.agent = HostAgent((*self.imports, *driver_of(self.url)))
+        children = self._children.values()
+        if not children or any(child.of_a_model for child in children):
+            self.agent.also_import(self.of_models)  # beforehand, where there is nothing to do
         for name, child in self._children.items():
-            if child.process is None and now >= child.again_at:
+            if child.connection is None and now >= child.again_at and not self._stopping.is_set():
                 self._begin(name, child)
 
-    def _queued(self) -> list[Search]:
-        """The queued searches that can run on what is there, in their order."""
+    def _queued(self, most: int) -> list[Search]:
+        """The first so many of the queued searches that can run on what is there."""
+        if most <= 0:
+            return []
         queued = self.store.searches(state=SearchState.QUEUED, limit=_EVERYTHING)
         if not queued:
             return []
         workers = self.store.workers()
         able = [each for each in queued if each.id not in self._children and not obstacle(each, workers)]
-        return sorted(able, key=lambda search: (-search.priority, search.created, search.id))
+        return sorted(able, key=lambda search: (-search.priority, search.created, search.id))[:most]
 
     def _look_at(self, search: str, child: _Child, now: float) -> None:
-        if child.process is None or (code := child.process.poll()) is None:
+        if child.connection is None or _lives(child):
             return
-        words = _last_words(child)
-        child.process = None
+        child.connection.close()
+        child.connection = child.pid = None
         if self.store.search(search).state.ended:
             del self._children[search]
             return
-        child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
-        _log.warning("the searcher of %s ended with %d: %s", search, code, words)
+        how = "was killed" if child.code is None else f"ended with {child.code}"
+        words = self._last_words(search, child)
+        if child.code is None and self.agent.ended(ALSO_DEAD_S):
+            how = "was killed with the agent that it is a fork of"
+        else:
+            child.deaths = 1 if now - child.began > LIVED_S else child.deaths + 1
+        self._died(search, child, f"{how}: {words}" if words else how)
+
+    def _died(self, search: str, child: _Child, how: str) -> None:
+        """Has a searcher be started again after a while, unless it has died too often."""
+        _log.warning("the searcher of %s %s", search, how)
         if child.deaths >= MOST_DEATHS:
-            self._give_up(search, code, words)
+            self._give_up(search, how)
             del self._children[search]
             return
-        child.again_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (child.deaths - 1))
+        pause = FIRST_PAUSE_S * 2 ** max(0, child.deaths - 1)
+        child.again_at = time.monotonic() + min(LONGEST_PAUSE_S, pause)
 
     def _begin(self, search: str, child: _Child) -> None:
-        child.printed = tempfile.TemporaryFile()  # noqa: SIM115
-        child.began = time.monotonic()
-        child.process = subprocess.Popen(
-            [
-                sys.executable,
-                *self.program,
-                "--storage",
-                FROM_STDIN,
-                "--data",
-                str(self.data),
-                search,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=child.printed,
-            stderr=child.printed,
-        )
-        assert child.process.stdin is not None
+        folder = folder_of(self.data, search)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / LOG
+        child.printed = log.stat().st_size if log.exists() else 0
+        if child.printed > LARGEST_LOG:
+            log.unlink()
+            child.printed = 0
+        child.began, child.code = time.monotonic(), None
         try:
-            # It stays open as long as this process lives: by its end the searcher knows of ours.
-            child.process.stdin.write(f"{self.url}\n".encode())
-            child.process.stdin.flush()
-        except BrokenPipeError:  # it died at once, which is seen next time
-            return
+            asked = self.errand(url=self.url, data=self.data, search=search, log=log)
+            child.connection = self.agent.begin(asked)
+        except RunnerError as error:
+            if not self._stopping.is_set():  # no fault of the search's
+                child.again_at = time.monotonic() + LONGEST_PAUSE_S
+                _log.warning("the searcher of %s did not start: %s", search, error)
 
-    def _give_up(self, search: str, code: int, words: str) -> None:
+    def _give_up(self, search: str, how: str) -> None:
         try:
             attempt = self.store.take_search(search)
-            reason = f"its searcher died {MOST_DEATHS} times in a row, at last with {code}: {words}"
+            reason = f"its searcher died {MOST_DEATHS} times in a row; at last it {how}"
             self.store.finish(search, attempt, SearchState.FAILED, reason)
         except NotFound:
             return
 
-
-def _last_words(child: _Child) -> str:
-    """What it printed last, and lets go of that."""
-    if child.process is not None and child.process.stdin is not None:
-        child.process.stdin.close()
-    if child.printed is None:
+    def _last_words(self, search: str, child: _Child) -> str:
+        """What it printed last."""
+        with suppress(FileNotFoundError), open(folder_of(self.data, search) / LOG, "rb") as file:
+            file.seek(max(child.printed, file.seek(0, os.SEEK_END) - LAST_WORDS))
+            return file.read().decode("utf-8", "replace").strip()
         return ""
-    with child.printed as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LAST_WORDS))
-        return file.read().decode("utf-8", "replace").strip()
+
+
+def _of_a_model(search: Search) -> bool:
+    command = search.request.get("command")
+    return command is None or bool(command.get("model"))
+
+
+def _lives(child: _Child) -> bool:
+    """Hears what a process says of itself; whether it has not ended."""
+    assert child.connection is not None
+    try:
+        while child.connection.poll():
+            said: Begun | int = child.connection.recv()
+            if isinstance(said, Begun):
+                child.pid = said.supervisor
+            else:
+                child.code = said
+    except (EOFError, OSError):
+        return False
+    return True

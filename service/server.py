@@ -17,9 +17,11 @@ from typing import Any
 from ..errors import MissingDependency, UsageError
 from ..lock import FolderLock
 from ..results.dashboard.serve import is_local, listen
+from ..runners.host import HostAgent
 from ..runners.unix_user import unix_user
 from .dispatcher import Dispatcher
 from .embedded import EmbeddedWorker
+from .errand import IMPORTS, driver_of
 from .estimates import Estimates
 from .forgetting import Forgetting
 from .helper import Helper
@@ -93,17 +95,20 @@ def serve(
         StorageUnavailable: the database cannot be used.
         MissingDependency: a package is not installed.
     """
-    uvicorn = _uvicorn()
     _check(options)
-    _begin_logging(options.json_logs)
     with contextlib.ExitStack() as held:
         options.data.mkdir(mode=0o700, parents=True, exist_ok=True)
         held.callback(FolderLock(options.data).release)
         url = options.storage or f"sqlite:///{(options.data / 'redline.db').absolute()}"
+        # It imports beside this process, which has much to import itself.
+        agent = HostAgent((*IMPORTS, *driver_of(url)))
+        held.callback(agent.close)
+        uvicorn = _uvicorn()
+        _begin_logging(options.json_logs)
         store = held.enter_context(Store.open(url))
         for line in _first_users(store):
             say(line)
-        parts = held.enter_context(_parts(options, store, url))
+        parts = held.enter_context(_parts(options, store, url, agent))
         listening = listen(options.host, options.port)
         held.callback(listening.close)
         server = _server(uvicorn, options, parts)
@@ -163,7 +168,7 @@ def _first_users(store: Store) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
+def _parts(options: ServeOptions, store: Store, url: str, agent: HostAgent) -> Iterator[Any]:
     """What the routes work with, running; ended in the other order."""
     from .api.feed import Feed
     from .api.limits import Rates
@@ -174,7 +179,7 @@ def _parts(options: ServeOptions, store: Store, url: str) -> Iterator[Any]:
         dispatcher = Dispatcher(store)
         dispatcher.start()
         held.callback(dispatcher.close)
-        searchers = Searchers(store, url, options.data, options.searches)
+        searchers = Searchers(store, url, options.data, options.searches, started=agent)
         searchers.start()
         held.callback(searchers.close)
         forgetting = Forgetting(store, options.keep_events)

@@ -5,10 +5,11 @@ longer than that, another worker runs it, and what this one answers then is not 
 waited for, and so is a database that is locked.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from .placing import described
 from .pool import Pool
 from .records import Assignment
 from .request import is_code
+from .store.dry_runs import FORGIVEN, lost
 from .warm import WarmRunners
 
 RENEW_S = 2.0
@@ -35,6 +37,10 @@ RETRY_S = 0.5
 """Pause after something that did not get through, s."""
 LOG_S = 1.0
 """How often what a dry run prints is sent, s."""
+MOST_LOST = 3
+"""How often what runs a dry run may be lost here before that is its outcome."""
+MOST_UNREADY = 3
+"""How often in a row nothing can be started to run a dry run before this worker ends."""
 AWAY = (OSError, StorageUnavailable)
 """What says that the pool cannot be reached at the moment."""
 
@@ -50,8 +56,6 @@ class _Lease:
     """The folder of its log."""
     over: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for it any more, or another has it."""
-    ended: threading.Event = field(default_factory=threading.Event)
-    """Set when there is nothing left to run."""
     thread: threading.Thread | None = None
 
     @property
@@ -105,17 +109,20 @@ class Worker:
         self._stopping = threading.Event()
         self._id: str | None = None
         self._trouble: RedlineError | None = None
+        self._unready = 0
+        self._again = threading.Lock()
 
     def run(self) -> None:
         """Works until `stop` is called; what runs then goes back, and the devices leave the pool.
 
         Raises:
-            RedlineError: the pool does not take this worker.
+            RedlineError: the pool does not take this worker, or there is nothing to run on.
         """
         joining = (self.name, self.host, *self._describe(self.devices), environment.versions())
         with Scratch("worker") as folder:
             self._folder = folder
             self._warm = self._make_warm(self._runner, self.devices, folder / "asked", address=self._address)
+            self._warm.check()
             if self._code_user is not None:
                 self._begin_code(self._code_user)
             threading.Thread(target=self._renew, daemon=True, name="renewing").start()
@@ -152,6 +159,8 @@ class Worker:
 
     def _lease(self, worker: str) -> None:
         while not self._stopping.is_set():
+            if self._unready:  # a moment may mend it
+                self._stopping.wait(RETRY_S * 2**self._unready)
             try:
                 found = self.pool.lease(worker, WAIT_S)
             except NotFound:
@@ -174,35 +183,66 @@ class Worker:
             lease.thread.start()
 
     def _do(self, lease: _Lease) -> None:
-        """Runs a dry run and answers; one that the end of this worker ends is given back."""
+        """Runs a dry run and answers; one that this worker cannot run, or that its end ends, is given back."""
         assignment = lease.assignment
         lease.logs.parent.mkdir(mode=0o700)
         lease.logs.mkdir()
-        shipping = threading.Thread(target=self._ship, args=(lease,), daemon=True, name="log")
-        shipping.start()
-        outcome: dict[str, Any] | None = None
         try:
-            if self._code is not None and is_code(assignment.request):
-                outcome = self._code.tried(assignment, lease.logs, lease.over)
-            else:
-                with self._warm.runner(assignment) as runner:
-                    if not lease.over.is_set():
-                        outcome = tried(runner, assignment, lease.logs)
+            outcome = self._outcome(lease)
         except UsageError as error:
             outcome = {"refused": str(error)}
-        except RunnerError as error:  # the machinery, not the candidate
-            _log.warning("dry run %d was lost: %s", assignment.dry_run, error)
-        finally:
-            lease.ended.set()
-            shipping.join()
-        if self._stopping.is_set():
+        if self._stopping.is_set() or (outcome is None and assignment.lease <= FORGIVEN):
             self._insisting(self.pool.give_back, assignment.dry_run, assignment.lease, over=lease.over)
         elif outcome is not None:
             self._insisting(self.pool.answer, assignment.dry_run, assignment.lease, outcome, over=lease.over)
-        # Else the lease runs out, and counts as one that was lost: what always fails so must end somewhere.
+        # Else the lease runs out, and counts as one that was lost: what can be run nowhere must end somewhere.
         with self._lock:
             self._leases.pop(assignment.dry_run, None)
         remove(lease.logs.parent)
+
+    def _outcome(self, lease: _Lease) -> dict[str, Any] | None:
+        """What comes of a dry run, which is run again where what ran it was lost; None where it was ended, or where there is
+        nothing to run it on.
+
+        Raises:
+            UsageError: it is not described, or cannot be done here.
+        """
+        for number in range(MOST_LOST):
+            with contextlib.ExitStack() as held:
+                if number:
+                    # What was lost together is run one after the other: it shows whose fault it is.
+                    held.enter_context(self._again)
+                try:
+                    run = self._apart(lease) or held.enter_context(self._warm.runner(lease.assignment))
+                except RunnerError as error:
+                    self._not_ready(error)
+                    return None
+                self._unready = 0
+                if lease.over.is_set() or self._stopping.is_set():
+                    return None
+                try:
+                    with self._shipped(lease):
+                        if isinstance(run, CodeRunners):
+                            return run.tried(lease.assignment, lease.logs, lease.over)
+                        return tried(run, lease.assignment, lease.logs)
+                except RunnerError as error:
+                    if lease.over.is_set() or self._stopping.is_set():
+                        return None
+                    _log.warning("dry run %d was lost: %s", lease.assignment.dry_run, error)
+                    trouble = str(error)
+        return lost(f"what ran it was lost {MOST_LOST} times: {trouble}")
+
+    def _apart(self, lease: _Lease) -> CodeRunners | None:
+        """What runs a dry run of code as another user; None where it runs as this process does."""
+        return self._code if is_code(lease.assignment.request) else None
+
+    def _not_ready(self, error: RunnerError) -> None:
+        """Nothing can be started; where that stays so, this worker ends rather than take what others could run."""
+        self._unready += 1
+        _log.warning("nothing can be run at the moment: %s", error)
+        if self._unready >= MOST_UNREADY and not self._stopping.is_set():
+            self._trouble = RunnerError(f"this worker can run nothing, and ends: {error}")
+            self._stopping.set()
 
     def _renew(self) -> None:
         """Says of all that runs that it still does; ends what nobody waits for any more."""
@@ -222,7 +262,7 @@ class Worker:
             time.sleep(max(0.1, RENEW_S - (time.monotonic() - began)))
 
     def _over(self, lease: _Lease) -> None:
-        if lease.over.is_set() or lease.ended.is_set():
+        if lease.over.is_set():
             return
         lease.over.set()
         if self._code is not None:
@@ -230,13 +270,28 @@ class Worker:
         if lease.log is not None:
             self._warm.stop(lease.assignment, lease.logs / lease.log)
 
-    def _ship(self, lease: _Lease) -> None:
-        """Sends what a dry run prints, as it grows."""
+    @contextlib.contextmanager
+    def _shipped(self, lease: _Lease) -> Iterator[None]:
+        """Sends what a dry run prints as long as the `with` lasts, from the beginning."""
         if lease.log is None:
+            yield
             return
+        path, ended = lease.logs / lease.log, threading.Event()
+        path.unlink(missing_ok=True)
+        shipping = threading.Thread(target=self._ship, args=(lease, path, ended), daemon=True, name="log")
+        shipping.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            shipping.join()
+
+    def _ship(self, lease: _Lease, path: Path, ended: threading.Event) -> None:
+        """Sends a file as it grows, until it has ended."""
+        assert lease.log is not None
         sent, begun = 0, False
         while True:
-            last = lease.ended.wait(LOG_S)
+            last = ended.wait(LOG_S)
             try:
                 data = _part(lease, sent)
                 while data or (last and not begun):

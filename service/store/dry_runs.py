@@ -5,6 +5,7 @@ names the number, and is refused where it is not the latest. A lease that ended 
 the latest, so that nothing which was done is thrown away. An outcome is written once.
 """
 
+from collections import Counter
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select, update
@@ -18,6 +19,9 @@ from .searches import check_attempt
 
 MOST_ATTEMPTS = 3
 """Lost leases after which a dry run is a crash: what it runs may be what kills its workers."""
+FORGIVEN = 10
+"""Up to this lease one that was lost for another reason that can be seen does not count. Beyond it does, as that reason may
+have been this dry run: it must end somewhere."""
 
 _OPEN = (str(DryRunState.WAITING), str(DryRunState.LEASED))
 
@@ -160,9 +164,11 @@ class DryRuns(Part):
 
         Raises:
             NotFound: there is no such dry run.
-            LeaseOver: the number is not that of the latest lease, or the dry run has ended or was withdrawn.
+            LeaseOver: the number is not that of the latest lease, or the dry run has ended, was withdrawn or given back.
         """
         row = _held(connection, dry_run, lease)
+        if row.state == DryRunState.WAITING and row.until is None:
+            raise LeaseOver(f"the dry run {dry_run} was given back")
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         until = self.clock() + seconds
@@ -195,32 +201,47 @@ class DryRuns(Part):
         if row.state == DryRunState.DONE:
             raise LeaseOver(f"the dry run {dry_run} has its outcome")
         if row.state == DryRunState.LEASED:
-            self._wait_again(connection, row, attempts=row.attempts - 1)
+            self._wait_again(connection, row, attempts=row.attempts - 1, until=None)
 
-    def expire(self) -> list[DryRun]:
-        """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS`; those dry runs."""
+    def expire(self, *, renewed_after: float = float("-inf"), overdue_s: float = 0.0) -> list[DryRun]:
+        """Has every dry run whose lease ended wait again, or be a crash after `MOST_ATTEMPTS` that count; those dry runs.
+
+        What takes a worker with it does so alone, while the server lives. So a lease does not count that was lost with the
+        server, or in the same moment as others of its worker.
+
+        Args:
+            renewed_after: a lease that would have ended by then was lost with a server: the present one never heard of it.
+            overdue_s: where one lease of a worker ended, those of its others that would end within so long have, too: no
+                worker that lives lets a lease come so near its end.
+        """
         # Asked all the time, and hardly ever is there one: looking keeps nobody from writing.
-        over = self._over()
-        return self._expire(over) if over else []
+        over = self._over(overdue_s)
+        return self._expire(over, renewed_after) if over else []
 
     @reads
-    def _over(self, connection: Connection) -> list[int]:
-        over = and_(dry_runs.c.state == DryRunState.LEASED, dry_runs.c.until < self.clock())
-        return list(connection.execute(select(dry_runs.c.id).where(over).order_by(dry_runs.c.id)).scalars())
+    def _over(self, connection: Connection, overdue_s: float) -> dict[int, float]:
+        """The dry runs whose worker let a lease end, and until when they were leased."""
+        now = self.clock()
+        leased = dry_runs.c.state == DryRunState.LEASED
+        silent = select(dry_runs.c.worker).where(leased, dry_runs.c.until < now)
+        over = and_(leased, dry_runs.c.worker.in_(silent), dry_runs.c.until < now + overdue_s)
+        query = select(dry_runs.c.id, dry_runs.c.until).where(over)
+        return {row.id: row.until for row in connection.execute(query.order_by(dry_runs.c.id))}
 
     @writes
-    def _expire(self, connection: Connection, over: list[int]) -> list[DryRun]:
-        now = self.clock()
-        rows = []
-        for number in over:
-            row = _locked(connection, number)
-            if row.state != DryRunState.LEASED or row.until >= now:  # renewed or answered in this moment
-                continue
-            rows.append(row)
-            if row.attempts >= MOST_ATTEMPTS:
-                self._ended(connection, row, lost(row.attempts), row.lease + 1)
+    def _expire(self, connection: Connection, over: dict[int, float], renewed_after: float) -> list[DryRun]:
+        rows = [_locked(connection, number) for number in over]
+        # Else it was renewed or answered in this moment.
+        rows = [row for row in rows if row.state == DryRunState.LEASED and row.until == over[row.id]]
+        of_worker = Counter(row.worker for row in rows)
+        for row in rows:
+            forgiven = row.until < renewed_after or of_worker[row.worker] > 1
+            attempts = row.attempts - (forgiven and row.lease <= FORGIVEN)
+            if attempts >= MOST_ATTEMPTS:
+                reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
+                self._ended(connection, row, lost(reason), row.lease + 1)
             else:
-                self._wait_again(connection, row, attempts=row.attempts)
+                self._wait_again(connection, row, attempts=attempts, until=row.until)
         return [_get(connection, row.id) for row in rows]
 
     def _ended(self, connection: Connection, row: Row[Any], outcome: dict[str, Any], lease: int) -> None:
@@ -231,8 +252,9 @@ class DryRuns(Part):
         connection.execute(update(searches).where(searches.c.id == row.search).values(**took))
         self._told(connection, row.id, row.search, row.key, DryRunState.DONE, worker=row.worker)
 
-    def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int) -> None:
-        values = {"state": DryRunState.WAITING, "attempts": attempts, "until": None}
+    def _wait_again(self, connection: Connection, row: Row[Any], *, attempts: int, until: float | None) -> None:
+        """Without an `until` its worker has given it back, and cannot go on with it."""
+        values = {"state": DryRunState.WAITING, "attempts": attempts, "until": until}
         connection.execute(update(dry_runs).where(dry_runs.c.id == row.id).values(**values))
         self._told(connection, row.id, row.search, row.key, DryRunState.WAITING, worker=row.worker)
 
@@ -242,9 +264,8 @@ class DryRuns(Part):
         tell(connection, self.clock(), search, "dry_run", {"dry_run": number, "key": key, "state": state, **more})
 
 
-def lost(attempts: int) -> dict[str, Any]:
-    """The outcome of a dry run whose workers are lost again and again: a measurement's status and reason."""
-    reason = f"{attempts} workers were lost while they ran it: what it runs may be what ends them"
+def lost(reason: str) -> dict[str, Any]:
+    """The outcome of a dry run during which what runs it is lost again and again: a measurement's status and reason."""
     return {"status": "crash", "reason": reason}
 
 

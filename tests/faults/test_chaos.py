@@ -20,3 +20,33 @@ def test_kills_at_random_lose_repeat_orphan_and_hang_nothing(tmp_path, runner, k
     counted = json.loads(told.read_text())
     assert [counted[each] for each in ("lost", "repeated", "orphaned", "hung")] == [0] * 4
     assert sum(counted["kills"].values()) == kills
+
+
+OF_RAY = ("rank", "host agent", "Ray node", "Ray head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "kills"),
+    [([], 7), pytest.param(["--ray", "--kinds", *OF_RAY], 6, marks=pytest.mark.exhaustive)],
+    ids=["sqlite", "ray"],
+)
+def test_the_service_loses_and_repeats_nothing_whatever_of_it_is_killed(tmp_path, where, kills):
+    """How soon it goes on is for the benchmark to say, on a machine that has nothing else to do."""
+    told = tmp_path / "told.json"
+    command = [
+        sys.executable,
+        BENCH.parent / "chaos.py",
+        "--kills",
+        kills,
+        "--searches",
+        2,
+        "--trials",
+        3,
+        "--out",
+        told,
+    ]
+    done = subprocess.run([str(each) for each in [*command, *where]], capture_output=True, text=True, timeout=590)
+    assert told.exists(), done.stdout + done.stderr
+    counted = json.loads(told.read_text())
+    assert (counted["lost"], counted["repeated"], counted["kills"]) == ([], [], kills)

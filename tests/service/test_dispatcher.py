@@ -80,6 +80,21 @@ def test_leases_are_not_ended_before_their_workers_could_renew_them_after_a_star
     assert pool.store.dry_run(lease.dry_run).state == DryRunState.WAITING
 
 
+def test_what_was_lost_with_a_server_before_does_not_count(dispatcher, pool, clock):
+    asked = pool.ask()
+    for _ in range(5):
+        pool.lease(asked, seconds=10, worker=pool.join())
+        clock.pass_by(60)  # the server is killed, and its worker with it
+        again = Dispatcher(pool.store, lease_s=10, monotonic=clock)
+        clock.pass_by(10.5)
+        again.step()
+        assert pool.store.dry_run(asked.id).attempts == 0
+    pool.lease(asked, seconds=10, worker=pool.join())
+    clock.pass_by(10.5)
+    again.step()  # which lived through that
+    assert pool.store.dry_run(asked.id).attempts == 1
+
+
 def test_what_is_cancelled_in_the_same_moment_goes_to_nobody(dispatcher, pool, monkeypatch):
     future = dispatcher.ask(pool.worker.id)
     pool.ask()

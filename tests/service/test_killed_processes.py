@@ -78,7 +78,7 @@ def followed(store, workers, search, on=lambda event: None):
 
 
 def the_process(searchers, search):
-    return searchers._children[search].process
+    return searchers._children[search].pid
 
 
 def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_path):
@@ -93,7 +93,7 @@ def test_nothing_that_was_found_out_is_run_again_whoever_is_killed(service, tmp_
                 kill()
 
         def searcher():
-            pid = the_process(searchers, search).pid
+            pid = the_process(searchers, search)
             searchers_killed.add(pid)  # it may be the one before still, which is dead already
             os.kill(pid, signal.SIGKILL)
 

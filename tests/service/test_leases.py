@@ -3,7 +3,7 @@
 import pytest
 from redline.errors import AttemptOver, LeaseOver, NotFound, Refused, UsageError
 from redline.service.records import DryRunState
-from redline.service.store.dry_runs import MOST_ATTEMPTS
+from redline.service.store.dry_runs import FORGIVEN, MOST_ATTEMPTS
 
 OK = {"status": "ok", "throughput": 12.5}
 
@@ -79,12 +79,70 @@ def test_what_loses_its_workers_again_and_again_is_a_crash_that_says_so(store, p
     assert store.outcome(asked.id) == lost
 
 
+def test_workers_that_are_lost_with_their_server_are_not_the_dry_run_s_fault(store, pool, clock):
+    asked = pool.ask()
+    for _ in range(MOST_ATTEMPTS + 2):
+        pool.lease(asked, seconds=10)
+        clock.pass_by(60)  # nobody ran
+        store.expire(renewed_after=clock.now + 10)
+    assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
+    for _ in range(MOST_ATTEMPTS):  # these it loses while the server lives
+        lease = pool.lease(asked, seconds=10)
+        store.renew(asked.id, lease.lease, 10)
+        clock.pass_by(11)
+        store.expire(renewed_after=clock.now - 11)
+    assert store.outcome(asked.id)["reason"].startswith("3 workers were lost while they ran it")
+
+
+def test_a_worker_that_is_lost_with_several_dry_runs_is_no_single_one_s_fault(store, pool, clock):
+    """Also where their leases end a moment apart, as they began."""
+    one, two = pool.ask("1"), pool.ask("2")
+    for _ in range(MOST_ATTEMPTS + 1):
+        pool.lease(one, seconds=10)
+        clock.pass_by(1.5)
+        pool.lease(two, seconds=10)
+        clock.pass_by(9)
+        assert [each.id for each in store.expire(overdue_s=5)] == [one.id, two.id]
+    assert [store.dry_run(each.id).attempts for each in (one, two)] == [0, 0]
+
+
+def test_a_lease_that_is_renewed_does_not_end_with_another_of_its_worker(store, pool, clock):
+    one, two = pool.ask("1"), pool.ask("2")
+    pool.lease(one, seconds=10)
+    lease = pool.lease(two, seconds=10)
+    clock.pass_by(9)
+    store.renew(two.id, lease.lease, 10)
+    clock.pass_by(2)
+    assert [each.id for each in store.expire(overdue_s=5)] == [one.id]
+    assert (store.dry_run(one.id).attempts, store.dry_run(two.id).state) == (1, DryRunState.LEASED)
+
+
+def test_what_takes_its_server_with_it_again_and_again_ends_as_well(store, pool, clock):
+    asked = pool.ask()
+    for number in range(FORGIVEN + MOST_ATTEMPTS):
+        assert store.outcome(asked.id) is None, number
+        pool.lease(asked, seconds=10)
+        clock.pass_by(60)
+        store.expire(renewed_after=clock.now + 10)
+    assert store.outcome(asked.id)["status"] == "crash"
+
+
 def test_what_is_given_back_does_not_count_as_lost(store, pool):
     asked = pool.ask()
     for _ in range(MOST_ATTEMPTS + 2):
         lease = pool.lease(asked)
         store.give_back(asked.id, lease.lease)
     assert (store.dry_run(asked.id).state, store.dry_run(asked.id).attempts) == (DryRunState.WAITING, 0)
+
+
+def test_what_was_given_back_is_not_renewed_by_a_heartbeat_that_comes_late(store, pool):
+    lease = pool.lease(pool.ask())
+    store.give_back(lease.dry_run, lease.lease)
+    with pytest.raises(LeaseOver, match="was given back"):
+        store.renew(lease.dry_run, lease.lease, 10)
+    store.leave(pool.worker.id)
+    found = store.dry_run(lease.dry_run)
+    assert (found.state, found.attempts) == (DryRunState.WAITING, 0)
 
 
 def test_a_worker_that_leaves_gives_back_what_it_has(store, pool):

@@ -2,28 +2,32 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import errands
+import psutil
 import pytest
+from errands import Fails, Waits
 from pools import DEVICE, a_store
 from redline.service import searchers as module
 from redline.service.records import SearchState
 from redline.service.searchers import MOST_DEATHS, Searchers
 
-WAITS = "import sys; print(sys.stdin.readline(), end='', flush=True); sys.stdin.read()"
-FAILS = "import sys; print(f'the disk of {sys.argv[-1]} is full', file=sys.stderr); sys.exit(7)"
-
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
-    """A store with a worker, and what makes searchers that run a program in the place of a search."""
+    """A store with a worker, and what makes searchers that do something in the place of a search."""
     for name, seconds in (("LOOK_S", 0.05), ("FIRST_PAUSE_S", 0.01), ("LONGEST_PAUSE_S", 0.02)):
         monkeypatch.setattr(module, name, seconds)
     store, user = a_store(tmp_path)
     store.ann, made = user, []
 
-    def searching(program, **more):
-        made.append(Searchers(store, "sqlite:///it", tmp_path, program=("-c", program), **more))
+    def searching(errand, **more):
+        more |= {"imports": ("errands",), "of_models": ()}
+        made.append(Searchers(store, "sqlite:///it", tmp_path, errand=errand, **more))
         made[-1].start()
         return made[-1]
 
@@ -50,12 +54,12 @@ def until(condition, within_s=30.0):
 
 def pid_of(searchers, search):
     child = searchers._children.get(search)
-    return child.process.pid if child is not None and child.process is not None else None
+    return child.pid if child is not None else None
 
 
 def test_a_search_waits_for_devices_and_then_begins(service):
     store, searching = service
-    search, searchers = a_search(store), searching(WAITS)
+    search, searchers = a_search(store), searching(Waits)
     time.sleep(0.3)
     assert not searchers._children
     store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
@@ -66,7 +70,7 @@ def test_the_most_urgent_begin_first_and_no_more_than_may(service):
     store, searching = service
     store.join(store.ann, "w", "here", DEVICE.to_dict(), 1, 1000, {})
     low, first, second = a_search(store), a_search(store, priority=5), a_search(store, priority=5)
-    searchers = searching(WAITS, most=2)
+    searchers = searching(Waits, most=2)
     until(lambda: pid_of(searchers, first) and pid_of(searchers, second))
     time.sleep(0.2)
     assert low not in searchers._children
@@ -76,7 +80,7 @@ def test_a_search_of_a_server_before_goes_on_and_one_that_is_killed_is_started_a
     store, searching = service
     search = a_search(store)
     store.take_search(search)
-    searchers = searching(WAITS)
+    searchers = searching(Waits)
     first = until(lambda: pid_of(searchers, search))
     os.kill(first, signal.SIGKILL)
     until(lambda: pid_of(searchers, search) not in (None, first))
@@ -86,7 +90,7 @@ def test_one_whose_search_has_ended_is_not_started_again(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
-    searchers = searching(WAITS)
+    searchers = searching(Waits)
     pid = until(lambda: pid_of(searchers, search))
     store.cancel(search)
     os.kill(pid, signal.SIGKILL)
@@ -97,11 +101,11 @@ def test_one_that_always_dies_has_failed_with_its_last_words(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
-    searching(FAILS)
+    searching(Fails)
     found = until(lambda: store.search(search).state.ended and store.search(search))
     assert found.state is SearchState.FAILED
-    assert (
-        found.reason == f"its searcher died {MOST_DEATHS} times in a row, at last with 7: the disk of {search} is full"
+    assert found.reason == (
+        f"its searcher died {MOST_DEATHS} times in a row; at last it ended with 7: the disk of {search} is full"
     )
 
 
@@ -109,8 +113,59 @@ def test_searchers_end_with_their_server_and_their_searches_stay(service):
     store, searching = service
     search = a_search(store)
     store.take_search(search)
-    searchers = searching(WAITS)
-    process = until(lambda: pid_of(searchers, search) and searchers._children[search].process)
+    searchers = searching(Waits)
+    pid = until(lambda: pid_of(searchers, search))
     searchers.close()
-    assert process.poll() is not None
+    assert not psutil.pid_exists(pid)
     assert store.search(search).state is SearchState.RUNNING
+
+
+def test_an_agent_that_is_killed_is_started_again_and_its_searchers_are_not_to_blame(service, monkeypatch):
+    monkeypatch.setattr(module, "MOST_DEATHS", 2)
+    store, searching = service
+    searches = [a_search(store) for _ in range(2)]
+    for each in searches:
+        store.take_search(each)
+    searchers = searching(Waits)
+    seen: set[int | None] = {None}
+
+    def begun():
+        found = {pid_of(searchers, each) for each in searches}
+        return found if len(found) == 2 and not found & seen else None
+
+    for number in range(5):
+        seen |= until(begun)
+        if number < 4:
+            os.kill(searchers.agent.pid, signal.SIGKILL)
+    assert [store.search(each).state for each in searches] == [SearchState.RUNNING] * 2
+    assert [searchers._children[each].deaths for each in searches] == [0, 0]
+
+
+def test_searchers_end_when_their_server_is_killed(tmp_path):
+    """By the kernel, whatever they do: nothing is asked of them."""
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; from errands import Waits; from redline.runners.host import HostAgent\n"
+        "agent = HostAgent(['errands']); folder = Path(sys.argv[1])\n"
+        "found = agent.begin(Waits(url='', data=folder, search='a', log=folder / 'log'))\n"
+        "print(found.recv().supervisor, agent.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path, Path(errands.__file__).parent], stdout=subprocess.PIPE, text=True
+    ) as server:
+        pids = [int(each) for each in server.stdout.readline().split()]
+        assert all(psutil.pid_exists(each) for each in pids)
+        server.kill()
+    until(lambda: not any(psutil.pid_exists(each) for each in pids))
+
+
+def test_each_searcher_has_its_own_process_group_and_log(service, tmp_path):
+    store, searching = service
+    searches = [a_search(store) for _ in range(2)]
+    for each in searches:
+        store.take_search(each)
+    searchers = searching(Waits)
+    until(lambda: all(pid_of(searchers, each) for each in searches))
+    pids = [pid_of(searchers, each) for each in searches]
+    assert [os.getpgid(each) for each in pids] == pids
+    assert not {os.getpgid(0), os.getpgid(searchers.agent.pid)} & set(pids)

@@ -48,6 +48,9 @@ class Warm:
     def runner(self, assignment):
         yield self._runner
 
+    def check(self):
+        return
+
     def stop(self, assignment, log):
         self._runner.stopped.append(log.name)
         self._runner.go_on.set()
@@ -71,7 +74,7 @@ def place(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def working(store, runner, pool=None):
+def working(store, runner, pool=None, warm=Warm):
     """A worker that works."""
     pool = pool or StorePool(store, user=store.ann, data=store.data, lease_s=LEASE_S)
     worker = Worker(
@@ -80,9 +83,17 @@ def working(store, runner, pool=None):
         host="here",
         devices=2,
         describe=lambda devices: (PLACED.device.to_dict(), 1000),
-        warm=lambda *what, **more: Warm(runner),
+        warm=lambda *what, **more: warm(runner),
     )
-    thread = threading.Thread(target=worker.run)
+    worker.trouble = None
+
+    def run():
+        try:
+            worker.run()
+        except RunnerError as error:
+            worker.trouble = error
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield worker
@@ -168,6 +179,42 @@ def test_machinery_that_always_fails_ends_as_a_crash(place):
         dry_run = asked(place)
         found = until(lambda: place.outcome(dry_run))
     assert found["status"] == Status.CRASH
+    assert found["reason"] == "what ran it was lost 3 times: the agent died"
+    assert place.dry_run(dry_run).attempts == 1
+
+
+def test_machinery_that_is_lost_once_runs_it_again_at_once_and_its_log_begins_anew(place):
+    class LostOnce(Formula):
+        def run(self, request):
+            if self.begun.is_set():
+                return super().run(request)
+            self.begun.set()
+            request.log.write_text("what was printed before it was lost\n")
+            time.sleep(0.3)  # it is sent meanwhile
+            raise RunnerError("the agent died")
+
+    with working(place, LostOnce()):
+        dry_run = asked(place)
+        outcome = until(lambda: place.outcome(dry_run))
+    assert outcome["status"] == Status.OK
+    assert (place.dry_run(dry_run).attempts, place.dry_run(dry_run).lease) == (1, 1)
+    assert read_log(place.data, place.sought, "0.log")[0] == b"2 at once\n"
+
+
+def test_a_worker_that_can_start_nothing_gives_back_what_it_has_and_ends_in_words(place):
+    class Broken(Warm):
+        @contextlib.contextmanager
+        def runner(self, assignment):
+            raise RunnerError("no Ray listens at h:1")
+            yield
+
+    with working(place, Formula(), warm=Broken) as worker:
+        dry_run = asked(place)
+        until(lambda: worker.trouble)
+    assert str(worker.trouble) == "this worker can run nothing, and ends: no Ray listens at h:1"
+    found = place.dry_run(dry_run)
+    assert (found.state, found.attempts) == (DryRunState.WAITING, 0)
+    assert place.workers() == []
 
 
 class Away(StorePool):

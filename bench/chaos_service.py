@@ -1,0 +1,307 @@
+"""The service as bench/chaos.py kills it: all its processes, who of them is what, and when each goes on again."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from redline.service.records import DryRunState
+from redline.service.store import Store
+
+PROGRAM = (
+    "import time; time.sleep({seconds}); [print('speed:', {x} + 1, flush=True) or time.sleep(0.05) for _ in range(6)]"
+)
+"""What a dry run runs."""
+HELD_S = 3.0
+"""How long another process has SQLite's file to itself, s."""
+AGENT = "redline.runners.agent"
+CPUS, NODES = 2, 2
+"""Cores that Ray's nodes say they have, and how many nodes there are beside the head."""
+CLUSTER = """
+import os, sys, time
+from ray.cluster_utils import Cluster
+here, (port, nodes, cpus) = sys.argv[1], map(int, sys.argv[2:])
+head = {"gcs_server_port": port, "node_ip_address": here, "num_cpus": 0, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+for _ in range(nodes):
+    cluster.add_node(num_cpus=cpus, node_ip_address=here)
+while cluster.head_node.remaining_processes_alive():
+    for node in [each for each in cluster.worker_nodes if not each.remaining_processes_alive()]:
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=cpus, node_ip_address=here)
+    time.sleep(0.2)
+os._exit(1)
+"""
+
+
+@dataclass
+class Recovery:
+    """Something that was killed, until it goes on."""
+
+    kind: str
+    """Of what."""
+    over: Callable[[], bool]
+    """Whether it goes on."""
+    began: float = field(default_factory=time.monotonic)
+    """When it was killed, on the monotonic clock."""
+
+
+class Service:
+    """A server, workers and Ray, each started again when it is gone.
+
+    Args:
+        folder: of the server's data.
+        storage: URL of the database.
+        workers: how many there are; with Ray one, which has all of the cluster.
+        searches: how many run at once.
+        ray: whether dry runs run on a Ray cluster.
+    """
+
+    def __init__(self, folder: Path, storage: str, *, workers: int, searches: int, ray: bool) -> None:
+        self._folder, self._storage, self.port = folder, storage, _free_port()
+        self.ray = ray
+        self._ray_port, self._ray_folder = _free_port(), tempfile.mkdtemp(prefix="rl")  # of a short name: for sockets
+        tool = [sys.executable, "-m", "redline.tuner.cli"]
+        serving = ["--data", str(folder), "--storage", storage, "--port", str(self.port), "--no-worker"]
+        self._commands: dict[str, list[str]] = {}
+        if ray:
+            numbers = [str(each) for each in (self._ray_port, NODES, CPUS)]
+            self._commands["ray"] = [sys.executable, "-c", CLUSTER, _address(), *numbers]
+        self._commands["server"] = [*tool, "serve", *serving, "--searches", str(searches)]
+        self.store = Store.open(storage)
+        token = self.store.new_token(self.store.add_user("chaos", "admin", allow_code=True), "bench")
+        for number in range(1 if ray else workers):
+            joining = ["--server", f"http://127.0.0.1:{self.port}", "--token", token, "--name", f"w{number}"]
+            where = ["--runner", "ray", "--ray-address", f"{_address()}:{self._ray_port}"] if ray else []
+            devices = NODES * CPUS if ray else 2
+            self._commands[f"w{number}"] = [*tool, "worker", *joining, *where, "--devices", str(devices)]
+        self.processes: dict[str, subprocess.Popen] = {}
+        self._started: dict[str, float] = {}
+        self._of_ray: list[psutil.Process] = []
+        self._locking: threading.Thread | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """What can be killed."""
+        known = ["server", "searcher", "searchers' agent", "worker", "host agent", "rank", "database"]
+        return known + ["Ray node", "Ray head"] * self.ray
+
+    def look(self) -> None:
+        """Starts what is not running, but not more than once in a while."""
+        for name, command in self._commands.items():
+            running = name in self.processes and self.processes[name].poll() is None
+            if running and name == "ray":
+                self._of_ray = self._below("ray")
+            pause = 1.0 if name in ("ray", "server") else 3.0  # as systemd would
+            if running or time.monotonic() - self._started.get(name, 0.0) < pause:
+                continue
+            if name == "ray":
+                _kill(self._of_ray)
+            self._started[name] = time.monotonic()
+            # On a busy machine its agents take longer to start than it waits for them.
+            more = {"TMPDIR": self._ray_folder, "RAY_agent_register_timeout_ms": "120000"} if name == "ray" else {}
+            with open(self._folder / "log", "ab") as log:
+                self.processes[name] = subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    cwd=self._folder,
+                    env={**os.environ, **more},
+                )
+
+    def ready(self) -> bool:
+        """Whether the server says that it can work."""
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/readyz", timeout=1) as answer,
+        ):
+            return answer.status == 200
+        return False
+
+    def strike(self, kind: str, draw: random.Random) -> Recovery | None:
+        """Kills one of a kind; what is to be waited for, None where there is none."""
+        with contextlib.suppress(psutil.Error):
+            if kind == "database":
+                return self._strike_database(draw)
+            found = self._victims(kind)
+            if not found:
+                return None
+            victim = draw.choice(found)
+            recovery = Recovery(kind, self._goes_on(kind, victim))
+            victim.kill()
+            return recovery
+        return None
+
+    def _below(self, name: str) -> list[psutil.Process]:
+        process = self.processes.get(name)
+        if process is None or process.poll() is not None:
+            return []
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(process.pid).children(recursive=True)
+        return []
+
+    def _runs(self, name: str) -> list[psutil.Process]:
+        """What runs dry runs for a worker: below it, or below Ray."""
+        return self._below("ray" if self.ray else name)
+
+    def _victims(self, kind: str) -> list[psutil.Process]:
+        workers = [name for name in self._commands if name.startswith("w")]
+        if kind in ("server", "worker"):
+            names = workers if kind == "worker" else ["server"]
+            return [psutil.Process(self.processes[each].pid) for each in names if self.processes[each].poll() is None]
+        if kind == "searcher":
+            return [each for each in self._below("server") if _words(each).startswith("rl-")]
+        if kind == "searchers' agent":
+            server = self.processes["server"].pid
+            return [each for each in self._below("server") if AGENT in _words(each) and each.ppid() == server]
+        if kind == "host agent":
+            return [each for name in workers for each in self._runs(name) if _is_agent(each)]
+        if kind == "rank":
+            return self._ranks()
+        wanted = "gcs_server" if kind == "Ray head" else "raylet/raylet"
+        found = [each for each in self._below("ray") if wanted in _words(each)]
+        return found if kind == "Ray head" else found[1:]  # the first is the head's
+
+    def _ranks(self) -> list[psutil.Process]:
+        return [
+            each
+            for name in self._commands
+            if name != "server"
+            for each in self._below(name)
+            if PROGRAM[:24] in _words(each)
+        ]
+
+    def _goes_on(self, kind: str, victim: psutil.Process) -> Callable[[], bool]:
+        """How it shows that what is killed next goes on."""
+        store = self.store
+        if kind in ("server", "searchers' agent", "searcher"):
+            searches = store.searches(state="running", limit=10_000)
+            if kind == "searcher":
+                searches = [each for each in searches if each.id in _words(victim)]
+            attempts = {each.id: each.attempt for each in searches}
+            return lambda: self.ready() and all(self._taken_up(*each) for each in attempts.items())
+        before = {each.pid for each in self._ranks()}
+        if kind == "worker":
+            name = next(each for each, process in self.processes.items() if process.pid == victim.pid)
+            known = {each.id for each in store.workers() if each.name == name}
+            leases = {
+                each.dry_run: store.dry_run(each.dry_run).lease for each in store.running() if each.worker in known
+            }
+            return lambda: (
+                any(each.name == name and each.id not in known for each in store.workers())
+                and all(self._moved(*each) for each in leases.items())
+            )
+        leases = {each.dry_run: store.dry_run(each.dry_run).lease for each in store.running()}
+
+        def goes_on() -> bool:
+            if {each.pid for each in self._ranks()} - before:
+                return True
+            return kind in ("host agent", "rank") and all(self._moved(*each) for each in leases.items())
+
+        return goes_on
+
+    def _taken_up(self, search: str, attempt: int) -> bool:
+        found = self.store.search(search)
+        return found.attempt > attempt or found.state.ended
+
+    def _moved(self, dry_run: int, lease: int) -> bool:
+        found = self.store.dry_run(dry_run)
+        return found.lease > lease or found.state in (DryRunState.DONE, DryRunState.WITHDRAWN)
+
+    def _strike_database(self, draw: random.Random) -> Recovery:
+        if self._storage.startswith("sqlite"):
+            recovery = Recovery("database", lambda: not locking.is_alive() and self.ready())
+            locking = threading.Thread(
+                target=_lock, args=(self._storage.removeprefix("sqlite:///"), recovery), daemon=True
+            )
+            locking.start()
+            return recovery
+        import psycopg
+
+        others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        with psycopg.connect(self._storage, autocommit=True) as connection:
+            if draw.random() < 0.5:
+                connection.execute(f"SELECT pg_terminate_backend(pid) {others}")
+            else:  # which has Postgres end all its others, and start again with what is on disk
+                pids = [each for (each,) in connection.execute(f"SELECT pid {others}")]
+                os.kill(draw.choice(pids), signal.SIGKILL)
+        return Recovery("database", self.ready)
+
+    def close(self) -> None:
+        """Ends all of it."""
+        every = [each for name in self.processes for each in self._below(name)]
+        for name, process in self.processes.items():
+            if name != "ray":
+                process.terminate()
+        for name, process in self.processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1 if name == "ray" else 30)
+            process.kill()
+            process.wait()
+        _kill([*every, *self._of_ray])
+        shutil.rmtree(self._ray_folder, ignore_errors=True)
+        self.store.close()
+
+
+def _lock(path: str, recovery: Recovery) -> None:
+    """Has a SQLite file for a while; the recovery begins when it is let go."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=30)
+    connection.execute("BEGIN IMMEDIATE")
+    time.sleep(HELD_S)
+    connection.execute("ROLLBACK")
+    connection.close()
+    recovery.began = time.monotonic()
+
+
+def _words(process: psutil.Process) -> str:
+    """What tells what a process is: its name, which forks may have changed, and its command line."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return ""
+        return " ".join([process.name(), *process.cmdline()])
+    except psutil.Error:
+        return ""
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    """Whether it is a host agent, and none of its forks."""
+    with contextlib.suppress(psutil.Error):
+        parent = process.parent()
+        return AGENT in _words(process) and parent is not None and AGENT not in _words(parent)
+    return False
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for each in processes:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+
+
+def _address() -> str:
+    """This machine's address as Ray takes it: it reads 127.0.0.1 as that, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # which sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    """A port that outgoing connections do not take."""
+    for port in random.Random().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("no port is free")
