@@ -7,7 +7,7 @@ A small Llama is made into a Hugging Face checkpoint and fine-tuned on English p
 `pydoc`), by the commands that its user types: `redline train` begins under tp=2, is killed (SIGKILL), goes on under zero=3, is
 killed, and ends under pp=2; `redline convert` exports it, transformers loads it and writes some text. Then dry runs of each
 strategy and short trainings in it take turns. Prints how far the losses lie from those of the same training without an
-interruption, what checkpoints cost, and the throughput of trainings over that of the dry runs before them (median and each);
+interruption, what checkpoints cost, and the throughput of trainings over that of the dry runs around them (median and each);
 `--svg` draws both curves.
 """
 
@@ -67,8 +67,10 @@ def main() -> int:
     if steps:
         figures |= interrupted(out, base, steps, options.svg)
     if options.turns:
-        ratios = {name: sorted(in_turns(out, base, name, turn) for turn in range(options.turns)) for name in STRATEGIES}
-        figures["throughput_over_dry_run"] = {name: [statistics.median(each), each] for name, each in ratios.items()}
+        ratios = {name: in_turns(out, base, name, options.turns) for name in STRATEGIES}
+        figures["throughput_over_dry_run"] = {
+            name: [statistics.median(each), sorted(each)] for name, each in ratios.items()
+        }
     print(json.dumps(figures, indent=1))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -98,12 +100,16 @@ def interrupted(out: Path, base: Path, steps: int, svg: Path | None) -> dict[str
     }
 
 
-def in_turns(out: Path, base: Path, name: str, turn: int) -> float:
-    """The throughput of a short training over that of a dry run just before it."""
-    folder = out / f"turn-{name.replace('=', '')}-{turn}"
-    dry = dry_run(out, base, name)
-    train(out, base, folder, name, STEPS_OF_A_TURN)
-    return steady(folder) / dry
+def in_turns(out: Path, base: Path, name: str, turns: int) -> list[float]:
+    """The throughput of short trainings, each over the mean of the dry runs just before and just after it."""
+    ratios, before = [], dry_run(out, base, name)
+    for turn in range(turns):
+        folder = out / f"turn-{name.replace('=', '')}-{turn}"
+        train(out, base, folder, name, STEPS_OF_A_TURN, minutes=1)
+        after = dry_run(out, base, name)
+        ratios.append(2 * steady(folder) / (before + after))
+        before = after
+    return ratios
 
 
 def prepare(out: Path) -> Path:
@@ -149,16 +155,25 @@ def dry_run(out: Path, base: Path, name: str) -> float:
 
 
 def train(
-    out: Path, base: Path, folder: Path, name: str, steps: int, *, resume: bool = False, kill_at: int | None = None
+    out: Path,
+    base: Path,
+    folder: Path,
+    name: str,
+    steps: int,
+    *,
+    resume: bool = False,
+    kill_at: int | None = None,
+    minutes: float = 0,
 ) -> None:
-    """`redline train`, or its first part up to a kill."""
+    """`redline train`, or its first part up to a kill, with a checkpoint every so many minutes, or every few steps."""
     fixed = [each for knob in (*STRATEGIES[name], *COMMON) for each in ("--fix", knob)]
     if resume:
         words = [folder, "--resume", *fixed]
     else:
         data = ("--data", out / "corpus.jsonl", "--tokenizer", base, "--held-out", 0.05, "--eval-every", steps // 6)
         learns = ("--steps", steps, "--lr", "1e-3", "--warmup", steps // 20, "--log-every", 1)
-        saves = ("--save-every", max(1, steps // (3 * SAVES)), "--save-minutes", 0)
+        every = 0 if minutes else max(1, steps // (3 * SAVES))
+        saves = ("--save-every", every, "--save-minutes", minutes)
         words = [base, "--from", base, *data, *learns, *saves, "--out", folder]
         words += ["--seq-len", 128, "--global-batch", 16, "--devices", 2, *fixed]
     if kill_at is None:
