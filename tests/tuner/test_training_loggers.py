@@ -1,11 +1,11 @@
 """`redline train --log-to`: what each tracker holds of a training, also of one that was taken up again."""
 
 import json
-import time
 import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 from redline.errors import MissingDependency, UsageError
