@@ -1,8 +1,8 @@
 """Kills whatever the service consists of, at random and under load, and counts what that loses or does twice: nothing.
 
-    python bench/chaos.py --out bench/results/chaos-sqlite.json
-    python bench/chaos.py --storage postgresql://redline@localhost/redline --out bench/results/chaos-postgres.json
-    python bench/chaos.py --ray --kills 60 --searches 15 --out bench/results/chaos-ray.json
+    python bench/chaos.py --out bench/results/service-chaos-sqlite.json
+    python bench/chaos.py --storage postgresql://redline@localhost/redline --out bench/results/service-chaos-postgres.json
+    python bench/chaos.py --ray --kills 60 --searches 15 --out bench/results/service-chaos-ray.json
     python bench/chaos.py --kills 0 --write docs/service.md     # the table of what is in bench/results
 
 `redline serve` and some workers run on this machine, with `--ray` on a local Ray cluster of several nodes, where a dry run
@@ -73,7 +73,7 @@ def main() -> None:
     if given.out is not None:
         given.out.write_text(json.dumps(told, indent=2) + "\n")
     if given.write is not None:
-        found = [json.loads(each.read_text()) for each in sorted(RESULTS.glob("chaos-*.json"))]
+        found = [json.loads(each.read_text()) for each in sorted(RESULTS.glob("service-chaos-*.json"))]
         put(given.write, "chaos", table([each for each in found if "searches" in each]))
     sys.exit(bool(told["lost"] or told["repeated"] or told["slow"]))
 
