@@ -176,6 +176,7 @@ BLOCKS = {
 REFUSED = {
     "gpt_neo": "it has the constant .*, a tensor that is made anew at each call",
     "t5": "it does other operations in training than in evaluation",
+    "llama": "it does other operations in training than in evaluation",
 }
 """Families that operators alone do not tell, and why."""
 
