@@ -138,6 +138,8 @@ def listen(host: str, port: int) -> socket.socket:
     for each in range(port, min(port + TRIES, 65536)) if port else (0,):
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # What it accepts inherits this; else an answer in two pieces waits 40 ms for the first to be acknowledged.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             found.bind((where[0], each))
             found.listen(128)

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
 import redline as rl
+from redline.results.dashboard.serve import listen
 from server_process import Server
 
 
@@ -43,3 +45,10 @@ def test_one_server_has_a_folder_and_one_that_cannot_serve_says_why(tmp_path):
         assert third.process.wait(timeout=60) == 2 and "mysql" in third.said.read_text()
     finally:
         assert first.end(signal.SIGTERM) == 0
+
+
+def test_answers_do_not_wait_to_be_acknowledged():
+    with listen("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
