@@ -16,8 +16,6 @@ from ..results.report.document import as_json
 from ..space import Config, Space
 from ..tuner.result import make_result
 from ..tuner.samplers import Sampler, make_sampler
-from ..tuner.samplers.bayes import BayesSampler
-from ..tuner.vague import assumed_hardware, vague_prior
 
 PREFIX = "study-"
 """What a study's name begins with in the database, where the searches' ledgers are, too."""
@@ -119,9 +117,12 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 
 def _sampler(name: str, space: Space, seed: int) -> Sampler:
-    if name != BayesSampler.name:
-        return make_sampler(name, space, seed=seed)
-    return BayesSampler(space, seed=seed, prior=vague_prior(space, 1, assumed_hardware(detect(), space, 1)))
+    options = {}
+    if name == "bayes":
+        from ..tuner.vague import assumed_hardware, vague_prior
+
+        options["prior"] = vague_prior(space, 1, assumed_hardware(detect(), space, 1))
+    return make_sampler(name, space, seed=seed, **options)
 
 
 def _found(url: str, study: str) -> _Study:
