@@ -141,7 +141,9 @@ class DryRuns(Part):
         if not search.device:
             connection.execute(update(searches).where(searches.c.id == search.id).values(device=kind))
         begun = {"state": DryRunState.LEASED, "lease": row.lease + 1, "worker": worker, "until": now + seconds}
-        more = {"started": now, "attempts": row.attempts + 1}
+        # A worker that asks again after its lease ended was slow, not lost: this lease counts in place of that one.
+        was_slow = row.worker == worker and row.until is not None and row.lease <= FORGIVEN
+        more = {"started": now, "attempts": max(1, row.attempts) if was_slow else row.attempts + 1}
         connection.execute(update(dry_runs).where(dry_runs.c.id == dry_run).values(**begun, **more))
         self._told(connection, dry_run, row.search, row.key, DryRunState.LEASED, worker=worker)
         return Assignment(

@@ -55,12 +55,15 @@ def measured(payload):
 
 
 class Hands(threading.Thread):
-    """Runs every dry run that a store's searches ask for, and counts how often each was run."""
+    """Runs every dry run that a store's searches ask for, and counts how often each was run.
+
+    One that has no outcome takes the worker with it, which joins anew.
+    """
 
     def __init__(self, store, user, outcome=measured):
         super().__init__(daemon=True)
-        self.store, self.outcome = store, outcome
-        self.worker = store.join(user, "hands", "here", {**DEVICE.to_dict()}, 8, 1000, {"torch": "2"}).id
+        self.store, self.user, self.outcome = store, user, outcome
+        self.worker = self._joined()
         self.ran = Counter()
         self.stopping = threading.Event()
         self.trouble = None
@@ -82,6 +85,11 @@ class Hands(threading.Thread):
                 self.ran[self.store.dry_run(each.dry_run).key] += 1
                 if (outcome := self.outcome(taken.payload)) is not None:
                     self.store.answer(taken.dry_run, taken.lease, outcome)
+                else:
+                    self.worker = self._joined()
+
+    def _joined(self):
+        return self.store.join(self.user, "hands", "here", {**DEVICE.to_dict()}, 8, 1000, {"torch": "2"}).id
 
     def __enter__(self):
         self.start()
