@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 15.0
 """How long a server that is away is tried again."""
+FOLLOWING_S = 900.0
+"""The same, by who was already hearing of a search: as long as it takes to start a machine anew, or to move the server."""
 ENDED = ("done", "failed", "cancelled")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LOOK_S = 0.5
@@ -42,7 +44,8 @@ class Client:
         server: its address, such as `http://127.0.0.1:8700`.
         token: of `redline token new`.
         trust: file with the certificates to trust, in PEM; None for the system's.
-        patience_s: how long a server that is away is tried again, s.
+        patience_s: how long a server that is away is tried again, s. Who follows a search, and did hear of it, tries for
+            a quarter of an hour.
 
     Raises:
         UsageError: that is no address, or no token.
@@ -195,13 +198,15 @@ class Client:
         from .api.models import EventAnswer
 
         path = "/v1/events" if search is None else f"/v1/searches/{search}/events"
-        pause, lost = _FIRST_PAUSE_S, 0.0
+        pause, patience = _FIRST_PAUSE_S, self._patience_s
+        heard = time.monotonic()
         while True:
             try:
                 params = {} if after is None else {"after": after}
                 with self._transport.stream(path, params=params) as lines:
                     for line in lines:
-                        pause, lost = _FIRST_PAUSE_S, 0.0
+                        pause, patience = _FIRST_PAUSE_S, max(self._patience_s, FOLLOWING_S)
+                        heard = time.monotonic()
                         if line.startswith("data: "):
                             event = EventAnswer.model_validate(json.loads(line[6:]))
                             after = event.id
@@ -209,8 +214,7 @@ class Client:
                             if search is not None and event.kind == "search" and event.data.get("state") in ENDED:
                                 return
             except (Away, StorageUnavailable):
-                lost += pause
-                if lost > self._patience_s:
+                if time.monotonic() - heard > patience:
                     raise
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)

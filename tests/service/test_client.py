@@ -84,23 +84,36 @@ def test_errors_are_redline_s_own(service, client):
 
 
 def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
+    """Who has heard of a search waits on when others would give up."""
+    seen, found = [], []
     with served(tmp_path) as first:
-        client = rl.Client(first.address, token=first.tokens["submitter"], patience_s=30)
-        run, port, tokens = client.submit("gpt2-tiny"), int(first.address.rpartition(":")[2]), first.tokens
-    seen = []
-    thread = threading.Thread(target=lambda: seen.extend(run.events()))
-    thread.start()
-    time.sleep(1)
+        port, tokens = int(first.address.rpartition(":")[2]), first.tokens
+        hasty = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
+        patient = rl.Client(first.address, token=tokens["submitter"], patience_s=60)
+        run = hasty.submit("gpt2-tiny")
+        heard = threading.Event()
+
+        def follow():
+            for event in run.events():
+                seen.append(event)
+                heard.set()
+
+        following = threading.Thread(target=follow)
+        following.start()
+        assert heard.wait(60)
+    asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
+    asking.start()
+    with pytest.raises(Away):
+        hasty.me()
+    assert following.is_alive() and asking.is_alive()
     with served(tmp_path, port=port, tokens=tokens) as again:
-        assert run.state == "queued"
+        asking.join(timeout=60)
         again.store.tell(run.id, "said", {"message": "after"})
-        time.sleep(0.5)
-        run.cancel()
-        thread.join(timeout=20)
+        again.store.cancel(run.id)
+        following.join(timeout=60)
+    assert found == ["queued"]
     assert [each.data.get("message") or each.data["state"] for each in seen] == ["queued", "after", "cancelled"]
     assert len({each.id for each in seen}) == 3
-    with pytest.raises(Away):
-        rl.Client(f"http://127.0.0.1:{port}", token="redline_x", patience_s=0.3).me()
 
 
 @pytest.mark.parametrize("sampler", ["random", pytest.param("bayes", marks=pytest.mark.slow)])
