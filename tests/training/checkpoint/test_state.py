@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import lazy
 from redline.errors import WorkloadError
 from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
+from redline.models.layouts.weights import LazyWeights
 from redline.models.lora import Lora, with_lora
 from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
@@ -17,6 +19,7 @@ from redline.training.checkpoint.state import State
 from redline.training.checkpoint.storage import parts_of, write
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
+from redline.training.loop import averages
 from tiers import tiered
 from trainings import built, part, unequal
 
@@ -217,6 +220,15 @@ def test_an_average_that_begins_later_begins_at_the_weights(small, tmp_path):
             torch.testing.assert_close(
                 here[name.replace("model/", "average/")].read(), before[name].read(), atol=1e-6, rtol=0
             )
+
+
+def test_an_average_begins_at_the_weights_of_another_tool(small):
+    training = built(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.9))
+    kept = averages(training)
+    given = {name: torch.full_like(each, 0.5) for name, each in training.model.state_dict().items()}
+    State(training, kept).load_weights(LazyWeights({name: lazy(each) for name, each in given.items()}))
+    assert len(kept) == len(given)
+    assert all(bool((each == 0.5).all()) for pair in kept.items() for each in pair)
 
 
 # -- who writes what -----------------------------------------------------------------------------------------
