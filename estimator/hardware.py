@@ -14,6 +14,10 @@ from ..results.meaning import FLOAT8
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
+LEAST_GIB = 0.1
+"""Memory below which a device holds no training, GiB."""
+MOST_DEVICES = 1024
+"""Devices of a node."""
 SLOWEST_TFLOPS, SLOWEST_GB_PER_S = 1e-4, 0.1
 """The slowest arithmetic and the slowest memory that a device can have; what measures slower was kept from running."""
 
@@ -66,10 +70,10 @@ class Hardware:
     def __post_init__(self) -> None:
         where = f"hardware {self.name}"
         numbers = {
-            "memory_gib": (self.memory_gib, 0.1, 10_000),
+            "memory_gib": (self.memory_gib, LEAST_GIB, 10_000),
             "memory_gb_per_s": (self.memory_gb_per_s, SLOWEST_GB_PER_S, 1e6),
             "host_gb_per_s": (self.host_gb_per_s, 0.01, 1e5),
-            "devices_per_node": (self.devices_per_node, 1, 1024),
+            "devices_per_node": (self.devices_per_node, 1, MOST_DEVICES),
             "achievable": (self.achievable, 0.01, 1.0),
         }
         if not isinstance(self.tflops, Mapping):
@@ -179,9 +183,19 @@ class Hardware:
             raise UsageError(f"{where}: {error}") from None
 
     def shared(self, ranks: int) -> "Hardware":
-        """What each of so many ranks of a CPU has: they share the cores and the bandwidth that were measured as one."""
+        """What each of so many ranks of a CPU has: they share the cores and the bandwidth that were measured as one.
+
+        Raises:
+            UsageError: they are too many for its memory.
+        """
         if ranks == 1:
             return self
+        most = min(int(self.memory_gib / LEAST_GIB), MOST_DEVICES)
+        if ranks > most:
+            raise UsageError(
+                f"{ranks:,} ranks on one CPU would have {self.memory_gib * 1024 / ranks:,.0f} MiB of its "
+                f"{self.memory_gib * 1024:,.0f} MiB each; at most {max(most, 1):,} have room there: give fewer devices"
+            )
         return self.but(
             tflops={name: max(rate / ranks, SLOWEST_TFLOPS) for name, rate in self.tflops.items()},
             memory_gb_per_s=self.memory_gb_per_s / ranks,

@@ -2,6 +2,7 @@
 one."""
 
 import multiprocessing
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,10 @@ def _begin(source: TracedFacts) -> None:
 
     global _source
     _source = source
+    # The process that waits for it ends it; what that does when it is asked to end is not for this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 
 

@@ -1,6 +1,7 @@
 """Facts by tracing: parameters and FLOPs are those of the shape numbers, kept bytes those of a real step."""
 
 import json
+import signal
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from redline.estimator import ModelFacts
 from redline.estimator.facts import concurrent, disk_cache
 from redline.estimator.facts.traced import TracedFacts, TracingError, trace_facts
 from redline.models import flops_of
+from redline.tuner.cli.tune import end_in_order
 from torch import nn
 
 SHAPES = {
@@ -221,6 +223,37 @@ def test_variants_traced_ahead_in_processes_are_those_traced_here(tmp_path, monk
     made = [source.facts(precision=each, attention="sdpa", fusion=False) for each in ("fp32", "bf16")]
     monkeypatch.undo()
     assert made == [trace_facts(workload, precision=each, folder=tmp_path / "here") for each in ("fp32", "bf16")]
+
+
+class Signals:
+    """In the place of what is traced: what its process does when it is asked to end."""
+
+    def __init__(self):
+        self.found = []
+
+    def is_known(self, variant):
+        return False
+
+    def facts(self, **variant):
+        return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+
+    def add(self, found):
+        self.found += found.values()
+
+
+def test_processes_that_trace_end_without_a_word_when_they_are_ended(monkeypatch):
+    """They are forked from a command, which has signals raise KeyboardInterrupt."""
+    monkeypatch.setattr(concurrent, "usable_cores", lambda: 2)
+    monkeypatch.setattr(concurrent.threading, "active_count", lambda: 1)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    source = Signals()
+    try:
+        end_in_order()
+        concurrent.trace_concurrently(source, [("fp32", "sdpa", False, False), ("bf16", "sdpa", False, False)])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert source.found == [[signal.SIG_DFL, signal.SIG_DFL, signal.SIG_IGN]] * 2
 
 
 def test_a_model_that_cannot_be_traced_ahead_is_told_when_it_is_asked_for(tmp_path, monkeypatch):

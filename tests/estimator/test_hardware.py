@@ -189,3 +189,12 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 def test_hardware_of_another_kind_is_an_error(spec):
     with pytest.raises(UsageError, match="hardware must be a name, a file or a Hardware"):
         Estimator({"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 64}, spec)
+
+
+def test_more_ranks_than_a_cpu_has_memory_for_are_refused():
+    cpu = DEVICES["v100-16gb"].but(name="this-cpu", kind="cpu", cores=2, memory_gib=16.0, devices_per_node=1)
+    assert cpu.shared(160).memory_gib == pytest.approx(0.1)
+    with pytest.raises(UsageError) as refused:
+        cpu.shared(4096)
+    said = "4,096 ranks on one CPU would have 4 MiB of its 16,384 MiB each; at most 160 have room there: give fewer devices"
+    assert str(refused.value) == said

@@ -234,6 +234,35 @@ def test_without_gradients_any_number_of_samples_is_evaluated():
     assert (kept, going) == (False, True)
 
 
+def test_neither_an_evaluation_nor_a_restart_changes_what_is_dropped(tmp_path):
+    """Bit for bit, dropout on in the evaluations too."""
+
+    def losses(steps, load=False, evaluate=False, dropout=0.5):
+        model = make_llama(attention_dropout=dropout)
+        given = {"optimizer": make_optimizer, "global_batch": GLOBAL_BATCH}
+        prepared = redline.accelerate(model, make_data(), strategy={"micro_batch": 4, "attention": "eager"}, **given)
+        assert prepared.info.load(tmp_path) is load
+        found = []
+        for _ in range(steps):
+            found += turns(prepared, 1)[0]
+            if evaluate:
+                with torch.no_grad():
+                    prepared.model(**make_batch(3))
+        return found, prepared.info
+
+    whole, _ = losses(4)
+    assert whole != losses(4, dropout=0.0)[0], "something is dropped"
+    first, info = losses(2, evaluate=True)
+    info.save(tmp_path)
+    assert first + losses(2, load=True, evaluate=True)[0] == whole
+
+
+def make_batch(samples):
+    from redline.training.data import FromDataset
+
+    return FromDataset(make_data())(0, samples)
+
+
 def halved(config):
     model, optimizer, loader, info = redline.accelerate(
         make_llama(),

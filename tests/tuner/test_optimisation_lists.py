@@ -8,8 +8,10 @@ import redline
 import torch
 from redline.errors import UsageError
 from redline.models.families.standard import BLOCK_KNOBS
-from redline.tuner.own_loop.decision import KNOBS
+from redline.tuner.own_loop import decision
+from redline.tuner.own_loop.decision import KNOBS, Wanted, decide
 from redline.tuner.own_loop.optimisations import NEUTRAL, OPTIMISATIONS, follow, read_list
+from redline.tuner.ranks import Place
 
 LISTS = {
     "nothing": ([], {}),
@@ -150,6 +152,31 @@ def test_what_the_model_cannot_follow_is_said():
     info = redline.accelerate("llama-tiny", strategy=["module_replace"], seq_len=32).info
     if "kernels" not in info.config:  # a processor has none
         assert any(note.startswith("kernels=true is not followed") for note in info.notes)
+
+
+@pytest.mark.parametrize(("strategy", "said"), [
+    (["sequence_parallel"], "sequence_parallel=true is not followed: it has no effect with tp=1 pp=1 dp=2"),
+    (["zero3", "tensor_parallel"], "zero=3 is not followed: it has no effect with tp=2 pp=1 dp=1"),
+])  # fmt: skip
+def test_what_has_no_effect_beside_the_rest_of_the_list_is_said(strategy, said):
+    workload, place = redline.workload("llama-tiny", seq_len=32), Place(rank=0, local_rank=0, size=2)
+    assert decide(workload, Wanted(strategy=strategy), place, 2).notes == (said,)
+    here = decide(workload, Wanted(strategy=["tensor_parallel", "sequence_parallel"]), place, 2)
+    assert here.config["sequence_parallel"] is True and here.notes == ()
+
+
+def test_number_formats_that_the_devices_lack_are_refused_with_those_that_there_are(monkeypatch):
+    from redline.device import Device
+
+    plain = Device(type="cpu", name="a CPU without bfloat16", count=1, memory_mib=8000)
+    monkeypatch.setattr(decision, "detect", lambda: plain)
+    for entry, value in (("amp_native", "fp16"), ("half", "fp16"), ("fp8", "fp8")):
+        with pytest.raises(UsageError) as refused:
+            redline.accelerate("llama-tiny", strategy=[entry], seq_len=32)
+        assert str(refused.value) == (
+            f'the list of optimisations asks for precision="{value}", which llama-tiny cannot have on 1 device of this kind; '
+            "name another one, as by ('amp_native', {'dtype': 'bf16'}). There are: fp32"
+        )
 
 
 def test_every_standard_knob_is_known():

@@ -85,7 +85,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _missing(field: str, columns: list[str], where: str) -> WorkloadError:
-    return WorkloadError(f"{where}: {unknown('field', field, columns)} Say which holds the text by field=NAME.")
+    return WorkloadError(f"{where}: {unknown('field', field, columns)} Say which holds the text by --field NAME.")
 
 
 # -- text ----------------------------------------------------------------------------------------------------

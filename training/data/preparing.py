@@ -196,7 +196,7 @@ def _of_texts(folder: Path, plan: DataPlan, sources: list[Source], vocab_size: i
     pieces = _pieces(sources, plan.field, heard)
     first = next(pieces, None)
     if first is None:
-        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty")
+        raise WorkloadError(f"the data in {', '.join(plan.paths)} is empty: give files that hold something to train on")
     conversations = isinstance(first.content, list)
     if plan.train_on == "assistant" and not conversations:
         raise WorkloadError(f"{first.where} holds text, in which nobody speaks; train_on=assistant needs conversations")

@@ -49,7 +49,7 @@ def plain_tokens(source: Source, vocab_size: int) -> TokenFile:
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     size = source.path.stat().st_size
     if not size:
-        raise WorkloadError(f"the data file {source.path} is empty")
+        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
     if size % dtype.itemsize:
         raise WorkloadError(
             f"{source.path} has {size} bytes, and tokens of a vocabulary of {vocab_size} have {dtype.itemsize} each"
@@ -93,7 +93,7 @@ def indexed_tokens(source: Source) -> tuple[TokenFile, np.ndarray]:
             "belong together"
         )
     if not count:
-        raise WorkloadError(f"the data file {source.path} is empty")
+        raise WorkloadError(f"the data file {source.path} is empty: give one that holds tokens")
     ordered = not (np.diff(documents) < 0).any()
     if not marks or documents[0] or not ordered or documents[-1] != sequences:
         raise WorkloadError(f"{index} is damaged: its documents are not those of its {sequences} sequences")

@@ -13,10 +13,11 @@ from ...models.families.standard import BLOCK_KNOBS
 from ...models.spaces import make_space
 from ...reading import path_of
 from ...results.standard import STANDARD
-from ...space import Config
+from ...space import Config, Knob
 from ..planning import plan
 from ..ranks import Place
 from ..same_training import with_samples_of
+from ..train.chosen import in_words
 from ..train.strategy import read_source
 from .optimisations import Followed, follow, read_list
 
@@ -124,15 +125,38 @@ def _followed(workload: Workload, found: Followed, wanted: Wanted, size: int) ->
     """What a list of optimisations leaves open, as the sizes of micro-batches, is planned."""
     space = make_space(workload, detect(), size)
     fixed, notes = dict(wanted.fix or {}), list(found.notes)
+    asked = {name: value for name, value in found.knobs.items() if value != found.neutral.get(name)}
     for name, value in found.knobs.items():
         if name in space.by_name:
-            fixed.setdefault(name, value)
-        elif value != found.neutral.get(name):
+            if name not in fixed:
+                fixed[name] = _had(space.by_name[name], value, workload, size)
+        elif name in asked:
             notes.append(
                 f"{name}={json.dumps(value)} is not followed: {workload.name} has no such knob on {size} devices"
             )
     made = _planned(workload, replace(wanted, fix=fixed), size)
+    degrees = " ".join(f"{each}={made.config[each]}" for each in ("tp", "pp", "dp") if each in made.config)
+    notes += [
+        f"{name}={json.dumps(value)} is not followed: it has no effect with {degrees}"
+        for name, value in asked.items()
+        if name in space.by_name and name not in made.config
+    ]
     return replace(made, why=f"the list of optimisations; {made.why}", notes=tuple(notes))
+
+
+def _had(knob: Knob, value: Any, workload: Workload, size: int) -> Any:
+    """The value of a knob that a list of optimisations asks for.
+
+    Raises:
+        UsageError: there is no such value here; says which there are.
+    """
+    if knob.others is not None and value not in (*knob.values, *knob.others):
+        instead = ", as by ('amp_native', {'dtype': 'bf16'})" if knob.name == "precision" else ""
+        raise UsageError(
+            f"the list of optimisations asks for {knob.name}={json.dumps(value)}, which {workload.name} cannot have on "
+            f"{in_words(size)} of this kind; name another one{instead}. There are: {', '.join(map(str, knob.values))}"
+        )
+    return value
 
 
 def _planned(workload: Workload, wanted: Wanted, size: int, like: Config | None = None) -> Decided:

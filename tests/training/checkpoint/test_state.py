@@ -6,16 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import lazy
 from redline.errors import WorkloadError
 from redline.models import Workload
 from redline.models.layouts.dcp import dcp_tensors
+from redline.models.layouts.weights import LazyWeights
 from redline.models.lora import Lora, with_lora
+from redline.training.checkpoint import saver
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.training.checkpoint.saver import shared_out
 from redline.training.checkpoint.state import State
-from redline.training.checkpoint.storage import parts_of
+from redline.training.checkpoint.storage import parts_of, write
 from redline.training.data import FromWorkload
 from redline.training.hyperparameters import Hyperparameters
+from redline.training.loop import averages
 from tiers import tiered
 from trainings import built, part, unequal
 
@@ -218,6 +222,15 @@ def test_an_average_that_begins_later_begins_at_the_weights(small, tmp_path):
             )
 
 
+def test_an_average_begins_at_the_weights_of_another_tool(small):
+    training = built(small("llama"), {"micro_batch": 8}, replace(HYPER, average=0.9))
+    kept = averages(training)
+    given = {name: torch.full_like(each, 0.5) for name, each in training.model.state_dict().items()}
+    State(training, kept).load_weights(LazyWeights({name: lazy(each) for name, each in given.items()}))
+    assert len(kept) == len(given)
+    assert all(bool((each == 0.5).all()) for pair in kept.items() for each in pair)
+
+
 # -- who writes what -----------------------------------------------------------------------------------------
 
 
@@ -240,6 +253,43 @@ def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two
     assert all(share <= everybody[rank].keys() for rank, share in enumerate(shares))
     loads = [sum(everybody[rank][place] for place in share) for rank, share in enumerate(shares)]
     assert max(loads) <= 1.05 * sum(loads) / 2
+
+
+class Late(torch.optim.SGD):
+    """Keeps something of a parameter from the second step on, as of an expert that no token went to before."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        for each in self.param_groups[0]["params"] if self.steps > 1 else ():
+            self.state[each]["late"] = torch.full_like(each, self.steps)
+
+
+@pytest.mark.parametrize("config", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_every_part_is_copied_and_written_by_one_rank_also_what_was_not_there_before(
+    two, small, tmp_path, monkeypatch, config
+):
+    workload = replace(small("llama"), optimizer=lambda params: Late(params, lr=1e-2))
+
+    def places():
+        given = []
+        monkeypatch.setattr(
+            saver, "write", lambda folder, parts, group: given.append(parts) or write(folder, parts, group)
+        )
+        part(workload, config, HYPER, until=2, save=tmp_path, save_every=1)
+        assert len(given) == 2
+        return [[each.place for each in parts] for parts in given]
+
+    one, other = two.run(places)
+    for number, kinds in enumerate(({"model"}, {"model", "optimizer"})):
+        everybody = Counter(one[number] + other[number])
+        assert set(everybody.values()) == {1}
+        assert {name.partition("/")[0] for name, _ in everybody} == kinds
+        assert one[number] and other[number]
+    held = dcp_tensors(CheckpointFolder(tmp_path).all()[0].path)
+    names = [each.removeprefix("model/") for each in held if each.startswith("model/")]
+    assert set(names) == set(built(workload, {"micro_batch": 8}, HYPER).outline.shapes)
+    assert all(bool((held[f"optimizer/{name}/late"].read() == 2).all()) for name in names)
 
 
 def test_a_replicated_training_s_files_are_no_larger_than_one_process_s(two, small, tmp_path):

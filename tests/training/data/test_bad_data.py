@@ -26,10 +26,10 @@ def zipped(data):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.txt", b"", r"the data in .*a\.txt is empty"),
+        ("a.txt", b"", r"the data in .*a\.txt is empty: give files that hold something to train on"),
         ("a.jsonl", b"\n\n", r"the data in .*a\.jsonl is empty"),
         ("a.jsonl", b'{"text": ""}\n', r"the data in .*a\.jsonl is empty"),
-        ("a.bin", b"", r"a\.bin is empty"),
+        ("a.bin", b"", r"a\.bin is empty: give one that holds tokens"),
         ("a.txt", b"x" * 99 + b"\xc3(", r"a\.txt is not UTF-8 text: byte 0xc3 at position 99"),
         ("a.txt", "é".encode() * 50 + b"\xe2\x82", r"a\.txt is not UTF-8 text: byte 0xe2 at position 100"),
         ("a.txt", b"y" * (3 << 20) + b"\xff", r"byte 0xff at position 3145728"),
@@ -37,7 +37,7 @@ def zipped(data):
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*each line must be a record"),
         ("a.json", b'[\n{"text": "a"}\n]', r"a\.json, line 1 is no JSON"),
         ("a.json", b'[{"text": "a"}]', r"line 1 must be a JSON object with the field 'text', but is list"),
-        ("a.jsonl", b'{"txt": "a", "id": 1}', r"line 1: unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*field="),
+        ("a.jsonl", b'{"txt": "a", "id": 1}', r"unknown field 'text'; did you mean 'txt'\? Known: id, txt\. .*by --field"),
         ("a.jsonl", b'{"text": 3}', r"line 1: 'text' must hold a text or a conversation .*, but holds int"),
         ("a.parquet", b"nothing", r"a\.parquet cannot be read as Parquet"),
         ("a.csv", b"a,b", r"a\.csv: unknown ending of a data file '\.csv'.* Known: \.bin, .*\.jsonl"),

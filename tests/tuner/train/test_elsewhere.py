@@ -6,11 +6,13 @@ import pytest
 import redline as rl
 import yaml
 from redline.errors import UsageError
+from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
 from redline.tuner.train.driver import taken_up
 from redline.tuner.train.request import TrainRequest
 from redline.tuner.train.strategy import read_source
 from train_commands import SIZES, curve, trained
+from trainings import unequal
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,9 +21,15 @@ def kept(folder):
     return [each.step for each in CheckpointFolder(folder / "checkpoints").all()]
 
 
+def tensors_of(folder):
+    """Of the latest checkpoint."""
+    held = dcp_tensors(CheckpointFolder(folder / "checkpoints").all()[0].path)
+    return {name: each.read() for name, each in held.items()}
+
+
 def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tmp_path, monkeypatch):
     """Model, data and the training's own folder are given as they lie below where it begins."""
-    constant = ("--lr", "1e-3", "--lr-schedule", "constant", "--save-every", 1)
+    constant = ("--lr", "1e-3", "--lr-schedule", "constant", "--save-every", 1, "--average", "0.5")
     code, out, err = run(*trained("train", "./llama", "begun-here", *constant, "--keep", 2, steps=3))
     assert code == 0 and kept(here / "begun-here") == [3, 2], out + err
     monkeypatch.chdir(tmp_path)
@@ -35,6 +43,9 @@ def test_it_goes_on_from_another_folder_as_if_nothing_had_happened(run, here, tm
     code, out, err = run(*whole)
     assert code == 0, out + err
     assert curve(here / "begun-here") == curve(tmp_path / "whole"), "bit for bit"
+    one, other = (tensors_of(folder) for folder in (here / "begun-here", tmp_path / "whole"))
+    assert {name.partition("/")[0] for name in one} == {"model", "optimizer", "average"}
+    assert unequal(one, other) == []
     code, out, err = run("convert", here / "begun-here", tmp_path / "hf")
     assert code == 0 and (tmp_path / "hf" / "model.safetensors").is_file(), out + err
 
