@@ -17,6 +17,7 @@ import cloudpickle
 import numeric
 import pytest
 import torch
+from kept_agent import _one_agent, kept_agent  # noqa: F401
 
 # What inductor keeps of earlier compilations it finds again under another set of vector instructions, which
 # it was not compiled for.

@@ -183,7 +183,7 @@ def test_dropout_goes_on_bit_for_bit(small, tmp_path):
 
 @pytest.mark.parametrize(
     "config",
-    tiered([{"dp": 2, "zero": 3}, {"pp": 2, "grad_accum": 4}], [{"dp": 2, "zero": 1}, {"tp": 2}]),
+    tiered([{"pp": 2, "grad_accum": 4}], [{"dp": 2, "zero": 1}, {"dp": 2, "zero": 3}, {"tp": 2}]),
     ids=str,
 )
 def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
@@ -191,7 +191,7 @@ def test_dropout_on_two_ranks_goes_on_bit_for_bit(two, small, tmp_path, config):
     goes_on_bit_for_bit(workload, config, tmp_path, run=two.run)
 
 
-@pytest.mark.parametrize("config", tiered([{"tp": 2}, {"dp": 2, "zero": 3}], [{"dp": 2, "zero": 1}]), ids=str)
+@pytest.mark.parametrize("config", tiered([{"dp": 2, "zero": 3}], [{"tp": 2}, {"dp": 2, "zero": 1}]), ids=str)
 def test_moving_averages_are_kept(two, small, tmp_path, config):
     hyper = replace(HYPER, average=0.5)
     workload = with_optimizer(small("llama"), "SGD with momentum")  # rounding stays rounding
@@ -230,7 +230,7 @@ def written(workload, config):
 
 
 @pytest.mark.parametrize(
-    "config", tiered([{"dp": 2, "zero": 1}, {"tp": 2}], [{"dp": 2}, {"dp": 2, "zero": 3}]), ids=str
+    "config", tiered([{"dp": 2, "zero": 1}], [{"tp": 2}, {"dp": 2}, {"dp": 2, "zero": 3}]), ids=str
 )
 def test_what_ranks_hold_alike_is_written_once_and_each_writes_about_as_much(two, small, config):
     everybody = two.run(lambda: written(small("llama"), config))
