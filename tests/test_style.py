@@ -6,7 +6,6 @@ import sys
 import pytest
 from house import ROOT
 
-
 THEIRS = """import redline as rl
 from torch import nn
 sch = rl.create_schedule(nn.Linear(2, 2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from redline.errors import WorkloadError
 from redline.models import Workload, flops_of, make_space, reduction, workload
+from redline.runners.job import Job, Rendezvous
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.space import Space
 from redline.training import Training
@@ -434,27 +435,26 @@ def test_a_file_s_workload_is_found_by_its_name(file, name, cpu):
     assert training.samples_per_step == 32 and float(training.step()) > 0
 
 
-def test_a_file_s_workload_reaches_another_process_without_the_file(file, tmp_path):
+def test_a_file_s_workload_reaches_another_process_without_the_file(file, kept_agent):
     path = file()
     made = workload(f"{path}:net", global_batch=16)
     expected = first_loss(made, micro_batch=16)
     assert flops_of(made).per_sample
-    (tmp_path / "pickled").write_bytes(cloudpickle.dumps(made))
+    held = cloudpickle.dumps(made)
     path.unlink()
-    program = (
-        "import pickle, sys, torch; from redline.training import Training; "
-        "made = pickle.load(open(sys.argv[1], 'rb')); assert made.known; "
-        "training = Training(made, {'micro_batch': 16}, torch.device('cpu')); "
-        "print(made.name, made.id, made.global_batch, repr(float(training.step())))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "pickled")], capture_output=True, text=True, check=True
-    )
-    name, identity, global_batch, loss = done.stdout.split()
-    assert (name, identity, int(global_batch)) == ("net", made.id, 16)
-    # It may compute on more threads than this one.
+
+    def elsewhere(context):
+        again = pickle.loads(held)
+        assert again.known
+        training = Training(again, {"micro_batch": 16}, torch.device("cpu"))
+        return again.name, again.id, again.global_batch, float(training.step())
+
+    program = cloudpickle.dumps(elsewhere)
+    outcome = kept_agent().run(Job(program=program, ranks=1, rendezvous=Rendezvous(world_size=1), threads=1))
+    name, identity, global_batch, loss = outcome.ranks[0].report
+    assert (name, identity, global_batch) == ("net", made.id, 16)
     allowed = loss_allowance(allowance(made.build_model(), 16 * 8), 16)
-    numeric.within(abs(float(loss) - expected) / expected, allowed, "the loss")
+    numeric.within(abs(loss - expected) / expected, allowed, "the loss")
 
 
 def test_a_file_may_import_what_stands_beside_it(file):
