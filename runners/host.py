@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 
 import psutil
@@ -150,6 +151,8 @@ class HostAgent:
             RunnerError: the agent or the trial's supervisor was lost.
         """
         self.wait_ready()
+        if job.log is not None:  # the agent may be in another folder by now than this process
+            job = replace(job, log=os.path.abspath(job.log))
         with self._heard(), self._asked(job) as connection:
             with self._lock:
                 self._running[key] = connection

@@ -13,10 +13,14 @@ import traceback
 # torchao and Liger-Kernel, see the Makefile; before transformers looks for them.
 sys.path.append(os.path.join(sys.prefix, "beside"))
 
+# Before numpy is there; for the processes of tests, too. Where several run beside each other, threads wait by spinning.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import cloudpickle
 import numeric
 import pytest
 import torch
+from kept_agent import _one_agent, kept_agent  # noqa: F401
 
 # What inductor keeps of earlier compilations it finds again under another set of vector instructions, which
 # it was not compiled for.
@@ -57,8 +61,16 @@ def seed():
 
 @pytest.fixture(scope="session")
 def threads(pytestconfig):
-    """Threads that tests of tiny models compute with: more only get in the way."""
+    """Threads that tests compute with: of tiny models, more only get in the way."""
     return pytestconfig.getoption("threads")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(before)
 
 
 _MARGINS = pytest.StashKey[dict]()

@@ -54,6 +54,7 @@ def test_two_ranks_measure_their_link(monkeypatch):
     assert all(0 < each["gb_per_s"] < 1e4 and 0 < each["latency_us"] < 1e6 for each in links.values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named():
     with pytest.raises(rl.RunnerError, match="rank 0 of 2 failed"):
         measuring._links("no such device", 2)

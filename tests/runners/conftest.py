@@ -1,4 +1,4 @@
-"""One host agent for all tests of a session: starting one costs seconds, a trial a tenth of one."""
+"""Programs that run as trials."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from redline.runners.job import Job, Outcome, Rendezvous
 class Bench:
     """Runs programs as trials and checks that nothing is left of them."""
 
-    def __init__(self) -> None:
-        self.agent = HostAgent()
+    def __init__(self, agent: HostAgent) -> None:
+        self.agent = agent
 
     def run(self, program, *, ranks: int = 1, **job) -> Outcome:
         job.setdefault("timeout_s", 300)
@@ -44,7 +44,5 @@ class Bench:
 
 
 @pytest.fixture(scope="session")
-def bench():
-    made = Bench()
-    yield made
-    made.agent.close()
+def bench(kept_agent):
+    return Bench(kept_agent())

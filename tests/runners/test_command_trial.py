@@ -18,6 +18,7 @@ from redline.runners.command import run as run_module
 from redline.runners.command.command import Command
 from redline.runners.command.ending import outcome
 from redline.runners.command.work import Commands
+from redline.runners.host import HostAgent
 from redline.space import Space
 
 
@@ -52,7 +53,9 @@ def run(space, tmp_path):
         terms = TrialTerms(
             device=detect(), timeout_s=timeout_s, memory_limit_mib=limit_mib, plan=TimingPlan(seconds=1.0)
         )
-        runners.append(LocalRunner(work, terms))
+        # What the agent holds is no part of a limit: here it is to be as small as a command's agent is.
+        agent = HostAgent(work.imports) if limit_mib else None
+        runners.append(LocalRunner(work, terms, agent=agent))
         log = tmp_path / "run" / "logs" / f"{number}.log"
         request = TrialRequest(
             config=config or space.config(micro_batch=2), number=number, log=log, best_throughput=best

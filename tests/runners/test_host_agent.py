@@ -208,6 +208,12 @@ def test_oom_in_one_rank_decides_though_the_other_reports_a_lost_peer(bench):
     assert outcome.reason.startswith("rank 1: MemoryError")
 
 
+def test_a_log_lies_where_who_asked_is_and_not_where_the_agent_began(bench, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert bench.run(lambda context: print("said"), log="logs/0.log").status is Status.OK
+    assert (tmp_path / "logs" / "0.log").read_text() == "said\n"
+
+
 def test_a_hang_is_a_timeout_with_the_stack_in_the_log(bench, tmp_path):
     def waits_for_godot(context):
         context.phase("waiting")

@@ -16,6 +16,7 @@ from redline.runners.truth import together, why_wrong
 from redline.training import Training, numerics
 from redline.training.first_step import first_step
 from redline.training.probe import take
+from tiers import tiered
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(faults)
@@ -64,19 +65,22 @@ UNFORMED = (
 DP, PP = {"dp": 2, "micro_batch": 8, "grad_accum": 2}, {"pp": 2, "micro_batch": 8, "grad_accum": 4}
 TP = {"tp": 2, "micro_batch": 8, "grad_accum": 4}
 ON_TWO = (
-    (faults.gradients_are_not_reduced, DP),
     (faults.one_gradient_is_not_reduced, DP),
-    (faults.attention_of_one_block_is_zeroed, {**DP, "zero": 3}),
     (faults.partial_sums_are_not_added, TP),
     (faults.bias_is_added_on_every_rank, TP),  # Llama and T5 have none
     (faults.ranks_disagree, {**TP, "sequence_parallel": True}),
     (faults.pipeline_does_not_average_the_loss, PP),
+    (faults.a_stage_is_not_updated, PP),
+)
+MORE_ON_TWO = (
+    (faults.gradients_are_not_reduced, DP),
+    (faults.attention_of_one_block_is_zeroed, {**DP, "zero": 3}),
     (faults.one_block_is_skipped, PP),
     (faults.labels_are_shifted, PP),
-    (faults.a_stage_is_not_updated, PP),
     (faults.partial_sums_are_not_added, {**TP, "kernels": True}),
     (faults.pipeline_does_not_average_the_loss, {**PP, "kernels": True}),
 )
+"""What is larger than one of those, or one of one process seen from two."""
 
 
 def workload(name):
@@ -188,7 +192,9 @@ def hold_on_two(two, expected, name, fault, knobs):
         assert verdict(on_ranks(two, name, knobs), expected) == ""
 
 
-@pytest.mark.parametrize(("fault", "knobs"), ON_TWO, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("fault", "knobs"), tiered(ON_TWO, MORE_ON_TWO), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_fault_that_takes_two_ranks_is_found(two, two_as_they_should_be, fault, knobs):
     hold_on_two(two, two_as_they_should_be("gpt2-tiny"), "gpt2-tiny", fault, knobs)
 
@@ -196,7 +202,7 @@ def test_a_fault_that_takes_two_ranks_is_found(two, two_as_they_should_be, fault
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS[1:])
-@pytest.mark.parametrize(("fault", "knobs"), ON_TWO, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("fault", "knobs"), (*ON_TWO, *MORE_ON_TWO), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_fault_that_takes_two_ranks_is_found_in_every_model(two, two_as_they_should_be, name, fault, knobs):
     if fault is faults.bias_is_added_on_every_rank and name in ("llama-tiny", "t5-tiny"):
         pytest.skip("has no biases")

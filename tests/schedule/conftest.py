@@ -5,14 +5,6 @@ import torch
 from torch import nn
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_threads(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
-
-
 class MLP(nn.Module):
     def __init__(self, width: int = 8, hidden: int = 16) -> None:
         super().__init__()

@@ -262,6 +262,7 @@ def test_fused_subgraphs_compute_the_same_and_move_no_parameter(net, x, seed):
     assert [s.names[0] for s in sch.find("fused.*")] == ["fused_fc_act", "fused_dropout_add"] * 2
 
 
+@pytest.mark.slow
 def test_fusing_with_inductor_is_exact_within_rounding(net, x, seed):
     sch = create_schedule(net.blocks[0])
     with verify(sch, x):

@@ -1,26 +1,20 @@
-"""One host agent for the searches and trainings of tests that run in this process: starting one costs seconds."""
+"""One host agent for all that the tests of a session start in this process: starting one costs seconds, a trial a tenth."""
 
 import pytest
-from redline.runners import local
-from redline.runners.host import PLAIN_IMPORTS, HostAgent
-from redline.tuner import tuning
-
-
-class KeptAgent(HostAgent):
-    """An agent that outlives those that it is lent to."""
-
-    def close(self):
-        assert not self._running, "what was lent it has ended what it ran"
-
-    def end(self):
-        super().close()
 
 
 @pytest.fixture(scope="session")
 def kept_agent():
+    """Called as `HostAgent` is: the same agent every time, which outlives those that it is lent to."""
+    from redline.runners.host import PLAIN_IMPORTS, HostAgent
+
+    class KeptAgent(HostAgent):
+        def close(self):
+            assert not self._running, "what was lent it has ended what it ran"
+
     made = []
 
-    def lend(imports=()):
+    def lend(imports=PLAIN_IMPORTS):
         if not made:
             made.append(KeptAgent(PLAIN_IMPORTS))
         made[0].also_import(imports)
@@ -28,12 +22,15 @@ def kept_agent():
 
     yield lend
     for each in made:
-        each.end()
+        HostAgent.close(each)
 
 
-@pytest.fixture(scope="module")
-def one_agent(kept_agent):
-    """What is started in this process on this machine has the same agent, which is started when it is first needed."""
+@pytest.fixture(scope="session", autouse=True)
+def _one_agent(kept_agent):
+    """What runs on this machine has that agent, which is started when it is first needed."""
+    from redline.runners import local
+    from redline.tuner import tuning
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "HostAgent", kept_agent)
         patch.setattr(tuning, "HostAgent", kept_agent)

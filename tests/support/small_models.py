@@ -20,16 +20,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="session")
-def few_threads(threads):
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def small():
     """Makes a small workload without dropout: `small("gpt2", seq_len=16, global_batch=8, n_layer=2)`."""

@@ -1,1 +1,1 @@
-from small_models import cpu, cuda, few_threads, folder, small  # noqa: F401
+from small_models import cpu, cuda, folder, small  # noqa: F401

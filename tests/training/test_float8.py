@@ -19,6 +19,7 @@ from redline.schedule.rounding import FLOOR, loss_allowance, unit_roundoff
 from redline.training import Training
 from redline.training.first_step import first_step
 from redline.training.probe import take
+from tiers import tiered
 from torch import nn
 from torchao.float8.float8_linear import Float8Linear
 
@@ -201,7 +202,7 @@ def on_ranks(made, config):
 
 @pytest.mark.parametrize(
     ("precision", "knobs"),
-    [("fp8", {"tp": 2, "sequence_parallel": True}), ("fp8_rowwise", {"tp": 2}), ("fp8", {"pp": 2})],
+    tiered([("fp8", {"tp": 2, "sequence_parallel": True})], [("fp8_rowwise", {"tp": 2}), ("fp8", {"pp": 2})]),
     ids=str,
 )
 def test_ranks_that_share_a_model_convert_what_they_hold(two, small, precision, knobs):

@@ -132,7 +132,7 @@ def test_samples_are_the_same_when_the_strategy_changes_five_times(small, run, c
 
 @pytest.mark.parametrize(
     "config",
-    tiered([{"micro_batch": 1}, PARTS["zero3"], PARTS["pp2"]], [{"micro_batch": 4}, PARTS["dp2"], PARTS["tp2"]]),
+    tiered([PARTS["zero3"], PARTS["pp2"]], [{"micro_batch": 1}, {"micro_batch": 4}, PARTS["dp2"], PARTS["tp2"]]),
     ids=str,
 )
 def test_every_token_counts_alike_however_uneven_samples_are_cut(small, run, corpus, config):
@@ -174,7 +174,7 @@ def reference(workload, clip, steps):
     return losses, norms
 
 
-QUICK = {"gpt2": ("tp2", "zero1", "pp2"), "llama": ("one", "zero3", "tp2·pp2")}
+QUICK = {"gpt2": ("tp2", "pp2"), "llama": ("zero3", "tp2·pp2")}
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_the_moving_average_is_one(small, tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=() if name in ("tp2", "zero3", "pp2") else pytest.mark.slow)
+        pytest.param(config, id=name, marks=() if name in ("zero3", "pp2") else pytest.mark.slow)
         for name, config in PARTS.items()
     ],
 )
@@ -315,7 +315,7 @@ def test_evaluations_say_the_same_whatever_the_strategy(small, run, corpus, conf
     assert whole.of("evaluation", "loss") != whole.losses[2::3]
 
 
-@pytest.mark.parametrize("config", [{"micro_batch": 4}, PARTS["zero3"], PARTS["pp2"]], ids=["one", "zero3", "pp2"])
+@pytest.mark.parametrize("config", tiered([{"micro_batch": 4}, PARTS["pp2"]], [PARTS["zero3"]]), ids=str)
 def test_an_evaluation_changes_nothing_of_the_training(small, run, tmp_path, config):
     """Bit for bit, dropout on, and held-out samples that are drawn by a workload's own function."""
     workload = small("gpt2", resid_pdrop=0.3)
@@ -325,7 +325,7 @@ def test_an_evaluation_changes_nothing_of_the_training(small, run, tmp_path, con
         held = dcp_tensors(CheckpointFolder(tmp_path / str(plan)).all()[0].path)
         return found.losses, {name: each.read() for name, each in held.items()}
 
-    (plain, weights), (between, same) = losses(), losses(eval_every=1, eval_steps=2)
+    (plain, weights), (between, same) = losses(), losses(eval_every=2, eval_steps=2)
     assert between == plain
     assert unequal(weights, same) == []
 

@@ -52,11 +52,11 @@ def test_adapters_start_as_nothing_and_then_train(small):
     tiered(
         [
             ("llama", {"zero": 3}),
-            ("llama", {"pp": 2}),
-            ("gpt2", {"tp": 2}),
             ("bert", {"tp": 2, "sequence_parallel": True}),
         ],
         [
+            ("llama", {"pp": 2}),
+            ("gpt2", {"tp": 2}),
             ("llama", {"zero": 0}),
             ("llama", {"zero": 1}),
             ("llama", {"tp": 2}),

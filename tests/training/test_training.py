@@ -10,6 +10,7 @@ from redline.errors import WorkloadError
 from redline.models import flops_of
 from redline.schedule.rounding import allowance, loss_allowance
 from redline.training import Training
+from tiers import diagonal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -47,18 +48,20 @@ def operators(workload, **knobs):
     return mode, training
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "llama"])
 @pytest.mark.parametrize(
-    "knobs",
-    [
-        {"micro_batch": 1},
-        {"micro_batch": 8},
-        {"checkpoint_ratio": 0.5},
-        {"checkpoint_ratio": 1.0},
-        {"attention": "eager"},
-        {"fused_optimizer": False},
-        {"micro_batch": 2, "checkpoint_ratio": 1.0, "attention": "eager", "fused_optimizer": False},
-    ],
+    ("family", "knobs"),
+    diagonal(
+        ["gpt2", "bert", "llama"],
+        [
+            {"micro_batch": 1},
+            {"micro_batch": 8},
+            {"checkpoint_ratio": 0.5},
+            {"checkpoint_ratio": 1.0},
+            {"attention": "eager"},
+            {"fused_optimizer": False},
+            {"micro_batch": 2, "checkpoint_ratio": 1.0, "attention": "eager", "fused_optimizer": False},
+        ],
+    ),
     ids=str,
 )
 def test_what_is_computed_does_not_depend_on_how_a_step_is_run(small, seed, family, knobs):

@@ -18,35 +18,9 @@ import torch
 import yaml
 from processes import left_of
 from redline.results import Status
-from redline.runners import local
-from redline.runners.function import Calls
-from redline.runners.host import HostAgent
 
 # Test modules are imported by path, so that other processes cannot import them by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="module")
-def agent():
-    made = HostAgent(Calls(len).imports)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def quick(agent, monkeypatch):
-    """Searches share one host agent, which is what takes the time."""
-
-    class Shared:
-        run, stop, wait_ready = agent.run, agent.stop, agent.wait_ready
-
-        def __init__(self, imports):
-            assert set(imports) <= set(Calls(len).imports)
-
-        def close(self):
-            """It is the next search's too."""
-
-    monkeypatch.setattr(local, "HostAgent", Shared)
 
 
 def ways(*names):
@@ -100,7 +74,7 @@ def test_every_way_of_dying_is_an_outcome_and_the_search_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_this_one(isolate, tmp_path, quick):
+def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_this_one(isolate, tmp_path):
     def fn(config):
         match config["how"]:
             case "by hand":
@@ -161,7 +135,7 @@ def test_what_it_raises_or_returns_is_read_alike_in_a_process_of_its_own_and_in_
     assert (best.unit, best.peak_memory_mib) == ("images/s", 10.0)
 
 
-def test_nothing_that_a_call_changes_or_prints_reaches_this_process(tmp_path, quick, capfd):
+def test_nothing_that_a_call_changes_or_prints_reaches_this_process(tmp_path, capfd):
     calls = []
 
     def fn(config):
@@ -193,7 +167,7 @@ def test_isolate_false_keeps_the_call_in_this_process(tmp_path):
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["asked"]["runner"] == "function"
 
 
-def test_a_call_ends_with_everything_it_started(tmp_path, quick):
+def test_a_call_ends_with_everything_it_started(tmp_path):
     def fn(config):
         child = subprocess.Popen(["sleep", "599"], start_new_session=True)
         (tmp_path / config["how"]).write_text(str(child.pid))
@@ -209,7 +183,7 @@ def test_a_call_ends_with_everything_it_started(tmp_path, quick):
     assert left_of((tmp_path / how).read_text() for how in ("returns", "hangs")) == []
 
 
-def test_calls_run_at_once_where_that_is_asked_for(tmp_path, quick):
+def test_calls_run_at_once_where_that_is_asked_for(tmp_path):
     def fn(config):
         mine, other = (tmp_path / config["how"], tmp_path / ("b" if config["how"] == "a" else "a"))
         mine.touch()
@@ -221,7 +195,7 @@ def test_calls_run_at_once_where_that_is_asked_for(tmp_path, quick):
     assert [trial.measurement.status for trial in result.all_trials] == [Status.OK, Status.OK]
 
 
-def test_a_call_within_its_memory_limit_has_its_peak_measured(quick):
+def test_a_call_within_its_memory_limit_has_its_peak_measured():
     def fn(config):
         return float(len(bytearray(200 << 20)))
 
@@ -232,7 +206,7 @@ def test_a_call_within_its_memory_limit_has_its_peak_measured(quick):
     assert trial.measurement.peak_memory_mib is None and trial.measurement.memory_limit_mib is None
 
 
-def test_when_the_machine_runs_out_of_memory_the_kernel_takes_the_call(quick):
+def test_when_the_machine_runs_out_of_memory_the_kernel_takes_the_call():
     def fn(config):
         return float(open("/proc/self/oom_score_adj").read())
 

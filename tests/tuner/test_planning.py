@@ -71,13 +71,13 @@ def test_what_the_devices_cannot_compute_becomes_something_exact_and_is_said(tin
     assert "precision=fp8 could not be kept: knob 'precision' has no value 'fp8'" in found.why
 
 
-def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(large):
-    workload, asked = with_samples_of(large, LIKE), {"devices": 8, "like": LIKE, "hardware": H100}
-    measure = estimator(workload, 8)
-    unbound = plan(large, **asked, headroom=0.0)
+def test_no_other_configuration_that_leaves_the_headroom_has_more_hope(tiny):
+    workload, asked = with_samples_of(tiny, LIKE), {"devices": 2, "like": LIKE, "hardware": H100}
+    measure = estimator(workload, 2)
+    unbound = plan(tiny, **asked, headroom=0.0)
     headroom = 1 - 0.8 * unbound.estimate.peak_memory_mib / measure.memory_limit_mib
-    found = plan(large, **asked, headroom=headroom)
-    space, _ = training_space(workload, planning._device(_hardware()), 8, LIKE)
+    found = plan(tiny, **asked, headroom=headroom)
+    space, _ = training_space(workload, planning._device(_hardware()), 2, LIKE)
     table = measure.table(list(space))
     room = table.fullest_memory_mib <= (1 - headroom) * measure.memory_limit_mib
     assert 0 < room.sum() < len(table)
@@ -247,13 +247,13 @@ def test_each_fallback_needs_clearly_less_than_all_that_failed_until_none_is_lef
         need = each.estimate.peak_memory_mib
 
 
-def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(large):
-    begin = plan(large, devices=8, like=LIKE, hardware=H100)
-    taken = safer(large, begin.config, devices=8, hardware=H100)
-    workload = with_samples_of(large, LIKE)
-    space, _ = training_space(workload, planning._device(_hardware()), 8, LIKE)
+def test_a_fallback_is_the_fastest_of_what_needs_clearly_less(tiny):
+    begin = plan(tiny, devices=2, like=LIKE, hardware=H100)
+    taken = safer(tiny, begin.config, devices=2, hardware=H100)
+    workload = with_samples_of(tiny, LIKE)
+    space, _ = training_space(workload, planning._device(_hardware()), 2, LIKE)
     configs = list(space)
-    table = estimator(workload, 8).table(configs)
+    table = estimator(workload, 2).table(configs)
     less = table.fullest_memory_mib <= CLEARLY_LESS * begin.estimate.peak_memory_mib
     assert taken.estimate.throughput == pytest.approx(table.throughput[less].max(), rel=2e-3)
     share = 100 * taken.estimate.throughput / begin.estimate.throughput

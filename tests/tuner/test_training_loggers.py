@@ -17,6 +17,7 @@ from redline.tuner.train.chosen import Strategy
 from redline.tuner.train.driver import train
 from redline.tuner.train.listener import Begun, TrainListener
 from redline.tuner.train.request import TrainRequest
+from tiers import tiered
 
 
 def begun(folder, step=0, zero=0):
@@ -101,7 +102,7 @@ def test_tensorboard_takes_back_what_lost_ranks_do_again(tmp_path):
     assert len(events.Scalars("train/loss")) == len(LOSSES)
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", tiered([True], [False]))
 def test_mlflow_goes_on_in_its_run_and_has_no_step_twice(tmp_path, monkeypatch, lost):
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy")

@@ -7,7 +7,8 @@ import sys
 import pytest
 from house import ROOT
 
-MIB = 1 << 20
+pytestmark = pytest.mark.slow
+
 SLACK_MIB = 32
 """What allocators, a mapped block and the file system's buffers may take besides."""
 

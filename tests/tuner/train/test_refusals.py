@@ -5,11 +5,11 @@ import json
 import pytest
 from train_commands import SIZES, ended, trained
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_agent")]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def finished(here, one_agent):
+def finished(here):
     """A training of six steps."""
     assert ended(here, *trained("train", "llama", "finished", "--average", "0.9", steps=6)) == 0
     return "finished"

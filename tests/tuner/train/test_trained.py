@@ -11,7 +11,7 @@ from redline.models.layouts.dcp import dcp_tensors
 from redline.training.checkpoint.folder import CheckpointFolder
 from train_commands import GPT2, PLAIN, SIZES, curve, ended, trained
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("one_agent")]
+pytestmark = pytest.mark.timeout(900)
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -20,7 +20,7 @@ os.execv(sys.executable, [sys.executable, "-m", "redline.tuner.cli", *sys.argv[1
 
 
 @pytest.fixture(scope="module")
-def base(here, one_agent):
+def base(here):
     """The folder of a Llama in Hugging Face's form, which a training of all weights has written."""
     assert ended(here, *trained("train", "llama", "base-trained", steps=2)) == 0
     assert ended(here, "convert", "base-trained", "base") == 0
