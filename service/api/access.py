@@ -58,11 +58,12 @@ def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
     parts = parts_of(request)
     address = request.client.host if request.client else ""
     if given is not None:
-        user = user_of(parts, given.credentials, address)
-    elif cookie := request.cookies.get(cookie_name(request)):
-        user = user_of(parts, cookie, address)
+        token = given.credentials
+        user = user_of(parts, token, address)
+    elif token := request.cookies.get(cookie_name(request), ""):
+        user = user_of(parts, token, address)
         brought = request.headers.get(CSRF, "")
-        if request.method not in _SAFE and not hmac.compare_digest(brought.encode(), csrf_of(cookie).encode()):
+        if request.method not in _SAFE and not hmac.compare_digest(brought.encode(), csrf_of(token).encode()):
             raise Problem(
                 403,
                 "csrf",
@@ -75,7 +76,7 @@ def _caller(request: Request, given: Annotated[Any, Depends(bearer)]) -> User:
         )  # fmt: skip
     if not request.url.path.startswith(_UNLIMITED):
         parts.rates.take(f"user {user.id}", f"{user.name} asks more often than this server allows; wait a little")
-    request.state.user = user.name
+    request.state.user, request.state.token = user.name, token
     return user
 
 

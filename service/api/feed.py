@@ -7,8 +7,9 @@ that nothing is missed, by whom and after whatever.
 import asyncio
 import json
 import logging
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -26,6 +27,8 @@ REMEMBERED = 10_000
 MOST_LISTENERS = 2000
 KEEP_ALIVE_S = 15.0
 """A comment is sent after so long without an event, so that proxies and dead connections show."""
+CHECKED_S = 30.0
+"""How often it is asked whether who listens still may, s."""
 PAGE = 1000
 """Events that are read at once."""
 _log = logging.getLogger(__name__)
@@ -109,12 +112,15 @@ class Feed:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def follow(self, after: int | None, search: str | None = None) -> AsyncIterator[bytes]:
+    async def follow(
+        self, after: int | None, search: str | None = None, allowed: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[bytes]:
         """What happens, as chunks of a stream.
 
         Args:
             after: the event that was seen last; None for what happens from now on.
             search: only what happens to it; the stream ends when it does.
+            allowed: asked now and then, in a thread, whether who listens still may; the stream ends when not.
 
         Raises:
             Problem: there are too many listeners.
@@ -124,10 +130,14 @@ class Feed:
         self.listeners += 1
         try:
             yield b"retry: 1000\n\n"
-            seen = await self._begin(after)
+            seen, checked = await self._begin(after), time.monotonic()
             while not self._stopped:
                 changed = self._changed
                 try:
+                    if time.monotonic() - checked > CHECKED_S:
+                        if not await asyncio.to_thread(allowed):
+                            return
+                        checked = time.monotonic()
                     found, seen = await self._since(seen, search)
                 except ServiceError:  # it is missed by nobody: it is read when the database is back
                     yield b": the database is away\n\n"

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ... import __version__
@@ -54,10 +54,14 @@ def _turn(search: Search) -> tuple[int, float]:
 
 @router.get("/v1/events", response_class=StreamingResponse, responses=STREAM)
 async def events(
-    user: Reader, parts: PartsOf, after: EventId | None = None, last_event_id: Annotated[str | None, Header()] = None
+    user: Reader,
+    request: Request,
+    parts: PartsOf,
+    after: EventId | None = None,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
     """What happens to all searches and the pool, from now on or behind an event."""
-    return stream(parts, resumed(after, last_event_id), None)
+    return stream(request, parts, resumed(after, last_event_id), None)
 
 
 @router.get("/v1/history")

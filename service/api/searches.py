@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Path, Query
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
 from ...errors import Refused, UsageError
@@ -175,6 +175,7 @@ def best(search: SearchId, user: Reader, parts: PartsOf) -> dict[str, Any]:
 async def events(
     search: SearchId,
     user: Reader,
+    request: Request,
     parts: PartsOf,
     after: EventId = 0,
     last_event_id: Annotated[str | None, Header()] = None,
@@ -183,7 +184,7 @@ async def events(
     from anyio.to_thread import run_sync
 
     await run_sync(parts.store.search, search)
-    return stream(parts, resumed(after, last_event_id), search)
+    return stream(request, parts, resumed(after, last_event_id), search)
 
 
 def resumed(after: int | None, header: str | None) -> int | None:
@@ -199,10 +200,14 @@ def resumed(after: int | None, header: str | None) -> int | None:
     return int(header)
 
 
-def stream(parts: Parts, after: int | None, search: str | None) -> Response:
-    """Server-sent events."""
+def stream(request: Request, parts: Parts, after: int | None, search: str | None) -> Response:
+    """Server-sent events, for as long as the token is good that asked for them."""
+
+    def allowed() -> bool:
+        return parts.store.user_of(request.state.token) is not None
+
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(parts.feed.follow(after, search), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(parts.feed.follow(after, search, allowed), media_type="text/event-stream", headers=headers)
 
 
 @router.get("/{search}/logs/{trial}", response_class=PlainTextResponse, responses={206: {}, 416: {}})

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from itertools import islice
 
 import pytest
 from redline.service.api import feed as feeds
@@ -89,6 +90,21 @@ def test_listeners_who_leave_are_forgotten_and_cost_nobody_anything(service):
             time.sleep(0.05)
         assert service.parts.feed.listeners == 0
         assert client.get("/v1/me").status_code == 200
+
+
+def test_a_stream_ends_when_its_token_is_revoked(service, monkeypatch):
+    monkeypatch.setattr(feeds, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(feeds, "CHECKED_S", 0.1)
+    with service.client("reader") as reader, service.client() as other:
+        with reader.stream("GET", "/v1/events") as theirs, other.stream("GET", "/v1/events") as another:
+            lines, others = theirs.iter_lines(), another.iter_lines()
+            for each in range(6):  # it goes on while the token is good
+                assert next(lines) is not None, each
+            service.store.revoke(service.tokens["reader"])
+            assert len(list(islice(lines, 1000))) < 1000
+            service.store.tell(None, "said", {"number": 7})
+            assert "7" in next(each for each in others if each.startswith("data: "))
+        assert reader.get("/v1/me").status_code == 401
 
 
 def test_many_idle_listeners_hear_of_what_happens(service):
