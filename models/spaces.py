@@ -347,6 +347,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         blocks=len(blocks),
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
+            sp=lambda ranks, tp: "" if ranks == 1 else ignored("sp"),
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
             float8=lambda ranks: unconvertible(each.module for each in blocks),
