@@ -181,12 +181,13 @@ def time_names() -> tuple[str, ...]:
 
 def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     """For each term of `links`, where its traffic goes between nodes: booleans, shape (n,)."""
-    stage = cols.tp * cols.dp > per_node
+    stage = cols.tp * cols.replicas > per_node
     return {
         "tensor parallel": cols.tp > per_node,
+        "sequence exchange": cols.tp * cols.sp > per_node,
         "data parallel": stage,
         "parameter gathers": cols.tp * cols.shares > per_node,
-        "pipeline transfers": (cols.tp * cols.dp * cols.pp > per_node) & (cols.tp * cols.dp >= per_node),
+        "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),
         "offload": np.zeros(len(cols), bool),
     }
 

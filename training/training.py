@@ -213,6 +213,10 @@ class Training:
             raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
         if obstacle := hsdp_obstacle(groups, self.world.replicas, zero):
             raise WorkloadError(obstacle)
+        if self.world.sp > 1 and (workload.loss is not None or (workload.seq_len or 1) % self.world.sp):
+            why = "the workload's own loss is of whole samples" if workload.loss is not None else ""
+            why = why or f"sp must divide the {workload.seq_len or 'unknown'} tokens of a sample"
+            raise WorkloadError(f"sp={self.world.sp} cannot be: {why}")
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}")
