@@ -156,9 +156,11 @@ def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("matmul", "attention", "memory-bound", "recomputation", "optimizer"),
     "launches": ("launches", "fixed"),
-    "links": ("tensor parallel", "data parallel", "parameter gathers", "pipeline transfers", "offload"),
+    "links": (
+        "tensor parallel", "sequence exchange", "data parallel", "parameter gathers", "pipeline transfers", "offload",
+    ),
     "stalls": ("stalls", "allocator retries"),
-}
+}  # fmt: skip
 """Terms of the step by group; the bubble goes with what a slot consists of."""
 NETWORK = "network"
 """A further group: the terms of `links` where they leave the node."""
@@ -171,7 +173,7 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
     "overhead": ("context",),
 }  # fmt: skip
 """Terms of the peak by group."""
-_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
+_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "sequence exchange")
 
 
 def time_names() -> tuple[str, ...]:

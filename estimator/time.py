@@ -31,7 +31,8 @@ TIME_TERMS = (
 BINDS = {
     "matmul": "compute", "attention": "compute", "recomputation": "compute",
     "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
-    "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links", "parameter gathers": "links",
+    "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links",
+    "parameter gathers": "links",
     "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
     "bubble": "bubble",
 }  # fmt: skip

@@ -132,7 +132,7 @@ def _ways(devices: int, refused: _Refused, together: dict[tuple[int, int], str],
 
 def _no_sequences(sp: int, devices: int, device: Device, support: Support, seq_len: int | None, own_loss: bool) -> str:
     """Why so many ranks cannot share sequences; empty where they can."""
-    if why := support.sp(sp, 1) or _beyond_host(sp, devices, device):
+    if why := support.sp(sp, 1) or _beyond_host(sp, devices, device, "a sequence"):
         return why
     if own_loss:
         return "the workload's own loss is of whole samples, and ranks that share them have a piece each"
@@ -150,7 +150,10 @@ def _not_together(
         for tp, sp in product(degrees, repeat=2)
         if devices % (tp * sp) == 0 and not refused["tp"][tp] and not refused["sp"][sp]
     ]
-    reasons = {(tp, sp): support.sp(sp, tp) or _beyond_host(tp * sp, devices, device) for tp, sp in pairs}
+    reasons = {
+        (tp, sp): support.sp(sp, tp) or _beyond_host(tp * sp, devices, device, "a layer or a sequence")
+        for tp, sp in pairs
+    }
     return {pair: reason for pair, reason in reasons.items() if reason}
 
 
@@ -345,13 +348,13 @@ def _per_host(devices: int, device: Device) -> int:
     return max(each for each in divisors(devices) if each <= max(1, device.count))
 
 
-def _beyond_host(tp: int, devices: int, device: Device) -> str:
+def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str:
     """Why neighbours among the ranks would not be on one host."""
     if device.type != "cuda":
         return ""
     mine = _per_host(devices, device)
-    if mine % tp:
-        return f"ranks that share a layer or a sequence must be on one host, which has {mine} of the {devices} devices"
+    if mine % ranks:
+        return f"ranks that share {share} must be on one host, which has {mine} of the {devices} devices"
     return ""
 
 

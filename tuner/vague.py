@@ -46,8 +46,8 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     **{
         name: STANDARD[name].can_be
         for name in (
-            "tp", "sp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels", "fused_optimizer", "zero",
-            "checkpoint_ratio", "precision",
+            "tp", "sp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels",
+            "fused_optimizer", "zero", "checkpoint_ratio", "precision",
         )
     },
     "attention": lambda value: value in ("eager", *FLASH),

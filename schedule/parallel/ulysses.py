@@ -206,6 +206,7 @@ class CutSequence(Layer):
     part of the loss. The mean of that over the ranks is the loss of the samples."""
 
     order = 60
+    divisible = True
 
     def __init__(self, axis: Axis, shifts: bool, first_position: int | None) -> None:
         self.axis, self.shifts, self.first_position = axis, shifts, first_position
