@@ -150,11 +150,11 @@ def _not_together(
         for tp, sp in product(degrees, repeat=2)
         if devices % (tp * sp) == 0 and not refused["tp"][tp] and not refused["sp"][sp]
     ]
-    reasons = {
-        (tp, sp): support.sp(sp, tp) or _beyond_host(tp * sp, devices, device, "a layer or a sequence")
-        for tp, sp in pairs
-    }
-    return {pair: reason for pair, reason in reasons.items() if reason}
+    reasons = {}
+    for tp, sp in pairs:
+        if why := support.sp(sp, tp) or _beyond_host(tp * sp, devices, device, "a layer or a sequence"):
+            reasons[tp, sp] = why
+    return reasons
 
 
 def _zero(space: Space) -> None:
