@@ -48,6 +48,7 @@ CONFIGURATIONS = {
     "zero 3, offload": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "offload": "optimizer"},
     "hsdp": {"micro_batch": 2, "grad_accum": 4, "dp": 4, "zero": 3, "hsdp": 2, "precision": "bf16"},
     "tp and dp": {"micro_batch": 4, "grad_accum": 4, "tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True},
+    "sp": {"micro_batch": 4, "grad_accum": 4, "sp": 2, "dp": 2, "zero": 3, "precision": "bf16"},
     "tp, pp, dp": {
         "micro_batch": 4, "grad_accum": 4, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "precision": "bf16_pure",
         "fused_optimizer": True, "pipeline_schedule": "gpipe",
