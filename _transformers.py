@@ -5,7 +5,7 @@ Checked with transformers 5.0 to 5.23. Nothing here imports it before it is need
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OF_MODELS = (
     "_supports_sdpa", "_supports_flash_attn", "_init_weights", "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save", "_supports_attention_backend",
 )  # fmt: skip
 """Attributes of its models that are read or called here."""
 
@@ -57,6 +57,18 @@ def supports_sdpa(model_class: Any) -> bool:
 def supports_flash(model_class: Any) -> bool:
     """Whether a family has attention by the flash-attn package."""
     return bool(model_class._supports_flash_attn)
+
+
+def attends_by_name(model: Any) -> bool:
+    """Whether all its attention is a function that transformers finds by the name in the configuration."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def change_attention(model: "nn.Module", make: Callable[[str], str]) -> None:
+    """Gives every configuration in a model another name of its attention, made of the one that it has."""
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    for config in configs.values():
+        config._attn_implementation_internal = make(config._attn_implementation)
 
 
 def initialise(model: Any, module: "nn.Module") -> None:

@@ -156,9 +156,11 @@ def carried(found: Sequence[Correction], prior: np.ndarray) -> Correction:
 TIME_GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("matmul", "attention", "memory-bound", "recomputation", "optimizer"),
     "launches": ("launches", "fixed"),
-    "links": ("tensor parallel", "data parallel", "parameter gathers", "pipeline transfers", "offload"),
+    "links": (
+        "tensor parallel", "sequence exchange", "data parallel", "parameter gathers", "pipeline transfers", "offload",
+    ),
     "stalls": ("stalls", "allocator retries"),
-}
+}  # fmt: skip
 """Terms of the step by group; the bubble goes with what a slot consists of."""
 NETWORK = "network"
 """A further group: the terms of `links` where they leave the node."""
@@ -171,7 +173,7 @@ MEMORY_GROUPS: Mapping[str, tuple[str, ...]] = {
     "overhead": ("context",),
 }  # fmt: skip
 """Terms of the peak by group."""
-_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel")
+_IN_SLOTS = ("matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "sequence exchange")
 
 
 def time_names() -> tuple[str, ...]:
@@ -181,12 +183,13 @@ def time_names() -> tuple[str, ...]:
 
 def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     """For each term of `links`, where its traffic goes between nodes: booleans, shape (n,)."""
-    stage = cols.tp * cols.dp > per_node
+    stage = cols.tp * cols.replicas > per_node
     return {
         "tensor parallel": cols.tp > per_node,
+        "sequence exchange": cols.tp * cols.sp > per_node,
         "data parallel": stage,
         "parameter gathers": cols.tp * cols.shares > per_node,
-        "pipeline transfers": (cols.tp * cols.dp * cols.pp > per_node) & (cols.tp * cols.dp >= per_node),
+        "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),
         "offload": np.zeros(len(cols), bool),
     }
 

@@ -113,7 +113,7 @@ class Estimator:
         units = samples * (self.training.seq_len or 1)
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(np.isfinite(step), units / (step * 1e-3), 0.0)
-            devices = cols.tp * cols.pp * cols.dp
+            devices = cols.tp * cols.pp * cols.replicas
             rate_of = {each: self.hardware.rate(each) for each in set(cols.precision.tolist())}
             rates = np.array([rate_of[each] for each in cols.precision.tolist()])
             mfu = throughput * flops / (devices * rates)
@@ -304,7 +304,7 @@ class Estimator:
 
     def _time_noise(self, cols: KnobArrays) -> np.ndarray:
         """Standard deviation of the logarithm of a single step time; runs over several nodes scatter more."""
-        several = cols.tp * cols.pp * cols.dp > self.hardware.devices_per_node
+        several = cols.tp * cols.pp * cols.replicas > self.hardware.devices_per_node
         return np.where(several, self.constants.network_noise, self.constants.time_noise)
 
     def _memory_prior(self) -> np.ndarray:

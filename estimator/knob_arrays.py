@@ -15,7 +15,7 @@ from .facts.model_facts import Variant
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "sp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -42,6 +42,8 @@ class KnobArrays:
     """The knobs of n configurations: arrays of length n."""
 
     tp: np.ndarray
+    sp: np.ndarray
+    """Ranks that share each sequence."""
     pp: np.ndarray
     dp: np.ndarray
     zero: np.ndarray
@@ -73,9 +75,14 @@ class KnobArrays:
         return len(self.tp)
 
     @property
+    def replicas(self) -> np.ndarray:
+        """Ranks that have the same weights to train: those that share a sequence among them."""
+        return self.dp * self.sp
+
+    @property
     def shares(self) -> np.ndarray:
         """Replicas that share what ZeRO cuts."""
-        return self.dp // self.hsdp
+        return self.replicas // self.hsdp
 
     def order_that(self, fact: str) -> np.ndarray:
         """Where a `fact` of `redline.orders.Order` is true of the order of micro-batches: booleans."""
@@ -144,14 +151,16 @@ def knob_arrays(
     """
     table = _Table(configs)
     values = _knobs(table, setup)
-    tp, pp = values["tp"], values["pp"]
-    dp = _replicas(table, setup, tp * pp)
+    sp, pp = values["sp"], values["pp"]
+    dp = _replicas(table, setup, values["tp"] * sp * pp)
     accum = _accumulation(table, setup, values["micro_batch"] * dp)
     for name, array in (("dp", dp), ("grad_accum", accum)):
         table.refuse(array < 1, f"{name} must be at least 1")
     for at in np.flatnonzero(values["hsdp"] > 1).tolist():
-        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at]), int(values["zero"][at])):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at] * sp[at]), int(values["zero"][at])):
             raise UsageError(f"configuration {table.show(at)}: {why}")
+    length = setup.seq_len or 1
+    table.refuse(length % sp != 0, f"sp must divide the tokens of a sample, {length}", sp)
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}
@@ -181,7 +190,7 @@ def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.nd
     if table.has("dp"):
         return table.numbers("dp", int, 1)
     dp = setup.devices // split
-    table.refuse(dp * split != setup.devices, f"tp * pp must divide the devices, {setup.devices}", split)
+    table.refuse(dp * split != setup.devices, f"tp * sp * pp must divide the devices, {setup.devices}", split)
     return dp
 
 
@@ -198,7 +207,7 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 
 
 _BOUNDS = {
-    "tp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None), "zero": (0, 3),
+    "tp": (1, None), "sp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None), "zero": (0, 3),
     "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
 }  # fmt: skip
 """Least and largest values of knobs that are numbers."""

@@ -77,7 +77,7 @@ def stage_peak(
 
 def _beside(rank: Rank) -> np.ndarray:
     """Where weights are whole from forward to backward, beside the pieces that are updated (ZeRO 2)."""
-    return rank.setup.own & gathered_at("step", rank.cols.zero) & (rank.dp > 1)
+    return rank.setup.own & gathered_at("step", rank.cols.zero) & (rank.replicas > 1)
 
 
 def _shares(rank: Rank, what: str) -> np.ndarray:
@@ -123,7 +123,7 @@ def _gathered(rank: Rank) -> np.ndarray:
 def _exchanged(rank: Rank) -> np.ndarray:
     """Gradients on their way: from ZeRO 2 on those of two blocks before they are scattered; below two buckets, or a
     second copy of all where they are no views of buckets (DistributedDataParallel)."""
-    zero, several = rank.cols.zero, rank.dp > 1
+    zero, several = rank.cols.zero, rank.replicas > 1
     whole = rank.weights * rank.form.gradient
     scattered = np.minimum(rank.two_blocks, rank.weights) * rank.form.gradient
     bucket = whole if rank.setup.bucket_copy else np.minimum(2 * rank.setup.bucket_mib * MIB, whole)

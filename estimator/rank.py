@@ -111,9 +111,9 @@ class Rank:
         return self.cols.tp.astype(float)
 
     @cached_property
-    def dp(self) -> np.ndarray:
-        """Replicas."""
-        return self.cols.dp.astype(float)
+    def replicas(self) -> np.ndarray:
+        """Ranks that have the same weights to train."""
+        return self.cols.replicas.astype(float)
 
     @cached_property
     def accum(self) -> np.ndarray:
@@ -127,8 +127,8 @@ class Rank:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Tokens of a micro-batch."""
-        return self.cols.micro_batch * float(self.seq_len)
+        """Tokens of a micro-batch on the rank."""
+        return self.cols.micro_batch * float(self.seq_len) / self.cols.sp
 
     @cached_property
     def sequence(self) -> np.ndarray:

@@ -25,7 +25,7 @@ class TrainingSetup:
     """
 
     devices: int = 1
-    """Devices of the run; a configuration's tp * pp * dp must be this."""
+    """Devices of the run; a configuration's tp * sp * pp * dp must be this."""
     seq_len: int | None = None
     """Tokens of a sequence. None: that of the workload, else a sample counts as one token."""
     global_batch: int | None = None
@@ -35,6 +35,7 @@ class TrainingSetup:
 
     # What a configuration without the knob has.
     tp: int = 1
+    sp: int = 1
     pp: int = 1
     zero: int = 0
     hsdp: int = 1
@@ -95,7 +96,7 @@ class TrainingSetup:
     """Further settings, kept for the record only."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tp", "pp", "hsdp", "micro_batch", "virtual_stages"):
+        for name in ("devices", "tp", "sp", "pp", "hsdp", "micro_batch", "virtual_stages"):
             _at_least_one(name, getattr(self, name))
         for name in ("seq_len", "global_batch", "grad_accum"):
             if getattr(self, name) is not None:

@@ -68,8 +68,14 @@ def shape_space(
     def undivided(stages: int) -> str:
         return "" if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
 
-    support = Support(tp=uncut, pp=undivided, sequence_parallel="", zero="", offload="")
-    spread = parallel.declare(space, global_batch, device, devices, support, any_batch=False)
+    def apart(ranks: int, tp: int) -> str:
+        even = shape.heads % (ranks * tp) == 0
+        return "" if even else f"tp * sp, {tp} * {ranks}, must divide the {shape.heads} attention heads"
+
+    support = Support(tp=uncut, sp=apart, pp=undivided, sequence_parallel="", zero="", offload="")
+    spread = parallel.declare(
+        space, global_batch, device, devices, support, any_batch=False, seq_len=seq_len, own_loss=False
+    )
     sizes = sorted({size for dp in spread.replicas for size in micro_batches(global_batch // dp)})
     micro = space.choice("micro_batch", sizes, help="sequences in one forward pass of one replica", monotone_memory=1)
     space.choice(

@@ -22,7 +22,8 @@ from .setup import TrainingSetup
 from .stages import Stage, crossings, idle_slot, staged
 
 TIME_TERMS = (
-    "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel", "data parallel",
+    "matmul", "attention", "memory-bound", "recomputation", "launches", "tensor parallel",
+    "sequence exchange", "data parallel",
     "parameter gathers", "pipeline transfers", "bubble", "optimizer", "offload", "stalls",
     "allocator retries", "fixed",
 )  # fmt: skip
@@ -30,7 +31,8 @@ TIME_TERMS = (
 BINDS = {
     "matmul": "compute", "attention": "compute", "recomputation": "compute",
     "memory-bound": "memory bandwidth", "optimizer": "memory bandwidth", "launches": "launches",
-    "fixed": "launches", "tensor parallel": "links", "data parallel": "links", "parameter gathers": "links",
+    "fixed": "launches", "tensor parallel": "links", "sequence exchange": "links", "data parallel": "links",
+    "parameter gathers": "links",
     "pipeline transfers": "links", "offload": "links", "stalls": "links", "allocator retries": "memory",
     "bubble": "bubble",
 }  # fmt: skip
@@ -88,7 +90,7 @@ def _part_work(
 ) -> _Work:
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
-    tokens = cols.micro_batch * float(seq)
+    tokens = cols.micro_batch * float(seq) / cols.sp
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
     width = 4 if facts.precision == "fp32" else 2
     zero = np.zeros(len(tp))
@@ -212,6 +214,7 @@ def _stage_time(
         "recomputation": accum * slot.again,
         "launches": accum * slot.launches,
         "tensor parallel": accum * slot.tensor,
+        "sequence exchange": accum * slot.exchange,
         "data parallel": _data_parallel(rank, slot.backward),
         "parameter gathers": _parameter_gathers(rank, slot.forward, slot.backward),
         "pipeline transfers": transfer,
@@ -236,7 +239,7 @@ class _Rank(Rank):
     @cached_property
     def devices(self) -> np.ndarray:
         """Devices of the training."""
-        return self.tp * self.dp * self.pp
+        return self.tp * self.replicas * self.pp
 
     @cached_property
     def switch(self) -> float:
@@ -284,13 +287,15 @@ class _Slot:
     """For which device and links wait for the host."""
     tensor: np.ndarray
     """Tensor parallelism's collectives."""
+    exchange: np.ndarray
+    """All-to-alls of the ranks that share sequences."""
     forward: np.ndarray
     backward: np.ndarray
     of_weights: np.ndarray
 
     @property
     def whole(self) -> np.ndarray:
-        return self.matmul + self.attention + self.memory + self.again + self.launches + self.tensor
+        return self.matmul + self.attention + self.memory + self.again + self.launches + self.tensor + self.exchange
 
 
 def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
@@ -312,6 +317,21 @@ def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
     return pair, start
 
 
+def _exchange(rank: _Rank, part: Part) -> np.ndarray:
+    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it,
+    and of what comes out of it; of its bytes a rank sends all but its own share (Jacobs et al., arXiv:2309.14509).
+
+    Keys of fewer heads than ranks are repeated.
+    """
+    kind, sp = part.attention, rank.cols.sp
+    if kind is None or (sp == 1).all():
+        return rank.none
+    ranks = group(sp, rank.cols.tp, rank.devices, rank.hardware, rank.constants)
+    keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
+    width = kind.head_dim * (4 if rank.facts.precision == "fp32" else 2) * rank.tokens / rank.tp
+    return 2 * (ranks.gather(width * kind.heads, rank.collective) + ranks.gather(width * keys, rank.collective))
+
+
 def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
     """One micro-batch: device and links work one after the other, and at least as long as the host launches.
 
@@ -325,7 +345,7 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
         pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
-        ahead = pairs * pair
+        ahead, exchange = pairs * pair, _exchange(rank, part)
         back = ahead * (1 + anew / 2)
         rebuilt = ratio * item.forward
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
@@ -333,14 +353,16 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         out.memory = out.memory + count * (item.memory + item.memory_back)
         out.again = out.again + count * rebuilt
         out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
+        out.exchange = out.exchange + count * (2 + ratio) * exchange
         host = item.host + pairs * start
         host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
-        slack = np.maximum(host - item.forward - ahead, 0.0)
-        slack_back = np.maximum(host_back - item.backward - rebuilt - back - ratio * ahead, 0.0)
+        links = back + ratio * ahead + (1 + ratio) * exchange
+        slack = np.maximum(host - item.forward - ahead - exchange, 0.0)
+        slack_back = np.maximum(host_back - item.backward - rebuilt - links, 0.0)
         out.launches = out.launches + count * (slack + slack_back)
         out.of_weights = out.of_weights + count * (item.matmul_back - item.matmul)
-        out.forward = out.forward + count * (item.forward + ahead + slack)
-        out.backward = out.backward + count * (item.backward + rebuilt + back + ratio * ahead + slack_back)
+        out.forward = out.forward + count * (item.forward + ahead + exchange + slack)
+        out.backward = out.backward + count * (item.backward + rebuilt + links + slack_back)
     return out
 
 
@@ -349,7 +371,7 @@ def _pipeline(rank: _Rank, slot: _Slot) -> tuple[np.ndarray, np.ndarray]:
     if rank.pp == 1:
         return rank.none, rank.none
     hardware, constants, cols = rank.hardware, rank.constants, rank.cols
-    far = rank.tp * rank.dp >= hardware.devices_per_node
+    far = rank.tp * rank.replicas >= hardware.devices_per_node
     rate = np.where(
         far,
         hardware.inter_node.gb_per_s * constants.network_efficiency,
@@ -390,7 +412,7 @@ def _data_parallel(rank: _Rank, backward: np.ndarray) -> np.ndarray:
     behind = gathered_at("update", zero)
     if not setup.own:  # others collect all weights once they are updated
         behind = behind | gathered_at("step", zero)
-    time = np.where(rank.dp > 1, exposed + np.where(behind, gather, 0.0), 0.0)
+    time = np.where(rank.replicas > 1, exposed + np.where(behind, gather, 0.0), 0.0)
     nodes = np.maximum(rank.devices / rank.hardware.devices_per_node, 1.0)
     return time + np.where(rank.devices > 1, constants.straggler_ms * 1e-3 * np.log2(nodes), 0.0)
 
@@ -414,7 +436,7 @@ def _parameter_gathers(rank: _Rank, forward: np.ndarray, backward: np.ndarray) -
     again = np.maximum(missing - backward * most, missing * (1 - most))
     time = np.where(gathered_at("pass", zero), rank.accum * (ahead + again), 0.0)
     once = gathered_at("step", zero) & setup.own
-    return np.where(once, ahead, time) * (rank.dp > 1)
+    return np.where(once, ahead, time) * (rank.replicas > 1)
 
 
 def _update(rank: _Rank) -> np.ndarray:
@@ -458,12 +480,12 @@ def _residual(facts: ModelFacts) -> int:
 
 def stall_chance(cols: KnobArrays, hardware: Hardware, constants: Constants) -> np.ndarray:
     """Chance that a run's pipeline stalls on the network, from 0 to 1; see `Constants.stall_ms`."""
-    nodes = cols.tp * cols.pp * cols.dp / hardware.devices_per_node
+    nodes = cols.tp * cols.pp * cols.replicas / hardware.devices_per_node
     least = constants.stall_least
     chance = least + (1 - least) / (1 + (constants.stall_nodes / nodes) ** 6)
     if constants.stalls_without_zero:
         # The more gradient rings there are beside the pipeline, the likelier.
-        rings = 1 / (1 + (constants.stall_rings / (cols.dp * nodes)) ** 3)
-        chance = np.where((cols.zero == 0) & (cols.dp > 1), np.maximum(chance, rings), chance)
+        rings = 1 / (1 + (constants.stall_rings / (cols.replicas * nodes)) ** 3)
+        chance = np.where((cols.zero == 0) & (cols.replicas > 1), np.maximum(chance, rings), chance)
     possible = (nodes > 1) & (cols.pp > 1) & (constants.stall_ms > 0)
     return np.where(possible, chance, 0.0)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from ..device import Device
 from ..errors import SpaceError
@@ -35,12 +36,23 @@ class Spread:
     """The most there can be: plain data parallelism where the global batch allows it."""
 
 
-def declare(space: Space, total: int, device: Device, devices: int, support: Support, *, any_batch: bool) -> Spread:
-    """Adds `tp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
+def declare(
+    space: Space,
+    total: int,
+    device: Device,
+    devices: int,
+    support: Support,
+    *,
+    any_batch: bool,
+    seq_len: int | None,
+    own_loss: bool,
+) -> Spread:
+    """Adds `tp`, `sp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
     where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
-    `tp` and `pp` carry no hint on memory: what a higher degree saves in weights it can cost in activations
-    (a first stage keeps several micro-batches) or in what fewer replicas are left to share (ZeRO).
+    `tp`, `sp` and `pp` carry no hint on memory: what a higher degree saves in weights or activations it can cost
+    in activations (a first stage keeps several micro-batches, a replica has more samples) or in what fewer
+    replicas are left to share (ZeRO).
 
     Args:
         space: receives the knobs.
@@ -49,6 +61,8 @@ def declare(space: Space, total: int, device: Device, devices: int, support: Sup
         devices: devices of one trial.
         support: what the model's schedule can do.
         any_batch: the samples of a step are not given, so that any number of replicas can share them.
+        seq_len: tokens of a sample; None where samples are not made of tokens.
+        own_loss: whether the loss is not the model's own.
 
     Raises:
         SpaceError: no number of replicas divides the global batch.
@@ -58,59 +72,96 @@ def declare(space: Space, total: int, device: Device, devices: int, support: Sup
     degrees = divisors(devices)
     refused = {
         "tp": {degree: support.tp(degree) or _beyond_host(degree, devices, device) for degree in degrees[1:]},
+        "sp": {degree: _no_sequences(degree, devices, device, support, seq_len, own_loss) for degree in degrees[1:]},
         "pp": {degree: support.pp(degree) for degree in degrees[1:]},
     }
-    ways = _ways(devices, refused, None if any_batch else total)
+    together = _not_together(degrees[1:], refused, devices, device, support)
+    ways = _ways(devices, refused, together, None if any_batch else total)
     if not ways:
         raise SpaceError(_cannot_share(total, devices, refused))
-    default_tp, default_pp = min(ways, key=lambda way: (way[0] * way[1], way[1]))
-    padded = [(tp, support.padding(tp)) for tp in sorted({tp for tp, _ in ways})]
+    default_tp, default_sp, default_pp = min(ways, key=lambda way: (prod(way), way[2], way[1]))
+    padded = [(tp, support.padding(tp)) for tp in sorted({tp for tp, _, _ in ways})]
     notes = "".join(f"; at {degree} {text}" for degree, text in padded if text)
     tp = space.choice("tp", degrees, default=default_tp, others=(), help=f"tensor-parallel degree{notes}")
+    words = "ranks that share a sequence, and heads in attention (Ulysses)"
+    sp = space.choice("sp", degrees, default=default_sp, others=(), help=words)
     pp = space.choice("pp", degrees, default=default_pp, others=(), help="pipeline stages")
-    dp = space.derive("dp", devices // (tp * pp), help="data-parallel replicas")
-    space.require(tp * pp * dp == devices, f"the {devices} devices are shared without a rest")
-    for knob, reasons in ((tp, refused["tp"]), (pp, refused["pp"])):
+    dp = space.derive("dp", devices // (tp * sp * pp), help="data-parallel replicas")
+    space.require(tp * sp * pp * dp == devices, f"the {devices} devices are shared without a rest")
+    for knob, reasons in ((tp, refused["tp"]), (sp, refused["sp"]), (pp, refused["pp"])):
         for reason in dict.fromkeys(each for each in reasons.values() if each):
             space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
-    dps = sorted({devices // (tp * pp) for tp, pp in ways})
-    if dps[-1] > 1:
+    for (cut, shared), reason in together.items():
+        space.require((tp != cut) | (sp != shared), reason)
+    dps = sorted({devices // prod(way) for way in ways})
+    if dps[-1] > 1 or any(sp > 1 for _, sp, _ in ways):
         _zero(space)
-    _hsdp(space, ways, devices, device)
-    if any(tp > 1 for tp, _ in ways):
+    _hsdp(space, sorted({(tp, pp) for tp, _, pp in ways}), devices, device)
+    if any(tp > 1 for tp, _, _ in ways):
         space.flag(
             "sequence_parallel",
             when=tp > 1,
             help="activations between tensor-parallel regions are cut along the sequence",
         )
-    if any(pp > 1 for _, pp in ways):
+    if any(pp > 1 for _, _, pp in ways):
         _pipeline(space, support, [degree for degree in degrees[1:] if not refused["pp"][degree]])
-        if any(pp > 1 and tp * pp < devices for tp, pp in ways):
+        if any(pp > 1 and tp * pp < devices for tp, _, pp in ways):
             space.require(
                 ~space["pipeline_schedule"].isin(SPLITTING) | (space["zero"] < 2),
                 "zero_bubble and zbv compute the gradients of weights apart from the backward pass, in which "
                 "ZeRO 2 and 3 reduce them",
             )
-    return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_pp))
+    return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_sp * default_pp))
 
 
-def _ways(devices: int, refused: dict[str, dict[int, str]], total: int | None) -> list[tuple[int, int]]:
-    """The pairs of tp and pp that are possible, whose replicas share `total` samples; None lets any number share."""
+_Ways = list[tuple[int, int, int]]
+_Refused = dict[str, dict[int, str]]
+
+
+def _ways(devices: int, refused: _Refused, together: dict[tuple[int, int], str], total: int | None) -> _Ways:
+    """The degrees of tp, sp and pp that are possible, whose replicas share `total` samples; None lets any number share."""
     return [
-        (tp, pp)
-        for tp, pp in product(divisors(devices), repeat=2)
-        if devices % (tp * pp) == 0
-        and not refused["tp"].get(tp)
-        and not refused["pp"].get(pp)
-        and (total is None or total % (devices // (tp * pp)) == 0)
+        (tp, sp, pp)
+        for tp, sp, pp in product(divisors(devices), repeat=3)
+        if devices % (tp * sp * pp) == 0
+        and not any(refused[name].get(degree) for name, degree in (("tp", tp), ("sp", sp), ("pp", pp)))
+        and (tp, sp) not in together
+        and (total is None or total % (devices // (tp * sp * pp)) == 0)
     ]
+
+
+def _no_sequences(sp: int, devices: int, device: Device, support: Support, seq_len: int | None, own_loss: bool) -> str:
+    """Why so many ranks cannot share sequences; empty where they can."""
+    if why := support.sp(sp, 1) or _beyond_host(sp, devices, device, "a sequence"):
+        return why
+    if own_loss:
+        return "the workload's own loss is of whole samples, and ranks that share them have a piece each"
+    if seq_len is None or seq_len % sp:
+        return f"sp must divide the {seq_len or 'unknown'} tokens of a sample"
+    return ""
+
+
+def _not_together(
+    degrees: list[int], refused: _Refused, devices: int, device: Device, support: Support
+) -> dict[tuple[int, int], str]:
+    """Why some degrees of tp and sp, each of them possible, cannot be together."""
+    pairs = [
+        (tp, sp)
+        for tp, sp in product(degrees, repeat=2)
+        if devices % (tp * sp) == 0 and not refused["tp"][tp] and not refused["sp"][sp]
+    ]
+    reasons = {}
+    for tp, sp in pairs:
+        if why := support.sp(sp, tp) or _beyond_host(tp * sp, devices, device, "a layer or a sequence"):
+            reasons[tp, sp] = why
+    return reasons
 
 
 def _zero(space: Space) -> None:
     space.choice(
         "zero",
         [0, 1, 2, 3],
-        when=space["dp"] > 1,
+        when=space["dp"] * space["sp"] > 1,
         others=(),
         help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
         # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
@@ -152,7 +203,7 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         monotone_memory=1,
     )
     space.require(
-        (knob == 1) | (tp * dp == each * knob),
+        (knob == 1) | (tp * space["sp"] * dp == each * knob),
         f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
     )
     if any(tp == each for tp, _ in ways):
@@ -281,6 +332,10 @@ def _sequence_parallel(space: Space, devices: int, seq_len: int | None, support:
         if uneven:
             reason = f"tp must divide the {seq_len} tokens of a sample to cut them"
             space.require(whole | ~space["tp"].isin(uneven), reason)
+        for tp, sp in product(divisors(devices), repeat=2):
+            if devices % (tp * sp) == 0 and seq_len % tp == 0 and seq_len % sp == 0 and seq_len % (tp * sp):
+                reason = f"tp * sp, {tp} * {sp}, must divide the {seq_len} tokens of a sample to cut them"
+                space.require(whole | (space["tp"] != tp) | (space["sp"] != sp), reason)
 
 
 def divisors(number: int) -> list[int]:
@@ -293,13 +348,13 @@ def _per_host(devices: int, device: Device) -> int:
     return max(each for each in divisors(devices) if each <= max(1, device.count))
 
 
-def _beyond_host(tp: int, devices: int, device: Device) -> str:
+def _beyond_host(ranks: int, devices: int, device: Device, share: str = "a layer") -> str:
     """Why neighbours among the ranks would not be on one host."""
     if device.type != "cuda":
         return ""
     mine = _per_host(devices, device)
-    if mine % tp:
-        return f"ranks that share a layer must be on one host, which has {mine} of the {devices} devices"
+    if mine % ranks:
+        return f"ranks that share {share} must be on one host, which has {mine} of the {devices} devices"
     return ""
 
 

@@ -25,7 +25,7 @@ ALLOWABLE = ("lossy",)
 """What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
-MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "pp": -1}
+MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "sp": -1, "pp": -1}
 """Standard knobs of which more needs more memory (1) or less (-1), whoever trains."""
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
@@ -86,7 +86,17 @@ def default_space(
     space = Space()
     facts = _schedule_facts(workload)
     total = workload.global_batch
-    spread = parallel.declare(space, total, device, devices, facts.parallel, any_batch=grad_accum is not None)
+    own_loss = workload.loss is not None
+    spread = parallel.declare(
+        space,
+        total,
+        device,
+        devices,
+        facts.parallel,
+        any_batch=grad_accum is not None,
+        seq_len=workload.seq_len,
+        own_loss=own_loss,
+    )
     _micro_batch(space, workload, spread, any_batch=grad_accum is not None)
     if "checkpoint_ratio" in facts.followed and facts.blocks:
         _checkpointing(space, facts.blocks)
@@ -101,14 +111,13 @@ def default_space(
     if workload.takes_fused:
         space.flag("fused_optimizer", default=True, help="update all parameters in one kernel")
     _accumulation(space, total, grad_accum)
-    own_loss = workload.loss is not None
     parallel.compose(space, device, devices, facts.parallel, seq_len=workload.seq_len, own_loss=own_loss)
-    if max(spread.replicas) > 1 and "lossy" in allow:
+    if "zero" in space.by_name and "lossy" in allow:
         space.choice(
             "reduce_dtype",
             REDUCED,
             # Gradients of bf16 weights are in it anyway.
-            when=(space["dp"] > 1) & (space["precision"] != "bf16_pure"),
+            when=(space["dp"] * space["sp"] > 1) & (space["precision"] != "bf16_pure"),
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",
         )
@@ -347,6 +356,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         blocks=len(blocks),
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
+            sp=lambda ranks, tp: "" if ranks == 1 else ignored("sp"),
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
             float8=lambda ranks: unconvertible(each.module for each in blocks),

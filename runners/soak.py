@@ -125,7 +125,7 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
 
     from ..schedule.primitives.compile import refusals
 
-    multiple = training.world.tp if training.config.get("sequence_parallel") else 1
+    multiple = training.world.sp * (training.world.tp if training.config.get("sequence_parallel") else 1)
     lengths = plan.lengths(training.workload, seed, multiple)
     begin, before, anew = time.perf_counter(), compiled(), 0
     given_up = refusals() if training.compiled else 0

@@ -21,6 +21,9 @@ class Layer(ABC):
     alters: ClassVar[bool] = False
     """Whether the module's output differs on purpose, to be completed outside of it."""
 
+    divisible: ClassVar[bool] = False
+    """Whether the module's own code runs within, so that a pipeline can be cut there."""
+
     @abstractmethod
     def __call__(
         self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

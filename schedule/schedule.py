@@ -45,6 +45,7 @@ class Schedule(ScheduledModule):
     shard_data = primitives.shard_data
     sync = primitives.sync
     trace = primitives.trace
+    ulysses = primitives.ulysses
 
     @property
     def graph(self) -> fx.Graph:

@@ -93,7 +93,7 @@ def _shares(training: "Training") -> "Iterator[tuple[str, torch.Tensor, float]]"
         if is_dtensor(param.grad):
             share /= copies_of(param.grad)
         elif not alone:
-            share /= world.dp
+            share /= world.replicas
         yield name, local(param.grad.detach()), share
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "pp2·dp2": {"pp": 2, "dp": 2, "grad_accum": 2},
     "pp2·dp2+zero1": {"pp": 2, "dp": 2, "zero": 1, "grad_accum": 2},
     "pp2·dp2+zero2": {"pp": 2, "dp": 2, "zero": 2, "grad_accum": 2},
+    "sp2": {"sp": 2, "grad_accum": 2},
+    "sp4": {"sp": 4, "zero": 3},
+    "sp2·tp2": {"sp": 2, "tp": 2, "sequence_parallel": True},
+    "sp2·dp2+zero3": {"sp": 2, "dp": 2, "zero": 3},
+    "pp2·sp2": {"pp": 2, "sp": 2, "grad_accum": 2, "checkpoint_ratio": 0.5},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
@@ -147,7 +153,7 @@ def tiny(family: str, combination: str = "") -> "Workload":
 def ranks(combination: str) -> int:
     """How many ranks a combination takes."""
     config = COMBINATIONS[combination]
-    return config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1)
+    return prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
 
 
 def obstacle(family: str, combination: str) -> str:
@@ -164,7 +170,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
     support = workload.schedule.support(create_schedule(skeleton(workload)))
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
-    reasons = [support.tp(config.get("tp", 1)), support.pp(stages)]
+    tp, sp = config.get("tp", 1), config.get("sp", 1)
+    reasons = [support.tp(tp), support.sp(sp, tp), support.pp(stages)]
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
     if config.get("zero"):

@@ -220,11 +220,13 @@ class _Probed:
         over, positions = kept.logits.shape[:2]
         samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
         by_sample = self._sign("samples", self.total)[samples].double()
-        by_position = self._sign("positions", positions).double()
+        # Ranks that share sequences see a piece of each.
+        world = self.training.world
+        by_position = self._sign("positions", positions * world.sp).chunk(world.sp)[world.sp_rank].double()
         found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
         copies = over / self.mine
         # Over a number of terms the sum grows as its root. Ranks that share a layer have the same.
-        scale = 1.0 / self.training.world.tp / copies / math.sqrt(self.total * positions * self.width)
+        scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * world.sp * self.width)
         return tuple((found * scale).tolist())
 
     def departure(self, lively: _Pass, kept: _Pass) -> tuple[float, float]:
@@ -239,7 +241,9 @@ class _Probed:
 
     def noise_numbers(self, kept: _Pass) -> int:
         """How many numbers `departure` is made of, at most: of many logits no more than are projected on."""
-        return 0 if kept.logits is None else self.total * kept.logits.shape[1] * min(self.width, PROJECTIONS)
+        if kept.logits is None:
+            return 0
+        return self.total * kept.logits.shape[1] * self.training.world.sp * min(self.width, PROJECTIONS)
 
     def _see(self, output: Any, size: int, seen: "list[torch.Tensor]") -> None:
         """Projects the logits of a micro-batch over V, which may be cut over ranks."""

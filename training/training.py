@@ -45,7 +45,7 @@ class Training:
         device: where.
         seed: of weights and data.
         rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
-        world_size: processes, tp * pp * dp of them.
+        world_size: processes, tp * sp * pp * dp of them.
         own_data: make the workload's own data of the first few steps, which dry runs repeat; False where `passes` is given
             that of every step.
         collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
@@ -152,11 +152,11 @@ class Training:
             batches = self._data[self._step % len(self._data)]
             self._step += 1
         total = self._passes(batches, None if on_device else self.device, watch, factors)
-        return self.over_replicas(total) / self.world.dp
+        return self.over_replicas(total) / self.world.replicas
 
     def over_replicas(self, value: "torch.Tensor") -> "torch.Tensor":
         """The sum of what each replica has, in place; all ranks call it."""
-        if self._mesh is not None and self.world.dp > 1:
+        if self._mesh is not None and self.world.replicas > 1:
             import torch.distributed as dist
 
             dist.all_reduce(value, group=self._mesh.get_group("dp"))
@@ -192,7 +192,7 @@ class Training:
         a layer draw alike except where its schedule forks their streams."""
         import torch
 
-        place = self.world.dp_rank * self.world.pp + self.world.pp_rank
+        place = self.world.replica * self.world.pp + self.world.pp_rank
         torch.manual_seed((self.seed_of(place) * 1_000_003 + step) % 2**63 if step else self.seed_of(place))
 
     def seed_of(self, number: int) -> int:
@@ -211,8 +211,12 @@ class Training:
         ranks, groups = self.world.dp, config.get("hsdp", 1)
         if isinstance(groups, bool) or not isinstance(groups, int):
             raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
-        if obstacle := hsdp_obstacle(groups, ranks, zero):
+        if obstacle := hsdp_obstacle(groups, self.world.replicas, zero):
             raise WorkloadError(obstacle)
+        if self.world.sp > 1 and (workload.loss is not None or (workload.seq_len or 1) % self.world.sp):
+            why = "the workload's own loss is of whole samples" if workload.loss is not None else ""
+            why = why or f"sp must divide the {workload.seq_len or 'unknown'} tokens of a sample"
+            raise WorkloadError(f"sp={self.world.sp} cannot be: {why}")
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}")
@@ -232,7 +236,7 @@ class Training:
         """Refuses what does not go together; the default space declares the same."""
         kernels, zero = self.config.get("kernels", False), int(self.config.get("zero", 0))
         least = 2 if self.world.pp > 1 else 3 if self.workload.loss is not None else 4
-        if kernels and self.world.dp > 1 and zero >= least:
+        if kernels and self.world.replicas > 1 and zero >= least:
             raise WorkloadError(f"kernels=true does not go with zero={zero} here: {HEAD_IS_CUT_AGAIN}")
         if not self.precision.scaled:
             return
@@ -297,7 +301,7 @@ class Training:
         if self.world.pp > 1:
             passes = Pipelined(self.workload, module, self.precision)
             return passes.loss if self.workload.loss is not None else None, passes
-        exchange = exchange_of(self.config, self.world.dp)
+        exchange = exchange_of(self.config, self.world.replicas)
         return None, Accumulation(self.workload, module, self.precision, exchange)
 
     def _distribute(self, sch: "Schedule") -> None:
@@ -315,8 +319,8 @@ class Training:
                 sch.pipeline(kind, self.grad_accum)
         if self.config.get("offload", "none") == "optimizer" and "offload" not in done:
             sch.offload("optimizer")
-        if self.world.dp > 1 and "shard_data" not in done:
-            share_out(sch, self.config, self.world.dp, self._gathered())
+        if self.world.replicas > 1 and "shard_data" not in done:
+            share_out(sch, self.config, self.world.replicas, self._gathered())
 
     def _gathered(self) -> list[str]:
         """Paths of the blocks that `gathered_blocks` names."""

@@ -31,7 +31,7 @@ def factors(training: Training, samples: TrainingData, batches: list[Batch]) -> 
     parts = _cut(batches, training.grad_accum)
     counts = torch.stack([num_predicted(task, each) for each in parts]).double()
     total = training.over_replicas(counts.sum())
-    return (counts * (len(parts) * training.world.dp) / total).float()
+    return (counts * (len(parts) * training.world.replicas) / total).float()
 
 
 def _cut(batches: list[Batch], count: int) -> list[Batch]:

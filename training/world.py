@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkloadError
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
-with ranks numbered host by host, on one host."""
+with ranks numbered host by host, on one host. Those that share a sequence come next: along `dp`, of which groups of
+neighbours have the same samples, as to weights and gradients they are replicas like all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,30 +28,44 @@ class World:
     pp: int = 1
     """Pipeline stages."""
     dp: int = 1
-    """Replicas."""
+    """Replicas that have samples of their own."""
+    sp: int = 1
+    """Ranks that share each sequence."""
     tp: int = 1
     """Ranks that share each layer."""
 
     @staticmethod
     def of(config: Mapping[str, Any], rank: int = 0, size: int = 1) -> "World":
-        """The world of a configuration on `size` ranks. Without `dp` it is what tp and pp leave.
+        """The world of a configuration on `size` ranks. Without `dp` it is what tp, sp and pp leave.
 
         Raises:
             WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
         """
-        given = {name: config.get(name, 1) for name in ("tp", "pp")}
-        given["dp"] = config.get("dp", max(1, size // max(1, given["tp"] * given["pp"])))
-        for name, value in given.items():
+        given = {name: config.get(name, 1) for name in ("tp", "sp", "pp")}
+        for name, value in (*given.items(), ("dp", config.get("dp", 1))):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise WorkloadError(f"{name} must be a whole number of at least 1, but is {value!r}")
-        tp, pp, dp = given["tp"], given["pp"], given["dp"]
-        if tp * pp * dp != size:
+        degrees = {**given, "dp": config.get("dp", max(1, size // prod(given.values())))}
+        if degrees["sp"] == 1:
+            del degrees["sp"]
+        if prod(degrees.values()) != size:
             raise WorkloadError(
-                f"tp * pp * dp must be the number of ranks, {size}, but {tp} * {pp} * {dp} is {tp * pp * dp}"
+                f"{' * '.join(degrees)} must be the number of ranks, {size}, but "
+                f"{' * '.join(map(str, degrees.values()))} is {prod(degrees.values())}"
             )
         if not 0 <= rank < size:
             raise WorkloadError(f"rank must be from 0 to {size - 1}, but is {rank}")
-        return World(rank=rank, size=size, pp=pp, dp=dp, tp=tp)
+        return World(rank=rank, size=size, **degrees)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of the mesh's `dp` axis: those that hold the same weights."""
+        return self.dp * self.sp
+
+    @property
+    def replica(self) -> int:
+        """Which of them."""
+        return self.rank // self.tp % self.replicas
 
     @property
     def tp_rank(self) -> int:
@@ -58,13 +74,18 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Which replica, and so which share of the samples."""
-        return self.rank // self.tp % self.dp
+        """Which share of the samples."""
+        return self.replica // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        """Which piece of their sequences."""
+        return self.replica % self.sp
 
     @property
     def pp_rank(self) -> int:
         """Which stage."""
-        return self.rank // (self.tp * self.dp)
+        return self.rank // (self.tp * self.replicas)
 
     def mesh(self, device: "torch.device", timeout_s: float | None = None) -> "DeviceMesh | None":
         """A `DeviceMesh` with the axes of a size above 1, in the order of AXES; None for one rank.
@@ -76,7 +97,8 @@ class World:
             timeout_s: how long a rank may wait for the others of its axis, s; None leaves torch's default. An
                 axis of all ranks is the group of all ranks, with that group's own time.
         """
-        names = tuple(name for name in AXES if getattr(self, name) > 1)
+        sizes = {name: self.replicas if name == "dp" else getattr(self, name) for name in AXES}
+        names = tuple(name for name in AXES if sizes[name] > 1)
         if not names:
             return None
         from datetime import timedelta
@@ -88,7 +110,7 @@ class World:
         if len(names) == 1:
             return DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=names)
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        ranks = torch.arange(self.size).reshape([getattr(self, name) for name in names])
+        ranks = torch.arange(self.size).reshape([sizes[name] for name in names])
         groups = []
         for axis, name in enumerate(names):
             lines = ranks.movedim(axis, -1).flatten(0, -2).tolist()

@@ -78,7 +78,7 @@ def ladder(space: Space) -> Iterator[list[Config]]:
     In the order of what each costs in speed where the devices are there, and in work for who does it by
     hand: a smaller micro-batch; half precision; ZeRO 2 and 3 (FSDP); recomputing every block, a third more
     arithmetic; tensor parallelism within a node, whose collectives every block waits for; optimizer states
-    in host memory; a pipeline, which has to be kept full. Never what is lossy.
+    in host memory; a pipeline, which has to be kept full; sequences cut over ranks. Never what is lossy.
     """
     chosen = _chosen(space, space.default())
     sizes = _numbers(space.by_name[MICRO_BATCH])[::-1] if MICRO_BATCH in chosen else []
@@ -112,6 +112,7 @@ def _steps(space: Space) -> list[tuple[str, Any]]:
         *rising("tp"),
         *offered("offload", ("optimizer",)),
         *rising("pp"),
+        *rising("sp"),
     ]
 
 

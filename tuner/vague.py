@@ -46,15 +46,15 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     **{
         name: STANDARD[name].can_be
         for name in (
-            "tp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels", "fused_optimizer", "zero",
-            "checkpoint_ratio", "precision",
+            "tp", "sp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels",
+            "fused_optimizer", "zero", "checkpoint_ratio", "precision",
         )
     },
     "attention": lambda value: value in ("eager", *FLASH),
     "offload": lambda value: value in OFFLOADS,
 }  # fmt: skip
 """Knobs whose effect is known, and which values they can have."""
-DEGREES = ("tp", "pp", "dp")
+DEGREES = ("tp", "sp", "pp", "dp")
 
 
 def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior | None":
@@ -135,10 +135,12 @@ class VaguePrior(Vague):
             name: [value if name in config and KNOWN[name](value := config[name]) else None for config in configs]
             for name in self._names
         }
-        tp, pp = (np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in ("tp", "pp"))
-        rest = np.maximum(self._devices // (tp * pp), 1).tolist()
+        split = {
+            name: np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in ("tp", "sp", "pp")
+        }
+        rest = np.maximum(self._devices // (split["tp"] * split["sp"] * split["pp"]), 1).tolist()
         dp = [each or other for each, other in zip(columns.get("dp", rest), rest)]
-        return columns | {"tp": tp, "pp": pp, "dp": np.array(dp)}
+        return columns | split | {"dp": np.array(dp)}
 
 
 def _mean_and_effects(logs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

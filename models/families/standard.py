@@ -36,6 +36,8 @@ class Support:
 
     tp: Callable[[int], str]
     """Why the model cannot be cut over so many tensor-parallel ranks."""
+    sp: Callable[[int, int], str]
+    """Why so many ranks cannot share its sequences, each of them cut over so many tensor-parallel ranks."""
     pp: Callable[[int], str]
     """Why it cannot be divided into so many pipeline stages."""
     sequence_parallel: str
@@ -63,6 +65,7 @@ class StandardSchedule:
     | knob | what happens |
     |---|---|
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
+    | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
     | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
     | `virtual_stages` | so many stages on each of its ranks |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
@@ -91,6 +94,8 @@ class StandardSchedule:
         blocks = self.blocks(sch)
         if config.get("tp", 1) > 1:
             self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
+        if config.get("sp", 1) > 1:
+            sch.ulysses(config["sp"])
         ranks = config.get("pp", 1)
         ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
         for each in ends:
@@ -114,11 +119,14 @@ class StandardSchedule:
         Args:
             sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
         """
+        from ...schedule.parallel.ulysses import obstacle
+
         trials = _Trials(self, sch)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
         return Support(
             tp=lambda ranks: cut(ranks).obstacle,
+            sp=cache(lambda ranks, tp: obstacle(sch.module, ranks, tp) if ranks > 1 else ""),
             pp=staged,
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero="",

@@ -23,13 +23,17 @@ def head(target: Target, setup: Setup) -> list[str]:
     lines += (line for mark in setup.marks() for line in wrapped(mark))
     if target.checked is not None:
         lines.append(f"Checked against {' '.join(target.checked)}")
+    degrees = {"tp": setup.tp, "sp": setup.sp, "pp": setup.pp, "dp": setup.dp}
+    lacks = {"sp": not target.sequences and setup.sp > 1, "pp": not target.pipelines and setup.pp > 1}
+    words = {"sp": "sequences cut over ranks", "pp": "pipeline"}
+    runs = " x ".join(
+        f"{name} {size}" for name, size in degrees.items() if not lacks.get(name) and (name != "sp" or size > 1)
+    )
     if setup.processes < setup.devices:
-        lines.append(
-            f"On {setup.processes} of {setup.devices} devices, since {target.name} has no pipeline: "
-            f"tp {setup.tp} x dp {setup.dp}"
-        )
+        why = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)
+        lines.append(f"On {setup.processes} of {setup.devices} devices, since {target.name} has no {why}: {runs}")
     elif setup.devices > 1:
-        lines.append(f"On {setup.devices} devices: tp {setup.tp} x pp {setup.pp} x dp {setup.dp}")
+        lines.append(f"On {setup.devices} devices: {runs}")
     return lines
 
 

@@ -67,6 +67,7 @@ YAML = Target(
     stem="redline",
     use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
     forms={"yaml": _yaml},
+    sequences=True,
 )
 JSON = Target(
     name="json",
@@ -74,6 +75,7 @@ JSON = Target(
     stem="redline",
     use=lambda file: f"json.load(open({file!r}))['configuration']",
     forms={"json": _json},
+    sequences=True,
     silent=frozenset({"json"}),
 )
 ENV = Target(
@@ -82,4 +84,5 @@ ENV = Target(
     stem="redline",
     use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
     forms={"env": _env},
+    sequences=True,
 )

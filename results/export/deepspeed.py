@@ -35,7 +35,7 @@ def config(setup: Setup) -> dict[str, Any]:
     out["zero_optimization"] = zero
     out |= _precision(setup, zero["stage"])
     setup.knob("reduce_dtype")
-    if setup.dp > 1:
+    if setup.replicas > 1:
         out["communication_data_type"] = setup.formats.reduced
     out |= _optimizer(setup, zero)
     # By default it clips at 1, which was not measured.
@@ -46,6 +46,14 @@ def config(setup: Setup) -> dict[str, Any]:
         out["tensor_parallel"] = {"autotp_size": setup.tp}
         setup.note(
             f"tp={setup.tp} became DeepSpeed's AutoTP, which cuts the models it knows; check that it knows this one"
+        )
+    if setup.sp > 1:
+        out["sequence_parallel_size"] = setup.sp
+        setup.note(
+            f"sp={setup.sp}: give deepspeed.initialize(mpu=...) what UlyssesSPAttentionHF.register_with_transformers("
+            f"..., sequence_parallel_size={setup.sp}, micro_batch_size={setup.micro_batch}) returns, and take batches "
+            "from UlyssesSPDataLoaderAdapter (deepspeed.runtime.sequence_parallel.ulysses_sp); the loss of a piece is "
+            "weighed by its labels in your loop"
         )
     if setup.pp > 1:
         out["pipeline"] = {"stages": setup.pp}
@@ -66,7 +74,7 @@ def _zero(setup: Setup) -> dict[str, Any]:
     note_hsdp(setup, "MiCS is no longer in DeepSpeed, and its hpZ keeps weights alone within a host, beside these")
     out: dict[str, Any] = {"stage": stage}
     if setup.knob("offload") == "optimizer":
-        if stage == 0 and setup.dp > 1:
+        if stage == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs ZeRO in DeepSpeed, so stage 1 is set: less memory than {setup.found}")
         # On one replica stage 1 shards nothing.
         out = {"stage": max(stage, 1), "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -163,5 +171,6 @@ TARGET = Target(
     stem="deepspeed",
     forms={"json": _json},
     checked=CHECKED,
+    sequences=True,
     start=_start,
 )

@@ -26,13 +26,20 @@ class Setup:
         document: the run's run.yaml; None where only the trials are known.
         target: the framework, as notes name it.
         pipelines: whether it has pipeline stages; without, a training takes that many devices less.
+        sequences: whether it cuts sequences over ranks; without, likewise.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
     """
 
     def __init__(
-        self, trial: Trial, document: Mapping[str, Any] | None, target: str, *, pipelines: bool = True
+        self,
+        trial: Trial,
+        document: Mapping[str, Any] | None,
+        target: str,
+        *,
+        pipelines: bool = True,
+        sequences: bool = True,
     ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
@@ -66,16 +73,18 @@ class Setup:
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
-        self.tp, self.pp = self._size("tp"), self._size("pp")
+        self.tp, self.sp, self.pp = self._size("tp"), self._size("sp"), self._size("pp")
         measured = trial.measured.devices if trial.measurement is not None else None
         total = measured or devices.get("used")
-        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // (self.tp * self.pp))
-        """Replicas."""
-        self.devices = self.tp * self.pp * self.dp
+        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // (self.tp * self.sp * self.pp))
+        """Replicas that have samples of their own."""
+        self.replicas = self.dp * (self.sp if sequences else 1)
+        """Those that share what ZeRO cuts: of each the ranks that share its sequences, where what is written has such."""
+        self.devices = self.tp * self.sp * self.pp * self.dp
         """Devices of one training."""
         if self.devices > MOST_DEVICES:
             raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
-        self.processes = self.devices if pipelines else self.tp * self.dp
+        self.processes = self.tp * self.replicas * (self.pp if pipelines else 1)
         """Devices that the exported file runs on."""
         per_host = devices.get("per_host")
         self.per_host: int | None = per_host if isinstance(per_host, int) and per_host > 0 else None
@@ -84,7 +93,12 @@ class Setup:
         """The hosts that the exported file runs on."""
         host = ((document or {}).get("environment") or {}).get("host") or {}
         self._cores: int = host.get("cores") or 1
-        self._used.update(("tp", "pp", "dp", "micro_batch", "grad_accum"))
+        self._used.update(("tp", "sp", "pp", "dp", "micro_batch", "grad_accum"))
+        if self.sp > 1 and not sequences:
+            self.note(
+                f"sp={self.sp} has no counterpart here: this file runs on {self.processes} instead of {self.devices} "
+                f"devices, each holding whole sequences, {self.sp} times the activations; deepspeed and python cut them"
+            )
         if self.pp == 1:
             self._used.update(("pipeline_schedule", "virtual_stages"))
         if self.exchange.hsdp == 1:
@@ -146,7 +160,7 @@ class Setup:
     @property
     def exchange(self) -> Exchange:
         """What its replicas exchanged."""
-        return exchange_of(self._standard, self.dp)
+        return exchange_of(self._standard, self.replicas)
 
     def has(self, name: str) -> bool:
         """Whether the configuration has a knob of that name, other than at its neutral value."""

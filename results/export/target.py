@@ -29,6 +29,8 @@ class Target:
     """The framework's package and the version of it that exports were checked against."""
     pipelines: bool = True
     """Whether what is written has pipeline stages."""
+    sequences: bool = False
+    """Whether what is written cuts sequences over ranks."""
     use: Callable[[str], str] | None = None
     """How a file of that name is read, where that is not in `start`."""
     start: Callable[[Setup, str], str] | None = None
@@ -38,7 +40,7 @@ class Target:
 
     def setup(self, trial: Trial, document: Mapping[str, Any] | None) -> Setup:
         """What an export to it starts from."""
-        return Setup(trial, document, self.name, pipelines=self.pipelines)
+        return Setup(trial, document, self.name, pipelines=self.pipelines, sequences=self.sequences)
 
     def file(self, form: str) -> str:
         """What a file of that form is called where nobody says."""

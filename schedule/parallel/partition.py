@@ -209,7 +209,7 @@ def tied_within(root: nn.Module, units: list[Unit], placement: Placement) -> str
 def check_divided(tree: Tree, module: nn.Module, path: str) -> None:
     """Refuses a cut within what cannot be divided."""
     name = path or type(module).__name__
-    if layers_of(module):
+    if any(not each.divisible for each in layers_of(module)):
         raise ScheduleError(f"a pipeline cut must not lie inside of what is traced or fused, but '{name}' is")
     for each in tree.deferred:
         whole = each.phase in ("checkpoint", "compile") or (each.phase == "offload" and path)

@@ -24,6 +24,7 @@ from .shard import shard
 from .shard_data import shard_data
 from .sync import sync
 from .trace import trace
+from .ulysses import ulysses
 
 __all__ = [
     "annotate",
@@ -50,4 +51,5 @@ __all__ = [
     "shard_data",
     "sync",
     "trace",
+    "ulysses",
 ]

@@ -40,6 +40,16 @@ def test_parameters_are_those_of_the_published_models():
     # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and what 64 replicas share.
     [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
 )
+def test_states_are_cut_over_the_ranks_of_a_sequence_as_over_other_replicas(zero, bytes_):
+    found = terms(zero=zero, micro_batch=1, sp=8)
+    assert sum(found[name] for name in STATES) * MIB == pytest.approx(6_738_415_616 * bytes_)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_"),
+    # ZeRO, arXiv:1910.02054, figure 1: 2 + 2 + 12 bytes a parameter, and what 64 replicas share.
+    [(0, 16.0), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)],
+)
 def test_states_are_zeros_sixteen_bytes_a_parameter(zero, bytes_):
     found = terms(zero=zero, micro_batch=1)
     assert sum(found[name] for name in STATES) * MIB == pytest.approx(6_738_415_616 * bytes_)
@@ -77,6 +87,18 @@ def test_activations_are_korthikantis(sequence_parallel, recompute, expected):
     scores = 5 * 16 * seq / 2048 / tp
     wanted = {"10 + 24/t + 5as/ht": 10 + 24 / tp + scores, "34/t + 5as/ht": 34 / tp + scores, "34/t": 34 / tp}
     assert (two["activations"] - one) * MIB / unit == pytest.approx(wanted[expected], rel=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_activations_are_divided_by_the_ranks_of_a_sequence(attention):
+    whole, cut = (terms(zero=3, micro_batch=1, sp=sp, attention=attention, grad_accum=2) for sp in (1, 8))
+    for name in ("activations", "logits and loss"):
+        assert cut[name] == pytest.approx(whole[name] / 8)
+
+
+def test_tokens_that_the_ranks_do_not_divide_have_no_estimate():
+    with pytest.raises(UsageError, match="sp must divide the tokens of a sample, 4096, but is 3"):
+        terms(micro_batch=1, sp=3, dp=21)
 
 
 def test_a_checkpointed_model_keeps_the_inputs_of_its_blocks():

@@ -279,6 +279,34 @@ def test_a_tensor_parallel_group_across_nodes_is_slow():
     assert terms(setup, tp=1, micro_batch=2)["tensor parallel"] == 0
 
 
+def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
+    """Queries, keys, values and the output of 32 layers, 2 bytes a number, of which a rank sends 7 of 8 parts."""
+    setup = SETUP.but(global_batch=1)
+    found = terms(setup, micro_batch=1, sp=8, zero=3)
+    link = A100.intra_node.gb_per_s * 1e9 * Constants().link_efficiency
+    passes, moved = 2 * 32 * 4, 2048 / 8 * 4096 * 2 * 7 / 8 / link
+    start = Constants().collective_us * 1e-6 + 7 * A100.intra_node.latency_us / 4 * 1e-6
+    assert found["sequence exchange"] == pytest.approx(passes * (moved + start), rel=1e-3)
+    again = terms(setup, micro_batch=1, sp=8, zero=3, checkpoint_ratio=1.0)["sequence exchange"]
+    assert again == pytest.approx(1.5 * found["sequence exchange"])
+    # Keys of one head for four queries are fewer bytes, but each rank needs one.
+    grouped = {**LLAMA2_7B, "kv_heads": 8}
+    fewer = terms(setup, grouped, micro_batch=1, sp=8, zero=3)["sequence exchange"]
+    assert fewer == pytest.approx(passes * (moved * (1 + 1 / 4) / 2 + start), rel=1e-3)
+    single = {**LLAMA2_7B, "kv_heads": 1}
+    assert terms(setup, single, micro_batch=1, sp=8, zero=3)["sequence exchange"] == pytest.approx(fewer)
+
+
+def test_ranks_of_a_sequence_divide_its_work():
+    setup = SETUP.but(global_batch=8)
+    whole = terms(setup, micro_batch=1, zero=3, grad_accum=1)
+    cut = terms(setup.but(global_batch=8), micro_batch=8, sp=8, zero=3, grad_accum=1)
+    # A rank has as many tokens either way, and as much of their attention.
+    for name in ("matmul", "attention", "memory-bound", "data parallel", "parameter gathers", "optimizer"):
+        assert cut[name] == pytest.approx(whole[name])
+    assert whole["sequence exchange"] == 0
+
+
 def test_slices_make_transfers_between_stages_shorter():
     setup = SETUP.but(devices=32, global_batch=64)
     config = {"tp": 8, "pp": 4, "micro_batch": 4}

@@ -1,5 +1,6 @@
 import importlib.util
 import sysconfig
+from math import prod
 
 import pytest
 from redline import device as devices
@@ -145,18 +146,20 @@ def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
     assert len(space) > 0
     for config in space.sample(min(len(space), 2000)):
         assert config["micro_batch"] * config["grad_accum"] * config.get("dp", 1) == total
-        assert config.get("tp", 1) * config.get("pp", 1) * config.get("dp", 1) == devices
+        assert prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp")) == devices
 
 
 def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(cpu, compiler):
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
     space.override("precision", ["fp32"])
     configs = list(space)
-    assert {(c["tp"], c["pp"], c["dp"]) for c in configs} == {
-        (1, 1, 4), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 2, 1)
+    ways = {(c["tp"], c["sp"], c["pp"], c["dp"]) for c in configs}
+    assert {way for way in ways if way[1] == 1} == {
+        (1, 1, 1, 4), (2, 1, 1, 2), (1, 1, 2, 2), (4, 1, 1, 1), (1, 1, 4, 1), (2, 1, 2, 1)
     }  # fmt: skip
+    assert {way for way in ways if way[1] > 1} == {(1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1)}
     for config in configs:
-        assert ("zero" in config) is (config["dp"] > 1)
+        assert ("zero" in config) is (config["dp"] * config["sp"] > 1)
         assert ("sequence_parallel" in config) is (config["tp"] > 1)
         assert ("pipeline_schedule" in config) is ("virtual_stages" in config) is (config["pp"] > 1)
         if config.get("pipeline_schedule") == "1f1b":

@@ -188,6 +188,18 @@ def test_accelerate_shards_as_zero_says():
     assert made["fsdp_config"]["fsdp_reshard_after_forward"] is False and "zero=1 became FSDP2" in notes
 
 
+def test_what_has_no_sequences_that_are_cut_runs_on_fewer_devices_and_says_so():
+    for target in ("accelerate", "torchtitan", "megatron", "lightning"):
+        made = render(target, trial(micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3), DOCUMENT)
+        said = "sp=2 has no counterpart here: this file runs on 4 instead of 8 devices"
+        assert any(said in each for each in made.notes)
+        assert f"On 4 of 8 devices, since {target} has no sequences cut over ranks: tp 1 x " in made.text
+    made, notes = parsed("deepspeed", micro_batch=1, grad_accum=1, sp=2, dp=4, zero=3)
+    assert made["sequence_parallel_size"] == 2 and made["train_batch_size"] == 4
+    assert "UlyssesSPAttentionHF.register_with_transformers(..., sequence_parallel_size=2" in notes
+    assert "On 8 devices: tp 1 x sp 2 x pp 1 x dp 4" in made["_comment"]
+
+
 def test_accelerate_says_that_it_has_no_pipeline():
     made, notes = parsed("accelerate", **FULL)
     assert made["num_processes"] == 8

@@ -27,6 +27,8 @@ QUICK = [
     ("gpt2", "pp2 zero bubble"),
     ("wide_resnet", "tp2"),
     ("albert", "tp2"),
+    ("llama", "sp2"),
+    ("bert", "sp2"),
     ("opt", "zero3+kernels"),
     ("t5", "pp2+kernels"),
 ]
@@ -36,6 +38,7 @@ MORE = [
     *(("t5", cell) for cell in ("tp2+sp", "zero3", "pp2 zbv")),
     *(("mixtral", cell) for cell in ("tp2", "zero3", "pp2 1f1b", "pp2 zbv")),
     ("llama", "kernels"),
+    *((family, "sp2") for family in ("gpt2", "mistral", "albert", "mixtral")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
@@ -68,6 +71,11 @@ def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
     hold(four, "gpt2", "pp2·dp2+zero1", seed)
 
 
+@pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2"])
+def test_sequences_are_cut_beside_all_else(four, seed, combination):
+    hold(four, "llama", combination, seed)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "combination"), [cell for cell in CELLS if cell not in (*QUICK, *MORE)])
 def test_every_family_in_every_combination(two, four, seed, family, combination):
@@ -75,7 +83,9 @@ def test_every_family_in_every_combination(two, four, seed, family, combination)
     if reason:
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
             ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "pp2·dp2"), ("albert", "tp2"), ("vit", "tp2"),
-            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"),
+            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"), ("albert", "pp2·sp2"),
+            *((family, ranks) for family in ("gpt_neo", "t5", "vit", "wide_resnet")
+              for ranks in ("sp2", "sp4", "sp2·tp2", "sp2·dp2", "pp2·sp2")),
             *((family, ranks) for family in ("vit", "wide_resnet")
               for ranks in ("kernels", "tp2", "zero3", "pp2")),
         }  # fmt: skip
@@ -133,6 +143,18 @@ def a_weight_that_is_not_stepped(training, step):
 def gradients_summed_instead_of_averaged(training, step):
     for each in training.model.parameters():
         each.grad.mul_(2)
+
+
+def a_gradient_that_pieces_of_sequences_keep_for_themselves(seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.training.training.share_out", lambda *given: None)
+        return numeric.departure(numerics.tiny("gpt2"), numerics.COMBINATIONS["sp2"], seed)
+
+
+def test_gradients_that_are_not_averaged_over_the_ranks_of_a_sequence_are_seen(two, seed):
+    for found in two.run(a_gradient_that_pieces_of_sequences_keep_for_themselves, seed):
+        worst = found.gravest("gradients")
+        numeric.caught(worst.by, worst.allowed, "a gradient")
 
 
 def with_fault(fault, config, seed):

@@ -1,5 +1,7 @@
 """A trial on several ranks trains what one process trains: loss, gradients and weights."""
 
+from dataclasses import replace
+
 import numeric
 import pytest
 import torch
@@ -273,4 +275,8 @@ def test_what_does_not_compose_is_refused(two, small):
     two.run(refused, workload, {"hsdp": 2, "zero": 1}, "hsdp=2 needs zero 2 or 3, .* but zero is 1")
     two.run(refused, workload, {"hsdp": 2, "zero": 3}, "must divide the 2 replicas into groups of two or more")
     two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of groups")
+    uneven = replace(workload, seq_len=15)
+    two.run(refused, uneven, {"sp": 2}, "sp=2 cannot be: sp must divide the 15 tokens of a sample")
+    own = replace(workload, loss=lambda output, batch: output.loss)
+    two.run(refused, own, {"sp": 2}, "sp=2 cannot be: the workload's own loss is of whole samples")
     two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")

@@ -15,11 +15,21 @@ def test_ranks_that_share_a_layer_are_neighbours_and_stages_are_farthest_apart()
     assert [each.pp_rank for each in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("tp", "pp"), list(product([1, 2, 4], [1, 2])))
-def test_every_place_is_taken_once(tp, pp):
-    worlds = [World.of({"tp": tp, "pp": pp}, rank, 8) for rank in range(8)]
-    assert {each.dp for each in worlds} == {8 // (tp * pp)}
-    assert len({(each.pp_rank, each.dp_rank, each.tp_rank) for each in worlds}) == 8
+def test_ranks_that_share_a_sequence_are_next_and_replicas_of_each_others_weights():
+    worlds = [World.of({"tp": 2, "sp": 2}, rank, 8) for rank in range(8)]
+    assert [each.tp_rank for each in worlds] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [each.sp_rank for each in worlds] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [each.dp_rank for each in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [each.replica for each in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {(each.dp, each.sp, each.replicas) for each in worlds} == {(2, 2, 4)}
+
+
+@pytest.mark.parametrize(("tp", "sp", "pp"), list(product([1, 2, 4], [1, 2], [1, 2])))
+def test_every_place_is_taken_once(tp, sp, pp):
+    size = 16
+    worlds = [World.of({"tp": tp, "sp": sp, "pp": pp}, rank, size) for rank in range(size)]
+    assert {each.dp for each in worlds} == {size // (tp * sp * pp)}
+    assert len({(each.pp_rank, each.dp_rank, each.sp_rank, each.tp_rank) for each in worlds}) == size
 
 
 def test_one_rank_has_no_mesh():
@@ -30,6 +40,8 @@ def test_one_rank_has_no_mesh():
     ("config", "said"),
     [
         ({"tp": 3}, r"tp \* pp \* dp must be the number of ranks, 8, but 3 \* 1 \* 2 is 6"),
+        ({"sp": 3}, r"tp \* sp \* pp \* dp must be the number of ranks, 8, but 1 \* 3 \* 1 \* 2 is 6"),
+        ({"sp": 0}, "sp must be a whole number of at least 1, but is 0"),
         ({"tp": 2, "dp": 8}, r"2 \* 1 \* 8 is 16"),
         ({"pp": 0}, "pp must be a whole number of at least 1, but is 0"),
         ({"tp": 16}, r"16 \* 1 \* 1 is 16"),

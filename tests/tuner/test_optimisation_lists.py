@@ -34,6 +34,10 @@ LISTS = {
         ["tensor_parallel", "zero1", ("parallel_mode", ([("tensor", 2), ("data", 4)], None))],
         {"tp": 2, "dp": 4, "pp": 1, "zero": 1},
     ),
+    "sequences": (
+        [("parallel_mode", ([("sequence", 2), ("data", 4)], None))],
+        {"tp": 1, "sp": 2, "dp": 4, "pp": 1},
+    ),
     "together": (
         ["parallel_mode", "module_replace", ("fsdp", {"sync_module_states": True}), ("half", "bf16"), "checkpoint"],
         {"zero": 3, "kernels": True, "precision": "bf16_pure", "checkpoint_ratio": 1.0},
@@ -84,7 +88,6 @@ REFUSED = {
     "an entry": ([("zero1", None, False, 4)], "an entry of a strategy must be a name"),
     "degrees": ([("parallel_mode", ([("data", 3)], None))], "parallel_mode is for 3 devices .data 3., but there are 8"),
     "an axis": ([("parallel_mode", ([("dat", 8)], None))], "unknown axis of parallel_mode 'dat'; did you mean 'data'"),
-    "the sequence": ([("parallel_mode", ([("sequence", 8)], None))], "cuts sequences within tensor parallelism only"),
     "a form": ([("parallel_mode", {"data": 8})], "parallel_mode takes"),
     "a format": ([("amp_native", {"dtype": "fp12"})], "unknown dtype of amp_native 'fp12'"),
     "a share": ([("tensor_parallel", 3)], "tensor_parallel over 3 devices does not divide the 8"),

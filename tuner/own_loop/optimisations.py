@@ -27,7 +27,7 @@ NEUTRAL: Mapping[str, Any] = {
     "offload": "none",
 }
 """What optimisations change, as it is without them."""
-AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "pipeline": "pp", "pipe": "pp"}
+AXES = {"tensor": "tp", "data": "dp", "zero": "dp", "sequence": "sp", "pipeline": "pp", "pipe": "pp"}
 """Of `parallel_mode`, and the knob of each."""
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32"}
 SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
@@ -109,11 +109,6 @@ def _parallel_mode(out: Followed, config: Any) -> None:
         )
     degrees: dict[str, int] = {}
     for axis, size in axes:
-        if axis == "sequence":
-            raise UsageError(
-                "parallel_mode has an axis 'sequence': redline cuts sequences within tensor parallelism only, by "
-                "'sequence_parallel' beside ('tensor', N)"
-            )
         if axis not in AXES:
             raise UsageError(unknown("axis of parallel_mode", axis, AXES))
         degrees[AXES[axis]] = degrees.get(AXES[axis], 1) * int(size)
