@@ -183,6 +183,9 @@ def whole_mask(
         q_length, kv_length: tokens of the piece.
         mask_function: which token may look at which, by their places in the sequence.
         attention_mask: the piece's tokens that are no padding, (B, T / P).
+
+    Raises:
+        ScheduleError: samples hold several documents, and this attention takes no mask that keeps them apart.
     """
     if attention_mask is not None:
         attention_mask = collectives.all_gather(attention_mask.to(torch.uint8), -1, axis).to(attention_mask.dtype)
@@ -191,7 +194,7 @@ def whole_mask(
         from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
         mask_function = and_masks(packed_sequence_mask_function(documents), mask_function)
-    return make(
+    mask = make(
         q_length=q_length * axis.size,
         kv_length=kv_length * axis.size,
         mask_function=mask_function,
@@ -199,6 +202,13 @@ def whole_mask(
         allow_is_causal_skip=allow_is_causal_skip and documents is None,
         **kwargs,
     )
+    if documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
+        # Flash attention finds documents by positions, and would find a piece's.
+        raise ScheduleError(
+            "ulysses: this attention takes no mask of pairs, so that the documents of a sample cannot be kept apart; use "
+            "sdpa or eager, or samples of one document"
+        )
+    return mask
 
 
 class CutSequence(Layer):

@@ -128,6 +128,26 @@ def test_what_looks_both_ways_sees_tokens_and_padding_of_all_pieces(two):
         assert found < ROUNDING
 
 
+def refusal_of_documents():
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register("flashing", AttentionInterface()["sdpa"])
+    AttentionMaskInterface.register("flashing", flash_attention_mask)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, _ = build(create_schedule(llama("flashing"), mesh).ulysses(2))
+    model(**plain())
+    with pytest.raises(ScheduleError) as refused:
+        model(**packed())
+    return str(refused.value)
+
+
+def test_an_attention_without_masks_of_pairs_refuses_several_documents(two):
+    for said in two.run(refusal_of_documents):
+        assert "the documents of a sample cannot be kept apart; use sdpa or eager" in said
+
+
 def test_a_window_slides_over_the_whole_sequence(two):
     from transformers import MistralConfig
 
