@@ -203,7 +203,7 @@ def whole_mask(
         **kwargs,
     )
     if documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
-        # Flash attention finds documents by positions, and would find a piece's.
+        # transformers' flash attention finds documents by positions, and would find a piece's.
         raise ScheduleError(
             "ulysses: this attention takes no mask of pairs, so that the documents of a sample cannot be kept apart; use "
             "sdpa or eager, or samples of one document"

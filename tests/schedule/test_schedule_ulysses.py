@@ -133,10 +133,10 @@ def refusal_of_documents():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register("flashing", AttentionInterface()["sdpa"])
-    AttentionMaskInterface.register("flashing", flash_attention_mask)
+    AttentionInterface.register("maskless", AttentionInterface()["sdpa"])
+    AttentionMaskInterface.register("maskless", flash_attention_mask)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model, _ = build(create_schedule(llama("flashing"), mesh).ulysses(2))
+    model, _ = build(create_schedule(llama("maskless"), mesh).ulysses(2))
     model(**plain())
     with pytest.raises(ScheduleError) as refused:
         model(**packed())
