@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import xml.etree.ElementTree as ElementTree
+from math import prod
 
 import pytest
 import redline as rl
@@ -42,8 +43,7 @@ def test_each_count_is_tuned_and_more_are_predicted(scaled):
         assert each.global_batch == 64 and each.peak_memory_mib > 0
     for each in scaling.points:
         assert each.predicted_low < each.predicted_throughput < each.predicted_high
-        shares = [each.config.get(name, 1) for name in ("tp", "pp", "dp")]
-        assert shares[0] * shares[1] * shares[2] == each.devices
+        assert prod(each.config.get(name, 1) for name in ("tp", "sp", "pp", "dp")) == each.devices
 
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices(scaled):

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from redline.errors import MissingDependency, UsageError
@@ -153,8 +154,9 @@ def test_wandb_goes_on_in_its_run_and_has_no_step_twice(tmp_path):
         "from pathlib import Path\n"
         "m.twice(Path('train'), 'wandb')\n"
     )
+    support = str(Path(__file__).parents[1] / "support")
     done = subprocess.run(
-        [sys.executable, "-c", code, __file__], cwd=tmp_path, capture_output=True, text=True, timeout=570, check=False,
+        [sys.executable, "-c", code, __file__, support], cwd=tmp_path, capture_output=True, text=True, timeout=570, check=False,
         env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
