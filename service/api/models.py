@@ -321,7 +321,7 @@ class QueueAnswer(Answer):
     devices: int
     busy: int
     usage: dict[str, float]
-    """Device-hours of each user in the last week."""
+    """Device-hours of each user in the last 30 days, as quotas count them."""
 
 
 class WorkersAnswer(Answer):

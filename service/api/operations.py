@@ -14,7 +14,6 @@ from .problems import Problem
 from .searches import STREAM, EventId, PartsOf, resumed, shown, stream
 
 router = APIRouter(tags=["service"])
-WEEK_S = 7 * 24 * 3600.0
 MOST_SHOWN = 1000
 
 
@@ -37,7 +36,7 @@ def queue(user: Reader, parts: PartsOf) -> QueueAnswer:
     found.sort(key=_turn)
     workers = store.workers()
     running, names = store.running(), {each.id: each.name for each in store.users()}
-    used = {names[each]: seconds / 3600 for each, seconds in store.usage(WEEK_S).items() if each in names}
+    used = {names[each]: seconds / 3600 for each, seconds in store.usage().items() if each in names}
     return QueueAnswer(
         searches=[shown(parts, each, workers) for each in found],
         waiting=len(store.waiting()),
