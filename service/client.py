@@ -269,7 +269,7 @@ class SearchRun:
             timeout: s; None for as long as it takes.
 
         Raises:
-            TimeoutError: it has not ended within that.
+            TimeoutError: it has not ended within that, or the server was away by then, which is its cause.
         """
         if timeout is None:
             while self.state not in ENDED:
@@ -278,11 +278,16 @@ class SearchRun:
             return self
         # Where nothing happens no event tells that the time is over.
         until = time.monotonic() + timeout
-        while self.state not in ENDED:
+        while True:
+            away = None
+            try:
+                if self.state in ENDED:
+                    return self
+            except (Away, StorageUnavailable) as error:
+                away = error
             if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s")
+                raise TimeoutError(f"the search {self.id} has not ended within {timeout:g} s") from away
             time.sleep(min(_LOOK_S, left))
-        return self
 
     def events(self, after: int | None = None) -> "Iterator[EventAnswer]":
         """What happens in it, from its beginning or behind an event, until it ends."""

@@ -15,6 +15,10 @@ from .objective import BESIDE, PREFERRED
 
 LONGEST_LINE = 64 * 1024
 """Bytes of a line that are looked at; of a longer one the first."""
+RANKS_APART = 4
+"""Steps by which ranks that each show a bar may be apart; a bar that falls back to less than half begins anew."""
+NEAR_S = 0.005
+"""How near two moments may be that a step is timed by: on a busy machine a line is read that much late, s."""
 _NUMBER = re.compile(
     r"(?P<number>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?))(?P<scale>[kKMG])?",
     re.IGNORECASE,
@@ -108,6 +112,45 @@ class Lines:
             told = _of_object(line)
             found = {**{self.names[name]: told[name] for name in self.names if name in told}, **found}
         return found
+
+
+class StepNumbers:
+    """What a step takes, by the moments at which its number is told.
+
+    A bar is drawn more than once a step, and by every rank. On a busy machine its lines come late and several at once:
+    a step is timed by the last of those told together, and never by two that are told within `NEAR_S`.
+    """
+
+    def __init__(self) -> None:
+        self._from: tuple[float, float] | None = None
+        """The step since which the next one is timed, and when it was told."""
+        self._last: tuple[float, float] | None = None
+        """The highest step, and when it was told first."""
+
+    def told(self, step: float, at: float) -> float | None:
+        """Takes a step's number, told at a moment (s).
+
+        Returns:
+            What the steps told before that moment took, as `step_ms` says it.
+        """
+        took = self.step_ms() if self._last is not None and at > self._last[1] else None
+        if self._last is not None and step <= self._last[0]:
+            if step >= self._last[0] / 2 or self._last[0] <= RANKS_APART:
+                return took
+            self._from = None
+        self._last = (step, at)
+        return took
+
+    def step_ms(self) -> float | None:
+        """Of each of the steps since those that were timed last, ms; None as long as that is not known."""
+        if self._last is None or self._from is None:
+            self._from = self._last
+            return None
+        steps, seconds = self._last[0] - self._from[0], self._last[1] - self._from[1]
+        if not steps or seconds < NEAR_S:
+            return None
+        self._from = self._last
+        return seconds / steps * 1e3
 
 
 class Appended:

@@ -27,7 +27,7 @@ from ..timing import Clock, Timing, TimingPlan, measure
 from .events import Events, of_events
 from .files import Rendered
 from .objective import Objective, Requirement, chosen, usable
-from .reading import Appended, Lines, Told
+from .reading import Appended, Lines, StepNumbers, Told
 from .template import CommandLine, ShellLine
 
 LOOK_S = 0.25
@@ -42,8 +42,6 @@ SHOWN_LINES = 40
 """Last lines that are shown where nothing was found in them."""
 MOST_LOSSES = 1000
 """Losses that are kept."""
-RANKS_APART = 4
-"""Steps by which ranks that each show a bar may be apart; a bar that falls back to less than half begins anew."""
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 _ERROR = re.compile(
     r"^(?:\[[^\]]*\]:?\s*)*(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*|.*\berror: \S.*)$"
@@ -146,7 +144,7 @@ class Run(Clock):
             self._appended.append(kind(path, names))
         self.tail: deque[str] = deque(maxlen=SHOWN_LINES)
         """What it said last."""
-        self._last_step: tuple[float, float] | None = None
+        self._steps = StepNumbers()
         self._reported_at: float | None = None
         self._look = 0.0
         self.pids: set[int] = set()
@@ -248,6 +246,7 @@ class Run(Clock):
         now = time.monotonic()
         for line in self.terms.lines.feed(data):
             self._heard(line, now)
+        self._cost(self._steps.step_ms())
         self._said = now if data else self._said
         # Something that it left in the background may go on talking.
         over = ended and not data and (not self._selector.get_map() or now >= self._said + LINGER_S)
@@ -303,18 +302,18 @@ class Run(Clock):
         if self.objective is None or (value := told.values.get(self.objective.name)) is None:
             return
         if self.objective.name == "step":
-            before = self._last_step
-            again = before is not None and value < before[0] / 2 and before[0] > RANKS_APART
-            if before is not None and value <= before[0] and not again:
-                return  # a bar is drawn more than once a step, and by every rank
-            self._last_step = (value, told.at)
-            if before is None or again:
-                return
-            value = (told.at - before[1]) / (value - before[0]) * 1e3
-        if usable(value):
-            self.costs.append(self.objective.cost(value))
-            if self._load is None and self.process.poll() is None:
-                self._load = Watch(lambda: family_s(self.process.pid))
+            self._cost(self._steps.told(value, told.at))
+        else:
+            self._cost(value)
+
+    def _cost(self, value: float | None) -> None:
+        """Takes a value of the objective, where it is one."""
+        if value is None or not usable(value):
+            return
+        assert self.objective is not None
+        self.costs.append(self.objective.cost(value))
+        if self._load is None and self.process.poll() is None:
+            self._load = Watch(lambda: family_s(self.process.pid))
 
     def _watch(self, now: float, *, ended: bool) -> None:
         """Looks at what does not come by the pipe: files that grow, and memory."""

@@ -479,7 +479,7 @@ def damaged(draw):
         at = at[key]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(damaged(), st.sampled_from([1, 2, 8]))
 def test_a_damaged_document_is_read_or_refused_in_words(document, devices):
     try:

@@ -7,7 +7,7 @@ import os
 import pytest
 from redline.errors import UsageError
 from redline.runners.command.objective import Objective, Requirement, objective_of
-from redline.runners.command.reading import Appended, lines_for, near_misses, number
+from redline.runners.command.reading import Appended, StepNumbers, lines_for, near_misses, number
 
 MEGATRON = (
     " [2025-03-04 10:11:12] iteration       12/     100 | consumed samples:          768 | "
@@ -154,6 +154,32 @@ def test_lines_end_at_carriage_returns_and_endless_ones_are_cut():
     (whole,) = lines.feed(b"\n")
     assert len(whole) == 65536
     assert list(lines.feed("ä\n".encode()[:1])) == [] and list(lines.feed("ä\n".encode()[1:])) == ["ä"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([(0, 0.0), (1, 0.02), (2, 0.04)], [20, 20]),
+        ([(0, 0.0), (0, 0.01), (1, 0.02), (1, 0.03), (2, 0.04)], [20, 20]),  # drawn twice a step
+        ([(0, 0.0), (5, 0.1), (10, 0.2)], [20, 20]),  # drawn every five steps
+        ([(0, 0.0), (1, 0.02), *((step, 0.12) for step in range(2, 7)), (7, 0.14)], [20, 20, 20]),  # a burst
+        ([(0, 0.0), (1, 0.0199), (2, 0.02), (3, 0.06)], [19.9, 20.05]),  # a late line, and the next in time
+        ([(step, step / 1000) for step in range(1, 20)], [1.0] * 3),  # faster than lines can be told apart
+        ([(0, 0.0), (8, 0.08), (0, 0.3), (1, 0.32)], [10, 20]),  # a bar that begins anew
+        ([(0, 0.0), (8, 0.08), (6, 0.09), (9, 0.1), (7, 0.11)], [10, 20]),  # a rank that is behind
+    ],
+)
+def test_steps_are_timed_by_when_their_numbers_are_told(said, expected):
+    steps, times = StepNumbers(), []
+    moments = sorted({at for _, at in said})
+    for moment in moments:
+        times += [steps.told(step, at) for step, at in said if at == moment]
+        times.append(steps.step_ms())
+    assert [each for each in times if each] == pytest.approx(expected)
+    # As where several moments are read at once, such as from a file.
+    steps = StepNumbers()
+    times = [*(steps.told(step, at) for step, at in said), steps.step_ms()]
+    assert [each for each in times if each] == pytest.approx(expected)
 
 
 def test_files_that_grow_are_read_from_where_they_were_left(tmp_path):

@@ -85,7 +85,7 @@ def test_errors_are_redline_s_own(service, client):
 
 def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
     """Who has heard of a search waits on when others would give up."""
-    seen, found = [], []
+    seen, found, ended = [], [], []
     with served(tmp_path) as first:
         port, tokens = int(first.address.rpartition(":")[2]), first.tokens
         hasty = rl.Client(first.address, token=tokens["submitter"], patience_s=0.3)
@@ -100,18 +100,24 @@ def test_a_server_that_is_away_is_tried_again_and_a_stream_goes_on(tmp_path):
 
         following = threading.Thread(target=follow)
         following.start()
+        waiting = threading.Thread(target=lambda: ended.append(run.wait(timeout=120).state))
+        waiting.start()
         assert heard.wait(60)
     asking = threading.Thread(target=lambda: found.append(patient.search(run.id).state))
     asking.start()
     with pytest.raises(Away):
         hasty.me()
-    assert following.is_alive() and asking.is_alive()
+    with pytest.raises(TimeoutError, match="has not ended within 0.1 s") as late:
+        run.wait(timeout=0.1)
+    assert isinstance(late.value.__cause__, Away)
+    assert following.is_alive() and asking.is_alive() and waiting.is_alive()
     with served(tmp_path, port=port, tokens=tokens) as again:
         asking.join(timeout=60)
         again.store.tell(run.id, "said", {"message": "after"})
         again.store.cancel(run.id)
         following.join(timeout=60)
-    assert found == ["queued"]
+        waiting.join(timeout=60)
+    assert found == ["queued"] and ended == ["cancelled"]
     assert [each.data.get("message") or each.data["state"] for each in seen] == ["queued", "after", "cancelled"]
     assert len({each.id for each in seen}) == 3
 

@@ -101,7 +101,7 @@ def holds(where, told):
     return {each.name.rpartition(".")[2] for each in folder.path.iterdir() if each.name.startswith(".")}
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(100, marks=MANY)])
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=MANY)])
 def test_a_kill_at_any_moment_leaves_the_last_checkpoint_whole(training, tmp_path, times):
     chance, rests, told = random.Random(times), Counter(), 0
     for _ in range(times):
