@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...models.batches import batch_slice, each_tensor, entries, make_batch
+from ...models.data import TokenBatches
 from ...models.workload import Batch, Workload
 from ..seeds import step_seed
 
@@ -61,8 +62,15 @@ class FromWorkload:
 
     def describe(self) -> dict[str, Any]:
         """What the data is, as plain data."""
+        batch = self.workload.batch
         follows = {"workload": self.workload.id, "seed": self.seed, "samples_per_step": self.samples_per_step}
-        return {"paths": [], "name": self.workload.name, **follows, "digest": "-".join(map(str, follows.values()))}
+        return {
+            "paths": [],
+            "name": self.workload.name,
+            "made_up": isinstance(batch, TokenBatches) and batch.text is None,
+            **follows,
+            "digest": "-".join(map(str, follows.values())),
+        }
 
     def _between(self, start: int, count: int, first: int) -> Batch:
         """Samples `start` on of the batches from step `first` on."""

@@ -61,7 +61,7 @@ def train(as_json: bool, **options: Any) -> int:
             "step": trained.step,
             "stopped": trained.stopped,
             "strategies": [each.to_dict() for each in trained.strategies],
-            "measurement": measured.to_dict(),
+            "measurement": None if measured is None else measured.to_dict(),
             "predicted": trained.predicted,
         }
         click.echo(json.dumps(found, allow_nan=False))
@@ -76,13 +76,16 @@ def _print(trained: Any) -> None:
 
     measured = trained.measurement
     how = "ended early" if trained.stopped else "trained"
-    click.echo(f"{how}: {trained.step} steps, the latest checkpoint in {trained.folder / 'checkpoints'}")
-    if measured.throughput is not None:
+    click.echo(
+        f"{how}: {trained.step} step{'s'[: trained.step != 1]}, the latest checkpoint in {trained.folder / 'checkpoints'}"
+    )
+    if measured is not None and measured.throughput is not None:
         than = ""
         if trained.predicted:
-            than = f", {100 * measured.throughput / trained.predicted - 100:+.1f} % of what the dry run measured"
+            percent = 100 * measured.throughput / trained.predicted - 100
+            than = f", {abs(percent):.1f} % {'above' if percent > 0 else 'below'} what the dry run measured"
         click.echo(f"{speed(measured.throughput, measured.unit)}{than}")
     if trained.stopped:
         click.echo(f"go on    redline train {trained.folder} --resume")
-    else:
-        click.echo(f"export   redline convert {trained.folder} OUT --to hf")
+    elif trained.exports_to is not None:
+        click.echo(f"export   redline convert {trained.folder} OUT --to {trained.exports_to}")

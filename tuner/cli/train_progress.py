@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ...results.columns import fold, speed
 from ..train.listener import Begun, TrainListener
+from . import words
 from .progress import Terminal
 
 READING_S = 30.0
@@ -35,11 +36,10 @@ def listening(stream: TextIO, *, silent: bool = False) -> Iterator[TrainListener
 def headline(begun: Begun) -> list[str]:
     """What a training sets out to do."""
     done = f", {begun.step} of them done" if begun.step else ""
-    knobs = " ".join(f"{name}={value}" for name, value in begun.strategy.config.items())
     lines = [
         f"training {begun.name} on {begun.where}: {begun.steps} steps{done}, in {begun.folder}",
         f"configuration: {begun.strategy.why}",
-        f"  {knobs}",
+        f"  {words.configuration(begun.strategy.config)}",
     ]
     return [*lines, f"data: {_data_in_words(begun.data)}"]
 
@@ -47,7 +47,7 @@ def headline(begun: Begun) -> list[str]:
 def _data_in_words(data: Mapping[str, Any]) -> str:
     """What samples are made of, in a line."""
     if not data.get("paths"):
-        return f"what {data.get('name', 'the workload')} makes by itself"
+        return "made-up tokens" if data.get("made_up") else f"what {data.get('name', 'the workload')} makes by itself"
     counts = [f"{data[name]:,} {name}" for name in ("documents", "tokens", "samples") if data.get(name) is not None]
     held = f"{data['evaluation_samples']:,} held out" if data.get("evaluation_samples") else ""
     tokenizer = f"tokenizer {data.get('tokenizer')}"
@@ -86,13 +86,6 @@ def numbers(line: Mapping[str, Any], unit: str) -> list[str]:
     if line.get("memory_mib") is not None:
         out.append(f"{line['memory_mib']:,.0f} MiB")
     return out
-
-
-def clock(seconds: float) -> str:
-    """A duration as h:mm:ss, without hours where there are none."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class _Lines(TrainListener):
@@ -170,7 +163,7 @@ class _Live(TrainListener):
 
     def line(self, line: Mapping[str, Any]) -> None:
         if line.get("kind") == "step" and self._task is not None:
-            left = [f"{clock(line['seconds_left'])} left"] if line.get("seconds_left") else []
+            left = [f"{words.duration(line['seconds_left'])} left"] if line.get("seconds_left") else []
             shown = "  ".join([*numbers(line, self._unit), *left])
             self._progress.update(self._task, completed=line["step"], numbers=shown)
         elif text := told(line, self._unit):

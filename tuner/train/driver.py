@@ -13,7 +13,10 @@ from ...device import Device, detect, usable_cores
 from ...errors import RunnerError, StudyError, TrainingFailed, UsageError
 from ...estimator.hardware import recognise
 from ...lock import FolderLock
+from ...models import Workload
+from ...models.architecture import Architecture
 from ...models.flops import flops_of
+from ...models.lora import AdaptedArchitecture
 from ...results import Measurement, Status
 from ...results.trained import (
     CHECKPOINTS,
@@ -33,6 +36,7 @@ from ...runners.runner import Runner, TrialRequest
 from ...runners.train import Trainings, TrainRank, weights_to_begin_with
 from ...space import Config
 from ...training.checkpoint.folder import CheckpointFolder
+from ...training.checkpoint.restoring import check
 from ...training.data import DataPlan, training_data
 from ...training.hyperparameters import Hyperparameters
 from ...training.loop import LoopPlan
@@ -61,12 +65,14 @@ class Trained:
     """Steps that are done."""
     stopped: bool
     """Whether it was ended before the last one."""
-    measurement: Measurement
-    """How the last configuration did."""
+    measurement: Measurement | None
+    """How the last configuration did; None where all steps had been done before."""
     strategies: tuple[Strategy, ...]
     """Those that it had, in order."""
     predicted: float | None = None
-    """Throughput that a dry run of the last configuration measured; None where none was made."""
+    """Throughput that a dry run of the same measured, in the last configuration; None where none was made."""
+    exports_to: str | None = None
+    """The layout that `redline convert` writes it in as it is; None where no other tool has one."""
 
 
 def train(request: TrainRequest, listener: TrainListener | None = None) -> Trained:
@@ -135,6 +141,12 @@ class Driver:
         return next((each.step for each in self.checkpoints.all()), 0)
 
     @property
+    def done(self) -> bool:
+        """Whether the training in the folder has come to its last step, and that is whole."""
+        last = next(iter(self.checkpoints.all()), None)
+        return last is not None and last.step >= self.request.steps and not check(last, None)
+
+    @property
     def strategy(self) -> Strategy:
         """The one that it is in."""
         return self.strategies[-1]
@@ -160,8 +172,15 @@ class Driver:
                 f"an evaluation takes at least a global batch of {self.workload.global_batch} samples, but "
                 f"{samples.num_evaluation} are held out; give a larger --held-out"
             )
+        if self.data.get("made_up"):
+            self.listener.said(
+                f"no data is given, so {self.source.name or self.workload.name} trains on made-up tokens: that shows its speed, "
+                "and teaches it nothing; --data names files to learn from"
+            )
         if self.request.weights is not None and not self.step:
             weights_to_begin_with(self.workload, str(self.request.weights))  # refused before ranks are started
+        if self.document and not self.step:
+            self.listener.said("there is no checkpoint to go on from: it begins anew")
         self._take(self._begin())
         self._heed_note()
 
@@ -174,10 +193,14 @@ class Driver:
         self.listener.said(reason)
         self._failed.append(self.strategy.config)
         self._take(after_oom(self.request, self.workload, self.strategy, self._failed, self.step))
-        self.listener.said(f"going on from step {self.step} with {self.strategy.why}")
+        self.listener.said(f"going on from step {self.step} in a safer configuration")
 
     def run(self) -> Trained:
         """Starts ranks here, or where a runner has devices, until they have ended well."""
+        if self.done:
+            steps = self.request.steps
+            self.listener.said(f"all {steps} steps are done already; a higher --steps goes on")
+            return self._trained(None)
         self.prepare()
         while True:
             measured = self._kept_up()
@@ -364,14 +387,21 @@ class Driver:
                 kept = f"the latest checkpoint is that of step {self.step}, and --resume goes on from there"
             step = self._last.get("step")
             raise TrainingFailed(f"the training came to step {step}, which could not be saved: {failure}; {kept}")
-        predicted = self.source.predicted if self.strategy.config == self.source.config else None
+        return self._trained(measured)
+
+    def _trained(self, measured: Measurement | None) -> Trained:
+        source, request = self.source, self.request
+        same = self.strategy.config == source.config and all(
+            getattr(request, name) in (None, getattr(source, name)) for name in ("lora", "seq_len", "global_batch")
+        )
         return Trained(
             folder=self.path,
             step=self.step,
-            stopped=self.step < self.request.steps,
+            stopped=self.step < request.steps,
             measurement=measured,
             strategies=tuple(self.strategies),
-            predicted=predicted,
+            predicted=source.predicted if same else None,
+            exports_to=_layout(self.workload),
         )
 
 
@@ -391,6 +421,12 @@ def taken_up(request: TrainRequest, asked: Mapping[str, Any]) -> TrainRequest:
             )
     starts = {each: getattr(request, each) for each in OF_A_START if each != "source"}
     return TrainRequest.again(request.source, asked, **{**given, **starts})
+
+
+def _layout(workload: Workload) -> str | None:
+    if not isinstance(workload.model, Architecture):
+        return None
+    return "peft" if isinstance(workload.model, AdaptedArchitecture) else "hf"
 
 
 def fresh_folder(name: str) -> Path:

@@ -55,3 +55,10 @@ def test_what_changes_a_batch_changes_what_is_kept_of_none(numbers):
 def test_it_says_what_it_is(numbers):
     one, two = FromWorkload(numbers, seed=1).describe(), FromWorkload(numbers, seed=2).describe()
     assert one["workload"] == numbers.id and one["digest"] != two["digest"]
+
+
+def test_tokens_that_are_drawn_are_told_from_those_of_a_text_and_from_samples_of_the_user_s(numbers, tmp_path):
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 20)
+    drawn = workload("gpt2-tiny", seq_len=16, global_batch=4)
+    of_text = workload("gpt2-tiny", seq_len=16, global_batch=4, data=tmp_path / "text.txt")
+    assert [FromWorkload(each).describe()["made_up"] for each in (drawn, of_text, numbers)] == [True, False, False]

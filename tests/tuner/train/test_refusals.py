@@ -85,7 +85,15 @@ def test_data_that_has_changed(run, here, finished):
     before = (here / "corpus.txt").read_text()
     try:
         (here / "corpus.txt").write_text(before[1:])
-        refused(run, ["the data is another than the training in 'finished' had so far"], "train", finished, "--resume")
+        refused(
+            run,
+            ["the data is another than the training in 'finished' had so far"],
+            "train",
+            finished,
+            "--resume",
+            "--steps",
+            7,
+        )
     finally:
         (here / "corpus.txt").write_text(before)
 

@@ -102,7 +102,8 @@ def test_where_nothing_fits_it_is_said_what_would_and_the_training_is_as_it_was(
 def test_a_note_that_memory_ran_out_is_heeded_once(again, of_net, tmp_path):
     first = yaml.safe_load((of_net / "train.yaml").read_text())["strategies"][0]["configuration"]
     strategy, said, strategies = again(of_net, note={"configuration": first, "reason": "no room"})
-    assert said[0] == "out of memory: no room" and said[1].startswith("going on from step 1 with the fastest that is ")
+    assert said[0] == "out of memory: no room" and said[1] == "going on from step 1 in a safer configuration"
+    assert strategy.why.startswith("the fastest that is predicted to need clearly less memory")
     assert strategy.config["micro_batch"] < first["micro_batch"] and strategies[-1] == strategy.to_dict()
     assert not (tmp_path / "copy" / OUT_OF_MEMORY).exists()
     assert again(of_net) == (strategy, [], strategies)

@@ -1,0 +1,82 @@
+"""What `redline train` tells its user: what it trains on, that nothing is left to do, and which command comes next."""
+
+import pytest
+import yaml
+from train_commands import PLAIN, SIZES, curve, ended, lines_of, trained
+
+pytestmark = pytest.mark.timeout(900)
+MADE_UP = "no data is given, so llama trains on made-up tokens"
+
+
+@pytest.fixture(scope="module")
+def finished(here):
+    """A training of three steps, all of which are done."""
+    assert ended(here, *trained("train", "llama", "all-done", "--save-every", 1, steps=3)) == 0
+    return here / "all-done"
+
+
+def words(told):
+    code, out, err = told
+    assert code == 0, out + err
+    return " ".join(out.split())
+
+
+def test_who_gives_no_data_is_told_that_nothing_is_learnt(run, finished):
+    arguments = ["train", "llama", *SIZES, *PLAIN, "--devices", 1, "--steps", 1, "--out", "no-data"]
+    text = words(run(*arguments))
+    assert f"note: {MADE_UP}: that shows its speed, and teaches it nothing; --data names files" in text
+    assert "data: made-up tokens" in text
+    again = words(run("train", "no-data", "--resume", "--steps", 2))
+    assert MADE_UP in again, "whoever goes on is told as well"
+    assert MADE_UP not in words(run("train", finished.name, "--resume", "--steps", 4))
+
+
+def test_knobs_are_written_as_they_are_asked_for(run):
+    text = words(run(*trained("train", "llama", "knobs", steps=1)))
+    assert " checkpoint_ratio=0 " in text and " fusion=false " in text and "False" not in text
+
+
+def test_a_training_that_is_done_is_neither_planned_nor_started_again(run, finished):
+    document, log = (finished / "train.yaml").read_bytes(), lines_of(finished)
+    steps = max(curve(finished))
+    text = words(run("train", finished.name, "--resume", "--steps", steps, "--devices", 2))
+    assert f"note: all {steps} steps are done already; a higher --steps goes on" in text
+    assert "planned anew" not in text and f"export redline convert {finished.name} OUT --to hf" in text
+    assert (finished / "train.yaml").read_bytes() == document and lines_of(finished) == log
+
+
+def test_a_last_step_whose_checkpoint_is_damaged_is_done_again(run, here):
+    assert ended(here, *trained("train", "llama", "cut-off", "--save-every", 1, steps=3)) == 0
+    before = curve(here / "cut-off")
+    damaged = max((here / "cut-off" / "checkpoints" / "step-00000003").glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    text = words(run("train", "cut-off", "--resume"))
+    assert "step-00000003 is passed over" in text and "going on from step-00000002" in text
+    assert curve(here / "cut-off") == before
+
+
+def test_a_training_that_was_ended_before_its_first_checkpoint_says_that_it_begins_anew(run, finished, tmp_path):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "train.yaml").write_bytes((finished / "train.yaml").read_bytes())
+    text = words(run("train", tmp_path / "killed", "--resume", "--steps", 1))
+    assert "note: there is no checkpoint to go on from: it begins anew" in text
+
+
+def test_the_export_that_is_named_is_one_that_is_possible(run, here, finished):
+    assert f"export redline convert {finished.name} OUT --to hf" in words(run("train", finished.name, "--resume"))
+    adapted = words(run(*trained("train", "llama", "of-adapters", "--lora", "r=4", steps=1)))
+    assert "export redline convert of-adapters OUT --to peft" in adapted
+    assert words(run("convert", "of-adapters", "as-peft", "--to", "peft")).startswith("wrote as-peft")
+    own = words(run("train", "work.py:net", "--devices", 1, "--steps", 1, "--out", "of-own-code"))
+    assert "trained: 1 step, " in own and "export" not in own
+
+
+def test_a_dry_run_is_compared_with_the_training_that_it_tried_and_with_no_other(run, here, finished):
+    (first,) = yaml.safe_load((finished / "train.yaml").read_text())["strategies"]
+    best = {"configuration": first["configuration"], "throughput": 1e12}
+    trains = {"workload": {"spec": "llama"}, "seq_len": 16, "global_batch": 8, "devices": {"used": 1}}
+    (here / "won.yaml").write_text(yaml.safe_dump({"best": best, "trains": trains}))
+    arguments = ["train", "won.yaml", "--data", "corpus.txt", "--steps", 1, "--out"]
+    assert "tokens/s, 100.0 % below what the dry run measured" in words(run(*arguments, "as-it-was"))
+    assert "the dry run" not in words(run(*arguments, "adapted-won", "--lora", "r=4"))
+    assert "the dry run" not in words(run(*arguments, "longer", "--seq-len", 32))
