@@ -35,6 +35,11 @@ NAMES: dict[str, tuple[str, str]] = {
     "ConvNd": ("torch.nn.modules.conv", "_ConvNd"),
     "DropoutNd": ("torch.nn.modules.dropout", "_DropoutNd"),
     "grouped_mm": ("torch", "_grouped_mm"),
+    # Attention that gives the logarithm of its sums as well.
+    "flash_attention": ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
+    "flash_attention_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
+    "flash_attention_on_cpu": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    "flash_attention_on_cpu_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     # Many tensors at once.
     "foreach_multiply": ("torch", "_foreach_mul_"),
     "foreach_interpolate": ("torch", "_foreach_lerp_"),

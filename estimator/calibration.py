@@ -186,7 +186,7 @@ def leaves_node(cols: KnobArrays, per_node: int) -> dict[str, np.ndarray]:
     stage = cols.tp * cols.replicas > per_node
     return {
         "tensor parallel": cols.tp > per_node,
-        "sequence exchange": cols.tp * cols.sp > per_node,
+        "sequence exchange": cols.tp * cols.sharers > per_node,
         "data parallel": stage,
         "parameter gathers": cols.tp * cols.shares > per_node,
         "pipeline transfers": (cols.tp * cols.replicas * cols.pp > per_node) & (cols.tp * cols.replicas >= per_node),

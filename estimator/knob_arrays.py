@@ -10,12 +10,13 @@ from ..errors import UsageError, unknown
 from ..models.families.standard import BLOCK_KNOBS
 from ..models.parallel import CHUNKED, PIPELINES
 from ..orders import ORDERS
+from ..pieces import pieces_obstacle
 from ..results.meaning import REDUCED, hsdp_obstacle
 from .facts.model_facts import Variant
 from .setup import OFFLOADS, PRECISIONS, TrainingSetup
 
 _NUMBERS = {
-    "tp": int, "sp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
+    "tp": int, "sp": int, "cp": int, "pp": int, "zero": int, "hsdp": int, "micro_batch": int, "virtual_stages": int,
     "checkpoint_ratio": float, "sequence_parallel": bool, "fused_optimizer": bool,
 }  # fmt: skip
 _WORDS = ("precision", "attention", "fusion", "kernels", "offload", "pipeline_schedule", "reduce_dtype")
@@ -43,7 +44,9 @@ class KnobArrays:
 
     tp: np.ndarray
     sp: np.ndarray
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence and exchange heads."""
+    cp: np.ndarray
+    """Ranks that share each sequence in a ring."""
     pp: np.ndarray
     dp: np.ndarray
     zero: np.ndarray
@@ -77,7 +80,12 @@ class KnobArrays:
     @property
     def replicas(self) -> np.ndarray:
         """Ranks that have the same weights to train: those that share a sequence among them."""
-        return self.dp * self.sp
+        return self.dp * self.sharers
+
+    @property
+    def sharers(self) -> np.ndarray:
+        """Ranks that share each sequence."""
+        return self.sp * self.cp
 
     @property
     def shares(self) -> np.ndarray:
@@ -151,16 +159,18 @@ def knob_arrays(
     """
     table = _Table(configs)
     values = _knobs(table, setup)
-    sp, pp = values["sp"], values["pp"]
-    dp = _replicas(table, setup, values["tp"] * sp * pp)
+    sp, cp, pp = values["sp"], values["cp"], values["pp"]
+    dp = _replicas(table, setup, values["tp"] * sp * cp * pp)
     accum = _accumulation(table, setup, values["micro_batch"] * dp)
     for name, array in (("dp", dp), ("grad_accum", accum)):
         table.refuse(array < 1, f"{name} must be at least 1")
     for at in np.flatnonzero(values["hsdp"] > 1).tolist():
-        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at] * sp[at]), int(values["zero"][at])):
+        if why := hsdp_obstacle(int(values["hsdp"][at]), int(dp[at] * sp[at] * cp[at]), int(values["zero"][at])):
             raise UsageError(f"configuration {table.show(at)}: {why}")
-    length = setup.seq_len or 1
-    table.refuse(length % sp != 0, f"sp must divide the tokens of a sample, {length}", sp)
+    pieces = np.unique(np.stack([sp, cp]), axis=1)
+    for ranks, ring in pieces.T.tolist():
+        if why := pieces_obstacle(setup.seq_len or 1, ranks, ring):
+            table.refuse((sp == ranks) & (cp == ring), why)
     several = np.isin(values["pipeline_schedule"].astype(str), CHUNKED) & (pp > 1)
     values["virtual_stages"] = np.where(several, values["virtual_stages"], 1)
     named = {name: table.texts(name) for name in BLOCK_KNOBS}
@@ -190,7 +200,7 @@ def _replicas(table: "_Table", setup: TrainingSetup, split: np.ndarray) -> np.nd
     if table.has("dp"):
         return table.numbers("dp", int, 1)
     dp = setup.devices // split
-    table.refuse(dp * split != setup.devices, f"tp * sp * pp must divide the devices, {setup.devices}", split)
+    table.refuse(dp * split != setup.devices, f"tp * sp * cp * pp must divide the devices, {setup.devices}", split)
     return dp
 
 
@@ -207,7 +217,8 @@ def _accumulation(table: "_Table", setup: TrainingSetup, together: np.ndarray) -
 
 
 _BOUNDS = {
-    "tp": (1, None), "sp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None), "zero": (0, 3),
+    "tp": (1, None), "sp": (1, None), "cp": (1, None), "pp": (1, None), "hsdp": (1, None), "micro_batch": (1, None),
+    "zero": (0, 3),
     "checkpoint_ratio": (0, 1), "virtual_stages": (1, None),
 }  # fmt: skip
 """Least and largest values of knobs that are numbers."""

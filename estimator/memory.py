@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from .constants import Constants
-from .facts.model_facts import ModelFacts
+from .facts.model_facts import ModelFacts, Part
 from .knob_arrays import KnobArrays
 from .rank import MIB, Rank, gathered_at, per_token, shared
 from .setup import TrainingSetup
@@ -139,7 +139,7 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
     ratio, scores = rank.cols.checkpoint_ratio, not rank.setup.recompute_attention
     kept, boundaries = rank.none, rank.none
     for each, count in rank.stage.blocks:
-        full = per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len, scores)
+        full = _saved(rank, each, scores)
         kept = kept + count * (1 - ratio) * full
         boundaries = boundaries + count * ratio * (each.boundary / rank.sequence)
     for each in rank.stage.ends:
@@ -153,12 +153,20 @@ def _activations(rank: Rank) -> dict[str, np.ndarray]:
     return {"activations": activations, "checkpoints": boundaries * rank.tokens * rank.flying}
 
 
+def _saved(rank: Rank, part: Part, scores: bool = True) -> np.ndarray:
+    """Bytes that a block keeps a token. A ring keeps no scores, whatever the attention."""
+    with_scores, without = (
+        per_token(part.saved, part, rank.tp, rank.sequence, rank.seq_len, each) for each in (scores, False)
+    )
+    return np.where(rank.cols.cp > 1, without, with_scores)
+
+
 def _recomputation(rank: Rank) -> np.ndarray:
     """One block's temporaries in backward, beside all that it keeps where it is recomputed."""
     working, rebuilt = rank.none, rank.none
     for each, _ in rank.stage.blocks:
         transient = per_token(each.transient, each, rank.tp, rank.sequence, rank.seq_len)
-        saved = per_token(each.saved, each, rank.tp, rank.sequence, rank.seq_len)
+        saved = _saved(rank, each)
         working = np.maximum(working, transient)
         rebuilt = np.maximum(rebuilt, np.where(rank.cols.checkpoint_ratio > 0, saved + transient, 0.0))
     return np.maximum(working, rebuilt) * rank.tokens

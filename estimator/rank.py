@@ -128,7 +128,7 @@ class Rank:
     @cached_property
     def tokens(self) -> np.ndarray:
         """Tokens of a micro-batch on the rank."""
-        return self.cols.micro_batch * float(self.seq_len) / self.cols.sp
+        return self.cols.micro_batch * float(self.seq_len) / self.cols.sharers
 
     @cached_property
     def sequence(self) -> np.ndarray:

@@ -36,6 +36,7 @@ class TrainingSetup:
     # What a configuration without the knob has.
     tp: int = 1
     sp: int = 1
+    cp: int = 1
     pp: int = 1
     zero: int = 0
     hsdp: int = 1
@@ -96,7 +97,7 @@ class TrainingSetup:
     """Further settings, kept for the record only."""
 
     def __post_init__(self) -> None:
-        for name in ("devices", "tp", "sp", "pp", "hsdp", "micro_batch", "virtual_stages"):
+        for name in ("devices", "tp", "sp", "cp", "pp", "hsdp", "micro_batch", "virtual_stages"):
             _at_least_one(name, getattr(self, name))
         for name in ("seq_len", "global_batch", "grad_accum"):
             if getattr(self, name) is not None:

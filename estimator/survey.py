@@ -68,11 +68,11 @@ def shape_space(
     def undivided(stages: int) -> str:
         return "" if stages <= shape.layers else f"{stages} stages need as many of {shape.layers} layers"
 
-    def apart(ranks: int, tp: int) -> str:
-        even = shape.heads % (ranks * tp) == 0
-        return "" if even else f"tp * sp, {tp} * {ranks}, must divide the {shape.heads} attention heads"
+    def apart(sp: int, cp: int, tp: int) -> str:
+        even = sp == 1 or shape.heads % (sp * tp) == 0
+        return "" if even else f"tp * sp, {tp} * {sp}, must divide the {shape.heads} attention heads"
 
-    support = Support(tp=uncut, sp=apart, pp=undivided, sequence_parallel="", zero="", offload="")
+    support = Support(tp=uncut, sequences=apart, pp=undivided, sequence_parallel="", zero="", offload="")
     spread = parallel.declare(
         space, global_batch, device, devices, support, any_batch=False, seq_len=seq_len, own_loss=False
     )

@@ -18,6 +18,7 @@ from .facts.model_facts import Matmul, ModelFacts, Part
 from .hardware import Hardware
 from .knob_arrays import KnobArrays
 from .rank import BYTES, Formats, Rank, gathered_at, per_token, shared
+from .sequences import all_to_alls, ring_waits
 from .setup import TrainingSetup
 from .stages import Stage, crossings, idle_slot, staged
 
@@ -90,7 +91,7 @@ def _part_work(
 ) -> _Work:
     tp = cols.tp.astype(float)
     seq = setup.seq_len or 1
-    tokens = cols.micro_batch * float(seq) / cols.sp
+    tokens = cols.micro_batch * float(seq) / cols.sharers
     sequence = np.where(cols.sequence_parallel, tp, 1.0)
     width = 4 if facts.precision == "fp32" else 2
     zero = np.zeros(len(tp))
@@ -252,6 +253,16 @@ class _Rank(Rank):
         return self.constants.collective_us * 1e-6 + self.switch
 
     @cached_property
+    def heads(self) -> Group:
+        """Ranks that exchange heads."""
+        return group(self.cols.sp, self.cols.tp, self.devices, self.hardware, self.constants)
+
+    @cached_property
+    def ring(self) -> Group:
+        """Ranks among which keys and values go round."""
+        return group(self.cols.cp, self.cols.tp * self.cols.sp, self.devices, self.hardware, self.constants)
+
+    @cached_property
     def data(self) -> Group:
         """Replicas that share pieces. They are neighbours; with HSDP there are several such groups."""
         return group(self.cols.shares, self.cols.tp, self.devices, self.hardware, self.constants)
@@ -288,7 +299,8 @@ class _Slot:
     tensor: np.ndarray
     """Tensor parallelism's collectives."""
     exchange: np.ndarray
-    """All-to-alls of the ranks that share sequences."""
+    """What ranks that share sequences wait for each other around attention: all-to-alls, and what of a ring is not
+    behind attention."""
     forward: np.ndarray
     backward: np.ndarray
     of_weights: np.ndarray
@@ -317,21 +329,6 @@ def _tensor_pair(rank: _Rank) -> tuple[np.ndarray, np.ndarray]:
     return pair, start
 
 
-def _exchange(rank: _Rank, part: Part) -> np.ndarray:
-    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it,
-    and of what comes out of it; of its bytes a rank sends all but its own share (Jacobs et al., arXiv:2309.14509).
-
-    Keys of fewer heads than ranks are repeated.
-    """
-    kind, sp = part.attention, rank.cols.sp
-    if kind is None or (sp == 1).all():
-        return rank.none
-    ranks = group(sp, rank.cols.tp, rank.devices, rank.hardware, rank.constants)
-    keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
-    width = kind.head_dim * (4 if rank.facts.precision == "fp32" else 2) * rank.tokens / rank.tp
-    return 2 * (ranks.gather(width * kind.heads, rank.collective) + ranks.gather(width * keys, rank.collective))
-
-
 def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
     """One micro-batch: device and links work one after the other, and at least as long as the host launches.
 
@@ -345,7 +342,9 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         block = part.role == "block"
         ratio = rank.cols.checkpoint_ratio if block else rank.none
         pairs = 2.0 if block else 1.0 if part.role in ("embedding", "head") else 0.0
-        ahead, exchange = pairs * pair, _exchange(rank, part)
+        ahead, exchange = pairs * pair, all_to_alls(rank, part, rank.heads, rank.collective)
+        around, around_back = ring_waits(rank, part, rank.ring, rank.collective, item.attention, item.attention_back)
+        there, home = exchange + around, exchange + around_back
         back = ahead * (1 + anew / 2)
         rebuilt = ratio * item.forward
         out.matmul = out.matmul + count * (item.matmul + item.matmul_back)
@@ -353,15 +352,15 @@ def _slot(rank: _Rank, work: Mapping[int, _Work]) -> _Slot:
         out.memory = out.memory + count * (item.memory + item.memory_back)
         out.again = out.again + count * rebuilt
         out.tensor = out.tensor + count * (ahead + back + ratio * ahead)
-        out.exchange = out.exchange + count * (2 + ratio) * exchange
+        out.exchange = out.exchange + count * ((1 + ratio) * there + home)
         host = item.host + pairs * start
         host_back = (2 + ratio) * item.host + pairs * (1 + anew / 2 + ratio) * start
-        links = back + ratio * ahead + (1 + ratio) * exchange
-        slack = np.maximum(host - item.forward - ahead - exchange, 0.0)
+        links = back + ratio * ahead + ratio * there + home
+        slack = np.maximum(host - item.forward - ahead - there, 0.0)
         slack_back = np.maximum(host_back - item.backward - rebuilt - links, 0.0)
         out.launches = out.launches + count * (slack + slack_back)
         out.of_weights = out.of_weights + count * (item.matmul_back - item.matmul)
-        out.forward = out.forward + count * (item.forward + ahead + exchange + slack)
+        out.forward = out.forward + count * (item.forward + ahead + there + slack)
         out.backward = out.backward + count * (item.backward + rebuilt + links + slack_back)
     return out
 

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from ..device import Device
 from ..errors import SpaceError
 from ..orders import ORDERS
+from ..pieces import pieces_obstacle
 from ..results.meaning import FLOAT8
-from ..space import Space
+from ..space import Expression, Space
 from .families.standard import Support
 
 HEAD_IS_CUT_AGAIN = "ZeRO cuts the head again behind its forward, before the loss needs it"
@@ -47,10 +49,10 @@ def declare(
     seq_len: int | None,
     own_loss: bool,
 ) -> Spread:
-    """Adds `tp`, `sp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
+    """Adds `tp`, `sp`, `cp`, `pp`, `dp`, `zero`, `hsdp`, `sequence_parallel`, `virtual_stages` and `pipeline_schedule`
     where there are several devices, with a constraint for each degree that the model or the host cannot have.
 
-    `tp`, `sp` and `pp` carry no hint on memory: what a higher degree saves in weights or activations it can cost
+    `tp`, `sp`, `cp` and `pp` carry no hint on memory: what a higher degree saves in weights or activations it can cost
     in activations (a first stage keeps several micro-batches, a replica has more samples) or in what fewer
     replicas are left to share (ZeRO).
 
@@ -72,88 +74,116 @@ def declare(
     degrees = divisors(devices)
     refused = {
         "tp": {degree: support.tp(degree) or _beyond_host(degree, devices, device) for degree in degrees[1:]},
-        "sp": {degree: _no_sequences(degree, devices, device, support, seq_len, own_loss) for degree in degrees[1:]},
+        "sp": {
+            degree: _no_sequences(degree, 1, support, seq_len, own_loss)
+            or _beyond_host(degree, devices, device, "heads")
+            for degree in degrees[1:]
+        },
+        "cp": {degree: _no_sequences(1, degree, support, seq_len, own_loss) for degree in degrees[1:]},
         "pp": {degree: support.pp(degree) for degree in degrees[1:]},
     }
-    together = _not_together(degrees[1:], refused, devices, device, support)
+    together = _not_together(degrees[1:], refused, devices, device, support, seq_len)
     ways = _ways(devices, refused, together, None if any_batch else total)
     if not ways:
         raise SpaceError(_cannot_share(total, devices, refused))
-    default_tp, default_sp, default_pp = min(ways, key=lambda way: (prod(way), way[2], way[1]))
-    padded = [(tp, support.padding(tp)) for tp in sorted({tp for tp, _, _ in ways})]
+    plain = min(ways, key=lambda way: (way.ranks, way.pp, way.cp, way.sp))
+    padded = [(tp, support.padding(tp)) for tp in sorted({way.tp for way in ways})]
     notes = "".join(f"; at {degree} {text}" for degree, text in padded if text)
-    tp = space.choice("tp", degrees, default=default_tp, others=(), help=f"tensor-parallel degree{notes}")
+    tp = space.choice("tp", degrees, default=plain.tp, others=(), help=f"tensor-parallel degree{notes}")
     words = "ranks that share a sequence, and heads in attention (Ulysses)"
-    sp = space.choice("sp", degrees, default=default_sp, others=(), help=words)
-    pp = space.choice("pp", degrees, default=default_pp, others=(), help="pipeline stages")
-    dp = space.derive("dp", devices // (tp * sp * pp), help="data-parallel replicas")
-    space.require(tp * sp * pp * dp == devices, f"the {devices} devices are shared without a rest")
-    for knob, reasons in ((tp, refused["tp"]), (sp, refused["sp"]), (pp, refused["pp"])):
+    sp = space.choice("sp", degrees, default=plain.sp, others=(), help=words)
+    words = "ranks of a ring, each with a piece of a sequence, among which keys and values go round (ring attention)"
+    cp = space.choice("cp", degrees, default=plain.cp, others=(), help=words)
+    pp = space.choice("pp", degrees, default=plain.pp, others=(), help="pipeline stages")
+    dp = space.derive("dp", devices // (tp * sp * cp * pp), help="data-parallel replicas")
+    space.require(tp * sp * cp * pp * dp == devices, f"the {devices} devices are shared without a rest")
+    for knob, reasons in zip((tp, sp, cp, pp), refused.values(), strict=True):
         for reason in dict.fromkeys(each for each in reasons.values() if each):
             space.require(~knob.isin([d for d in degrees[1:] if reasons[d] == reason]), reason)
-    for (cut, shared), reason in together.items():
-        space.require((tp != cut) | (sp != shared), reason)
-    dps = sorted({devices // prod(way) for way in ways})
-    if dps[-1] > 1 or any(sp > 1 for _, sp, _ in ways):
+    for pair, reason in together.items():
+        (one, first), (other, second) = pair
+        space.require((space[one] != first) | (space[other] != second), reason)
+    dps = sorted({devices // way.ranks for way in ways})
+    if dps[-1] > 1 or any(way.sp * way.cp > 1 for way in ways):
         _zero(space)
-    _hsdp(space, sorted({(tp, pp) for tp, _, pp in ways}), devices, device)
-    if any(tp > 1 for tp, _, _ in ways):
+    _hsdp(space, sorted({(way.tp, way.pp) for way in ways}), devices, device)
+    if any(way.tp > 1 for way in ways):
         space.flag(
             "sequence_parallel",
             when=tp > 1,
             help="activations between tensor-parallel regions are cut along the sequence",
         )
-    if any(pp > 1 for _, _, pp in ways):
+    if any(way.pp > 1 for way in ways):
         _pipeline(space, support, [degree for degree in degrees[1:] if not refused["pp"][degree]])
-        if any(pp > 1 and tp * pp < devices for tp, _, pp in ways):
+        if any(way.pp > 1 and way.tp * way.pp < devices for way in ways):
             space.require(
                 ~space["pipeline_schedule"].isin(SPLITTING) | (space["zero"] < 2),
                 "zero_bubble and zbv compute the gradients of weights apart from the backward pass, in which "
                 "ZeRO 2 and 3 reduce them",
             )
-    return Spread(replicas=tuple(dps), default_dp=devices // (default_tp * default_sp * default_pp))
+    return Spread(replicas=tuple(dps), default_dp=devices // plain.ranks)
 
 
-_Ways = list[tuple[int, int, int]]
+class _Way(NamedTuple):
+    """Degrees that go together."""
+
+    tp: int
+    sp: int
+    cp: int
+    pp: int
+
+    @property
+    def ranks(self) -> int:
+        """The devices of a replica that has samples of its own."""
+        return prod(self)
+
+
 _Refused = dict[str, dict[int, str]]
+_Together = dict[tuple[tuple[str, int], tuple[str, int]], str]
+"""Of two knobs by their names and values: why they cannot be together."""
 
 
-def _ways(devices: int, refused: _Refused, together: dict[tuple[int, int], str], total: int | None) -> _Ways:
-    """The degrees of tp, sp and pp that are possible, whose replicas share `total` samples; None lets any number share."""
+def replicas(space: Space) -> Expression:
+    """How many hold the same weights: those that have samples of their own, and those that share these."""
+    return space["dp"] * space["sp"] * space["cp"]
+
+
+def _ways(devices: int, refused: _Refused, together: _Together, total: int | None) -> list[_Way]:
+    """The degrees that are possible, whose replicas share `total` samples; None lets any number share."""
+    degrees = {name: [degree for degree in divisors(devices) if not refused[name].get(degree)] for name in _Way._fields}
     return [
-        (tp, sp, pp)
-        for tp, sp, pp in product(divisors(devices), repeat=3)
-        if devices % (tp * sp * pp) == 0
-        and not any(refused[name].get(degree) for name, degree in (("tp", tp), ("sp", sp), ("pp", pp)))
-        and (tp, sp) not in together
-        and (total is None or total % (devices // (tp * sp * pp)) == 0)
+        way
+        for way in (_Way(*each) for each in product(*degrees.values()))
+        if devices % way.ranks == 0
+        and (("tp", way.tp), ("sp", way.sp)) not in together
+        and (("sp", way.sp), ("cp", way.cp)) not in together
+        and (total is None or total % (devices // way.ranks) == 0)
     ]
 
 
-def _no_sequences(sp: int, devices: int, device: Device, support: Support, seq_len: int | None, own_loss: bool) -> str:
+def _no_sequences(sp: int, cp: int, support: Support, seq_len: int | None, own_loss: bool) -> str:
     """Why so many ranks cannot share sequences; empty where they can."""
-    if why := support.sp(sp, 1) or _beyond_host(sp, devices, device, "a sequence"):
+    if why := support.sequences(sp, cp, 1):
         return why
     if own_loss:
         return "the workload's own loss is of whole samples, and ranks that share them have a piece each"
-    if seq_len is None or seq_len % sp:
-        return f"sp must divide the {seq_len or 'unknown'} tokens of a sample"
-    return ""
+    return pieces_obstacle(seq_len, sp, cp)
 
 
 def _not_together(
-    degrees: list[int], refused: _Refused, devices: int, device: Device, support: Support
-) -> dict[tuple[int, int], str]:
-    """Why some degrees of tp and sp, each of them possible, cannot be together."""
-    pairs = [
-        (tp, sp)
-        for tp, sp in product(degrees, repeat=2)
-        if devices % (tp * sp) == 0 and not refused["tp"][tp] and not refused["sp"][sp]
-    ]
-    reasons = {}
-    for tp, sp in pairs:
-        if why := support.sp(sp, tp) or _beyond_host(tp * sp, devices, device, "a layer or a sequence"):
-            reasons[tp, sp] = why
+    degrees: list[int], refused: _Refused, devices: int, device: Device, support: Support, seq_len: int | None
+) -> _Together:
+    """Why some degrees, each of them possible, cannot be together."""
+    reasons: _Together = {}
+    for degree, sp in product(degrees, repeat=2):
+        if devices % (degree * sp) or refused["sp"][sp]:
+            continue
+        if not refused["tp"][degree]:
+            why = support.sequences(sp, 1, degree) or _beyond_host(degree * sp, devices, device, "a layer or heads")
+            if why:
+                reasons[("tp", degree), ("sp", sp)] = why
+        if not refused["cp"][degree] and (why := pieces_obstacle(seq_len, sp, degree)):
+            reasons[("sp", sp), ("cp", degree)] = why
     return reasons
 
 
@@ -161,7 +191,7 @@ def _zero(space: Space) -> None:
     space.choice(
         "zero",
         [0, 1, 2, 3],
-        when=space["dp"] * space["sp"] > 1,
+        when=replicas(space) > 1,
         others=(),
         help="ZeRO stage: what the replicas share of optimizer state, gradients, parameters",
         # ZeRO 2 has the pieces that are updated beside the weights that are gathered, which on few replicas
@@ -203,7 +233,7 @@ def _hsdp(space: Space, ways: list[tuple[int, int]], devices: int, device: Devic
         monotone_memory=1,
     )
     space.require(
-        (knob == 1) | (tp * space["sp"] * dp == each * knob),
+        (knob == 1) | (tp * replicas(space) == each * knob),
         f"pieces are cut within a host, of {each} devices here, so that there is a group for each host of replicas",
     )
     if any(tp == each for tp, _ in ways):
@@ -332,10 +362,11 @@ def _sequence_parallel(space: Space, devices: int, seq_len: int | None, support:
         if uneven:
             reason = f"tp must divide the {seq_len} tokens of a sample to cut them"
             space.require(whole | ~space["tp"].isin(uneven), reason)
-        for tp, sp in product(divisors(devices), repeat=2):
-            if devices % (tp * sp) == 0 and seq_len % tp == 0 and seq_len % sp == 0 and seq_len % (tp * sp):
-                reason = f"tp * sp, {tp} * {sp}, must divide the {seq_len} tokens of a sample to cut them"
-                space.require(whole | (space["tp"] != tp) | (space["sp"] != sp), reason)
+        shared = space["sp"] * space["cp"]
+        space.require(
+            whole | (shared == 1) | (seq_len % (space["tp"] * shared) == 0),
+            f"tp * sp * cp must divide the {seq_len} tokens of a sample to cut them",
+        )
 
 
 def divisors(number: int) -> list[int]:

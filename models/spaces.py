@@ -25,7 +25,7 @@ ALLOWABLE = ("lossy",)
 """What a default space holds only where it is asked for."""
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MAX_MICRO_BATCHES = 12
-MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "sp": -1, "pp": -1}
+MEMORY_ALONG = {"micro_batch": 1, "checkpoint_ratio": -1, "zero": -1, "hsdp": 1, "tp": -1, "sp": -1, "cp": -1, "pp": -1}
 """Standard knobs of which more needs more memory (1) or less (-1), whoever trains."""
 _NAMED_BLOCKS = re.compile(r"none|\d+(-\d+)?(,\d+(-\d+)?)*")
 
@@ -117,7 +117,7 @@ def default_space(
             "reduce_dtype",
             REDUCED,
             # Gradients of bf16 weights are in it anyway.
-            when=(space["dp"] * space["sp"] > 1) & (space["precision"] != "bf16_pure"),
+            when=(parallel.replicas(space) > 1) & (space["precision"] != "bf16_pure"),
             others=(),
             help="what gradients travel in between replicas; bf16 is lossy",
         )
@@ -356,7 +356,7 @@ def _schedule_facts(workload: Workload) -> _Facts:
         blocks=len(blocks),
         parallel=Support(
             tp=lambda ranks: "" if ranks == 1 else ignored("tp"),
-            sp=lambda ranks, tp: "" if ranks == 1 else ignored("sp"),
+            sequences=lambda sp, cp, tp: (sp > 1 and ignored("sp")) or (cp > 1 and ignored("cp")) or "",
             pp=lambda stages: "" if stages == 1 else ignored("pp"),
             virtual_stages=ignored("virtual_stages"),
             float8=lambda ranks: unconvertible(each.module for each in blocks),

@@ -42,6 +42,7 @@ class StandardKnob(NamedTuple):
 STANDARD: Mapping[str, StandardKnob] = {
     "tp": StandardKnob(1, _degree),
     "sp": StandardKnob(1, _degree),
+    "cp": StandardKnob(1, _degree),
     "pp": StandardKnob(1, _degree),
     "dp": StandardKnob(1, _degree),
     "zero": StandardKnob(0, lambda value: is_whole(value) and 0 <= value <= 3),

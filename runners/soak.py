@@ -125,7 +125,10 @@ def soak(training: "Training", plan: SoakPlan, seed: int, compiled: Callable[[],
 
     from ..schedule.primitives.compile import refusals
 
-    multiple = training.world.sp * (training.world.tp if training.config.get("sequence_parallel") else 1)
+    world = training.world
+    multiple = (
+        world.sp * world.cp * (2 if world.cp > 1 else 1) * (world.tp if training.config.get("sequence_parallel") else 1)
+    )
     lengths = plan.lengths(training.workload, seed, multiple)
     begin, before, anew = time.perf_counter(), compiled(), 0
     given_up = refusals() if training.compiled else 0

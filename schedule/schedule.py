@@ -26,6 +26,7 @@ class Schedule(ScheduledModule):
     checkpoint = primitives.checkpoint
     compile = primitives.compile
     cut_pipeline_stage = primitives.cut_pipeline_stage
+    cut_sequence = primitives.cut_sequence
     decompose = primitives.decompose
     find = primitives.find
     float8 = primitives.float8
@@ -45,7 +46,6 @@ class Schedule(ScheduledModule):
     shard_data = primitives.shard_data
     sync = primitives.sync
     trace = primitives.trace
-    ulysses = primitives.ulysses
 
     @property
     def graph(self) -> fx.Graph:

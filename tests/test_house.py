@@ -6,7 +6,19 @@ import pytest
 from house import ROOT, graph, importers, sources
 
 FLOORS = (
-    ("errors", "interrupts", "orders", "reading", "writing", "lock", "scratch", "device", "host_memory", "reporting")
+    (
+        "errors",
+        "interrupts",
+        "orders",
+        "pieces",
+        "reading",
+        "writing",
+        "lock",
+        "scratch",
+        "device",
+        "host_memory",
+        "reporting",
+    )
     + ("_private", "_torch", "_transformers", "_optuna"),
     ("space", "schedule", "results"),
     ("models",),

@@ -54,6 +54,12 @@ COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
     "sp2·tp2": {"sp": 2, "tp": 2, "sequence_parallel": True},
     "sp2·dp2+zero3": {"sp": 2, "dp": 2, "zero": 3},
     "pp2·sp2": {"pp": 2, "sp": 2, "grad_accum": 2, "checkpoint_ratio": 0.5},
+    "cp2": {"cp": 2, "grad_accum": 2},
+    "cp4": {"cp": 4},
+    "cp2+zero3": {"cp": 2, "zero": 3, "attention": "sdpa"},
+    "cp2·tp2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "cp2·sp2": {"cp": 2, "sp": 2, "zero": 2},
+    "pp2·cp2": {"pp": 2, "cp": 2, "grad_accum": 2, "checkpoint_ratio": 0.5},
     "kernels": {"kernels": True, "grad_accum": 2},
     "tp2+kernels": {"tp": 2, "kernels": True},
     "zero3+kernels": {"dp": 2, "zero": 3, "kernels": True},
@@ -153,7 +159,7 @@ def tiny(family: str, combination: str = "") -> "Workload":
 def ranks(combination: str) -> int:
     """How many ranks a combination takes."""
     config = COMBINATIONS[combination]
-    return prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+    return prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
 
 
 def obstacle(family: str, combination: str) -> str:
@@ -170,8 +176,8 @@ def refusal(workload: "Workload", config: Mapping[str, Any]) -> str:
     assert isinstance(workload.schedule, StandardSchedule), "that of every family in the table"
     support = workload.schedule.support(create_schedule(skeleton(workload)))
     stages = config.get("pp", 1) * config.get("virtual_stages", 1)
-    tp, sp = config.get("tp", 1), config.get("sp", 1)
-    reasons = [support.tp(tp), support.sp(sp, tp), support.pp(stages)]
+    tp, sp, cp = (config.get(name, 1) for name in ("tp", "sp", "cp"))
+    reasons = [support.tp(tp), support.sequences(sp, cp, tp), support.pp(stages)]
     if config.get("sequence_parallel"):
         reasons.append(support.sequence_parallel)
     if config.get("zero"):

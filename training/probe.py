@@ -221,12 +221,12 @@ class _Probed:
         samples = self.first + torch.arange(over, device=kept.logits.device) % self.mine
         by_sample = self._sign("samples", self.total)[samples].double()
         # Ranks that share sequences see a piece of each.
-        world = self.training.world
-        by_position = self._sign("positions", positions * world.sp).chunk(world.sp)[world.sp_rank].double()
+        world, sharing = self.training.world, self.training.world.sharing
+        by_position = sharing.piece(self._sign("positions", positions * sharing.ranks), 0).double()
         found = torch.einsum("jtr,jr,tr->r", kept.logits.double(), by_sample, by_position)
         copies = over / self.mine
         # Over a number of terms the sum grows as its root. Ranks that share a layer have the same.
-        scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * world.sp * self.width)
+        scale = 1.0 / world.tp / copies / math.sqrt(self.total * positions * sharing.ranks * self.width)
         return tuple((found * scale).tolist())
 
     def departure(self, lively: _Pass, kept: _Pass) -> tuple[float, float]:
@@ -243,7 +243,7 @@ class _Probed:
         """How many numbers `departure` is made of, at most: of many logits no more than are projected on."""
         if kept.logits is None:
             return 0
-        return self.total * kept.logits.shape[1] * self.training.world.sp * min(self.width, PROJECTIONS)
+        return self.total * kept.logits.shape[1] * self.training.world.sharing.ranks * min(self.width, PROJECTIONS)
 
     def _see(self, output: Any, size: int, seen: "list[torch.Tensor]") -> None:
         """Projects the logits of a micro-batch over V, which may be cut over ranks."""

@@ -12,6 +12,7 @@ from ..models.families import StandardSchedule, generic_schedule, indices_of
 from ..models.flops import flops_of
 from ..models.parallel import HEAD_IS_CUT_AGAIN, SCALED_TOO_LATE
 from ..models.workload import Batch, Workload
+from ..pieces import pieces_obstacle
 from ..results.meaning import REDUCED, exchange_of, hsdp_obstacle, order_of
 from .applying import share_out
 from .outline import Outline
@@ -45,7 +46,7 @@ class Training:
         device: where.
         seed: of weights and data.
         rank: this process among `world_size`. With more than one, `torch.distributed` must be initialised.
-        world_size: processes, tp * sp * pp * dp of them.
+        world_size: processes, tp * sp * cp * pp * dp of them.
         own_data: make the workload's own data of the first few steps, which dry runs repeat; False where `passes` is given
             that of every step.
         collective_timeout_s: how long a rank may wait for others in a collective of its mesh, s; None leaves
@@ -213,10 +214,11 @@ class Training:
             raise WorkloadError(f"hsdp must be a whole number of groups of replicas, but is {groups!r}")
         if obstacle := hsdp_obstacle(groups, self.world.replicas, zero):
             raise WorkloadError(obstacle)
-        if self.world.sp > 1 and (workload.loss is not None or (workload.seq_len or 1) % self.world.sp):
-            why = "the workload's own loss is of whole samples" if workload.loss is not None else ""
-            why = why or f"sp must divide the {workload.seq_len or 'unknown'} tokens of a sample"
-            raise WorkloadError(f"sp={self.world.sp} cannot be: {why}")
+        sharing = self.world.sharing
+        if sharing.ranks > 1:
+            own = "the workload's own loss is of whole samples" if workload.loss is not None else ""
+            if why := own or pieces_obstacle(workload.seq_len, sharing.sp, sharing.cp):
+                raise WorkloadError(f"{sharing} cannot be: {why}")
         share, rest = divmod(workload.global_batch, ranks)
         if rest and not ("micro_batch" in config and "grad_accum" in config):
             raise WorkloadError(f"the global batch must be a multiple of dp, {ranks}, but is {workload.global_batch}")

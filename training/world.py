@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..pieces import Sharing
+
 AXES = ("pp", "dp", "tp")
 """Axes of the mesh, outermost first: ranks that share a layer exchange the most, so they are neighbours and,
 with ranks numbered host by host, on one host. Those that share a sequence come next: along `dp`, of which groups of
-neighbours have the same samples, as to weights and gradients they are replicas like all others."""
+neighbours have the same samples, as to weights and gradients they are replicas like all others. Within such a group
+those that exchange heads are neighbours, and a ring goes through the groups of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,24 +33,25 @@ class World:
     dp: int = 1
     """Replicas that have samples of their own."""
     sp: int = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence, and exchange heads."""
+    cp: int = 1
+    """Ranks, or groups of those, that share each sequence in a ring."""
     tp: int = 1
     """Ranks that share each layer."""
 
     @staticmethod
     def of(config: Mapping[str, Any], rank: int = 0, size: int = 1) -> "World":
-        """The world of a configuration on `size` ranks. Without `dp` it is what tp, sp and pp leave.
+        """The world of a configuration on `size` ranks. Without `dp` it is what tp, sp, cp and pp leave.
 
         Raises:
             WorkloadError: a degree below 1, or degrees whose product is not the number of ranks.
         """
-        given = {name: config.get(name, 1) for name in ("tp", "sp", "pp")}
+        given = {name: config.get(name, 1) for name in ("tp", "sp", "cp", "pp")}
         for name, value in (*given.items(), ("dp", config.get("dp", 1))):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise WorkloadError(f"{name} must be a whole number of at least 1, but is {value!r}")
         degrees = {**given, "dp": config.get("dp", max(1, size // prod(given.values())))}
-        if degrees["sp"] == 1:
-            del degrees["sp"]
+        degrees = {name: size for name, size in degrees.items() if size > 1 or name not in ("sp", "cp")}
         if prod(degrees.values()) != size:
             raise WorkloadError(
                 f"{' * '.join(degrees)} must be the number of ranks, {size}, but "
@@ -60,7 +64,7 @@ class World:
     @property
     def replicas(self) -> int:
         """Ranks of the mesh's `dp` axis: those that hold the same weights."""
-        return self.dp * self.sp
+        return self.dp * self.sp * self.cp
 
     @property
     def replica(self) -> int:
@@ -75,12 +79,14 @@ class World:
     @property
     def dp_rank(self) -> int:
         """Which share of the samples."""
-        return self.replica // self.sp
+        return self.replica // (self.sp * self.cp)
 
     @property
-    def sp_rank(self) -> int:
+    def sharing(self) -> "Sharing":
         """Which piece of their sequences."""
-        return self.replica % self.sp
+        from ..pieces import Sharing
+
+        return Sharing(sp=self.sp, cp=self.cp, rank=self.replica % (self.sp * self.cp))
 
     @property
     def pp_rank(self) -> int:

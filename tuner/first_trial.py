@@ -113,6 +113,7 @@ def _steps(space: Space) -> list[tuple[str, Any]]:
         *offered("offload", ("optimizer",)),
         *rising("pp"),
         *rising("sp"),
+        *rising("cp"),
     ]
 
 

@@ -46,7 +46,7 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     **{
         name: STANDARD[name].can_be
         for name in (
-            "tp", "sp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels",
+            "tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum", "sequence_parallel", "fusion", "kernels",
             "fused_optimizer", "zero", "checkpoint_ratio", "precision",
         )
     },
@@ -54,7 +54,7 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     "offload": lambda value: value in OFFLOADS,
 }  # fmt: skip
 """Knobs whose effect is known, and which values they can have."""
-DEGREES = ("tp", "sp", "pp", "dp")
+DEGREES = ("tp", "sp", "cp", "pp", "dp")
 
 
 def vague_prior(space: Space, devices: int, hardware: Hardware) -> "VaguePrior | None":
@@ -135,10 +135,9 @@ class VaguePrior(Vague):
             name: [value if name in config and KNOWN[name](value := config[name]) else None for config in configs]
             for name in self._names
         }
-        split = {
-            name: np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in ("tp", "sp", "pp")
-        }
-        rest = np.maximum(self._devices // (split["tp"] * split["sp"] * split["pp"]), 1).tolist()
+        names = [name for name in DEGREES if name != "dp"]
+        split = {name: np.array([each or 1 for each in columns.get(name, [1] * len(configs))]) for name in names}
+        rest = np.maximum(self._devices // np.prod(list(split.values()), axis=0), 1).tolist()
         dp = [each or other for each, other in zip(columns.get("dp", rest), rest)]
         return columns | split | {"dp": np.array(dp)}
 

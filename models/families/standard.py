@@ -36,8 +36,9 @@ class Support:
 
     tp: Callable[[int], str]
     """Why the model cannot be cut over so many tensor-parallel ranks."""
-    sp: Callable[[int, int], str]
-    """Why so many ranks cannot share its sequences, each of them cut over so many tensor-parallel ranks."""
+    sequences: Callable[[int, int, int], str]
+    """`sequences(sp, cp, tp)`: why so many ranks cannot share its sequences, heads exchanged among `sp` of them and keys
+    going round among `cp`, each layer of which is cut over `tp` ranks."""
     pp: Callable[[int], str]
     """Why it cannot be divided into so many pipeline stages."""
     sequence_parallel: str
@@ -66,6 +67,7 @@ class StandardSchedule:
     |---|---|
     | `tp`, `sequence_parallel` | weights are cut over the mesh's `tp` axis as the family says |
     | `sp` | ranks along the mesh's `dp` axis share sequences, and heads in attention (Ulysses) |
+    | `cp` | likewise, and keys and values go round among them (ring attention) |
     | `pp` | stages over the mesh's `pp` axis, blocks shared evenly; the caller calls `sch.pipeline` |
     | `virtual_stages` | so many stages on each of its ranks |
     | `checkpoint_ratio` | a share of each stage's blocks is recomputed, spread evenly |
@@ -94,8 +96,8 @@ class StandardSchedule:
         blocks = self.blocks(sch)
         if config.get("tp", 1) > 1:
             self._cut(sch, blocks, bool(config.get("sequence_parallel", False)))
-        if config.get("sp", 1) > 1:
-            sch.ulysses(config["sp"])
+        if config.get("sp", 1) * config.get("cp", 1) > 1:
+            sch.cut_sequence(sp=config.get("sp", 1), cp=config.get("cp", 1))
         ranks = config.get("pp", 1)
         ends = self._stage_ends(sch, blocks, ranks * config.get("virtual_stages", 1) if ranks > 1 else 1)
         for each in ends:
@@ -119,14 +121,14 @@ class StandardSchedule:
         Args:
             sch: the schedule of the model or of its skeleton; it is left as it is. Its mesh is not looked at.
         """
-        from ...schedule.parallel.ulysses import obstacle
+        from ...schedule.parallel.sequences import obstacle
 
         trials = _Trials(self, sch)
         cut = cache(lambda ranks: trials.cut(ranks) if ranks > 1 else trials.uncut())
         staged = cache(lambda stages: trials.staged(stages) if stages > 1 else "")
         return Support(
             tp=lambda ranks: cut(ranks).obstacle,
-            sp=cache(lambda ranks, tp: obstacle(sch.module, ranks, tp) if ranks > 1 else ""),
+            sequences=cache(lambda sp, cp, tp: obstacle(sch.module, sp, cp, tp) if sp * cp > 1 else ""),
             pp=staged,
             sequence_parallel=self.no_sequence_parallel or trials.cut(1, sequence_parallel=True).obstacle,
             zero="",

@@ -23,11 +23,14 @@ def head(target: Target, setup: Setup) -> list[str]:
     lines += (line for mark in setup.marks() for line in wrapped(mark))
     if target.checked is not None:
         lines.append(f"Checked against {' '.join(target.checked)}")
-    degrees = {"tp": setup.tp, "sp": setup.sp, "pp": setup.pp, "dp": setup.dp}
-    lacks = {"sp": not target.sequences and setup.sp > 1, "pp": not target.pipelines and setup.pp > 1}
-    words = {"sp": "sequences cut over ranks", "pp": "pipeline"}
+    degrees = {name: getattr(setup, name) for name in ("tp", "sp", "cp", "pp", "dp")}
+    lacks = {name: name not in target.sequences and degrees[name] > 1 for name in ("sp", "cp")}
+    lacks["pp"] = not target.pipelines and setup.pp > 1
+    words = {"sp": "sequences cut over ranks", "cp": "ring attention", "pp": "pipeline"}
     runs = " x ".join(
-        f"{name} {size}" for name, size in degrees.items() if not lacks.get(name) and (name != "sp" or size > 1)
+        f"{name} {size}"
+        for name, size in degrees.items()
+        if not lacks.get(name) and (name not in ("sp", "cp") or size > 1)
     )
     if setup.processes < setup.devices:
         why = " and no ".join(words[name] for name, lacking in lacks.items() if lacking)

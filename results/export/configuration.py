@@ -67,7 +67,7 @@ YAML = Target(
     stem="redline",
     use=lambda file: f"yaml.safe_load(open({file!r}))['configuration']",
     forms={"yaml": _yaml},
-    sequences=True,
+    sequences=("sp", "cp"),
 )
 JSON = Target(
     name="json",
@@ -75,7 +75,7 @@ JSON = Target(
     stem="redline",
     use=lambda file: f"json.load(open({file!r}))['configuration']",
     forms={"json": _json},
-    sequences=True,
+    sequences=("sp", "cp"),
     silent=frozenset({"json"}),
 )
 ENV = Target(
@@ -84,5 +84,5 @@ ENV = Target(
     stem="redline",
     use=lambda file: f"set -a; . {sourced(shlex.quote(file))}; set +a",
     forms={"env": _env},
-    sequences=True,
+    sequences=("sp", "cp"),
 )

@@ -171,6 +171,6 @@ TARGET = Target(
     stem="deepspeed",
     forms={"json": _json},
     checked=CHECKED,
-    sequences=True,
+    sequences=("sp",),
     start=_start,
 )

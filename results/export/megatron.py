@@ -20,6 +20,8 @@ def flags(setup: Setup) -> list[str]:
         f"--tensor-model-parallel-size {setup.tp}",
         f"--pipeline-model-parallel-size {setup.pp}",
     ]
+    if setup.cp > 1:
+        out.append(f"--context-parallel-size {setup.cp}")
     if setup.knob("sequence_parallel") and setup.tp > 1:
         out.append("--sequence-parallel")
     if setup.micro_batch is not None:
@@ -58,12 +60,12 @@ def _order(setup: Setup) -> list[str]:
 
 
 def _zero(setup: Setup) -> list[str]:
-    zero = setup.knob("zero") if setup.dp > 1 else 0
+    zero = setup.knob("zero") if setup.replicas > 1 else 0
     offload = setup.knob("offload") == "optimizer"
     out: list[str] = []
     if zero == 1 or (zero == 0 and offload):
         out.append("--use-distributed-optimizer")
-        if zero == 0 and setup.dp > 1:
+        if zero == 0 and setup.replicas > 1:
             setup.note(f"offload=optimizer needs the distributed optimizer (ZeRO 1): less memory than {setup.found}")
     elif zero >= 2:
         strategy = "optim_grads_params" if "weights" in setup.exchange.cut else "optim_grads"
@@ -95,7 +97,7 @@ def _precision(setup: Setup) -> list[str]:
         "fp8_rowwise": ["--bf16", "--fp8-format e4m3", "--fp8-recipe tensorwise"],
     }.get(precision, [])
     setup.knob("reduce_dtype")
-    reduced = setup.formats.reduced if setup.dp > 1 else None
+    reduced = setup.formats.reduced if setup.replicas > 1 else None
     if reduced == "bf16" and "--bf16" in out:
         out.append("--grad-reduce-in-bf16")
     elif reduced == "bf16":
@@ -126,7 +128,7 @@ def _recomputation(setup: Setup) -> list[str]:
 def _shell(setup: Setup, comment: str) -> str:
     lines = "".join(f"  {each}\n" for each in flags(setup))
     # Megatron refuses tensor parallelism without this on what came before Blackwell, and its FSDP with it.
-    alone = setup.tp > 1 and not (setup.dp > 1 and setup.knob("zero") >= 2)
+    alone = setup.tp > 1 and not (setup.replicas > 1 and setup.knob("zero") >= 2)
     environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if alone else ""
     return f"{hashed(comment)}{environment}MEGATRON_ARGS=(\n{lines})\n"
 
@@ -142,5 +144,6 @@ TARGET = Target(
     stem="megatron",
     forms={"shell": _shell},
     checked=CHECKED,
+    sequences=("cp",),
     start=_start,
 )

@@ -136,6 +136,6 @@ TARGET = Target(
     about="a training script on redline itself, with the model's schedule",
     stem="train",
     forms={"python": _python},
-    sequences=True,
+    sequences=("sp", "cp"),
     start=lambda setup, file: f"{setup.torchrun()} {file}",
 )

@@ -1,6 +1,7 @@
 """What an export starts from: a configuration, its sizes, and a record of the knobs carried over."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 from ...errors import UsageError
@@ -11,6 +12,10 @@ from ..measurement import Trial
 from ..standard import MOST_DEVICES, STANDARD, is_whole
 from .hosts import Hosts
 
+SEQUENCES = ("sp", "cp")
+"""Degrees by which sequences are cut over ranks."""
+WRITERS = {"sp": "deepspeed and python", "cp": "megatron, torchtitan and python"}
+"""Targets that have them."""
 _SHAPE = ("family", "layers", "hidden", "heads", "intermediate", "vocabulary")
 """What has to be known of a model's shape."""
 
@@ -26,7 +31,7 @@ class Setup:
         document: the run's run.yaml; None where only the trials are known.
         target: the framework, as notes name it.
         pipelines: whether it has pipeline stages; without, a training takes that many devices less.
-        sequences: whether it cuts sequences over ranks; without, likewise.
+        sequences: by which of `sp` and `cp` it cuts sequences over ranks; without, likewise.
 
     Raises:
         UsageError: the configuration's sizes are not whole numbers, or contradict each other.
@@ -39,7 +44,7 @@ class Setup:
         target: str,
         *,
         pipelines: bool = True,
-        sequences: bool = True,
+        sequences: Collection[str] = SEQUENCES,
     ) -> None:
         asked = (document or {}).get("asked", {})
         self.trial = trial
@@ -73,14 +78,16 @@ class Setup:
         devices = asked.get("devices") or {}
         self.device_type: str = str(devices.get("type") or "cuda")
         """`cuda` or `cpu`."""
-        self.tp, self.sp, self.pp = self._size("tp"), self._size("sp"), self._size("pp")
+        self.tp, self.sp, self.cp, self.pp = (self._size(name) for name in ("tp", "sp", "cp", "pp"))
+        split = self.tp * self.sp * self.cp * self.pp
         measured = trial.measured.devices if trial.measurement is not None else None
         total = measured or devices.get("used")
-        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // (self.tp * self.sp * self.pp))
+        self.dp = self._size("dp") if "dp" in self.config else max(1, (total or 1) // split)
         """Replicas that have samples of their own."""
-        self.replicas = self.dp * (self.sp if sequences else 1)
+        shared = {name: getattr(self, name) for name in SEQUENCES}
+        self.replicas = self.dp * prod(ranks for name, ranks in shared.items() if name in sequences)
         """Those that share what ZeRO cuts: of each the ranks that share its sequences, where what is written has such."""
-        self.devices = self.tp * self.sp * self.pp * self.dp
+        self.devices = split * self.dp
         """Devices of one training."""
         if self.devices > MOST_DEVICES:
             raise UsageError(f"cannot export trial {trial.number}: it is for {self.devices:,} devices")
@@ -93,12 +100,13 @@ class Setup:
         """The hosts that the exported file runs on."""
         host = ((document or {}).get("environment") or {}).get("host") or {}
         self._cores: int = host.get("cores") or 1
-        self._used.update(("tp", "sp", "pp", "dp", "micro_batch", "grad_accum"))
-        if self.sp > 1 and not sequences:
-            self.note(
-                f"sp={self.sp} has no counterpart here: this file runs on {self.processes} instead of {self.devices} "
-                f"devices, each holding whole sequences, {self.sp} times the activations; deepspeed and python cut them"
-            )
+        self._used.update(("tp", "sp", "cp", "pp", "dp", "micro_batch", "grad_accum"))
+        for name, ranks in shared.items():
+            if ranks > 1 and name not in sequences:
+                self.note(
+                    f"{name}={ranks} has no counterpart here: this file runs on {self.processes} instead of {self.devices} "
+                    f"devices, each with {ranks} times the tokens and activations; {WRITERS[name]} cut them so"
+                )
         if self.pp == 1:
             self._used.update(("pipeline_schedule", "virtual_stages"))
         if self.exchange.hsdp == 1:

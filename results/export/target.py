@@ -29,8 +29,8 @@ class Target:
     """The framework's package and the version of it that exports were checked against."""
     pipelines: bool = True
     """Whether what is written has pipeline stages."""
-    sequences: bool = False
-    """Whether what is written cuts sequences over ranks."""
+    sequences: tuple[str, ...] = ()
+    """By which of `sp` and `cp` what is written cuts sequences over ranks."""
     use: Callable[[str], str] | None = None
     """How a file of that name is read, where that is not in `start`."""
     start: Callable[[Setup, str], str] | None = None

@@ -37,8 +37,19 @@ def flags(setup: Setup) -> list[str]:
     if setup.seq_len is not None:
         give("training.seq_len", setup.seq_len)
     _precision(setup, give)
-    zero, exchange = setup.knob("zero") if setup.dp > 1 else 0, setup.exchange
+    zero, exchange = setup.knob("zero") if setup.replicas > 1 else 0, setup.exchange
     groups = setup.knob("hsdp") if zero else setup.dp
+    if setup.cp > 1:
+        give("parallelism.context_parallel_degree", setup.cp)
+        if zero == 0:
+            setup.note(
+                f"cp={setup.cp} beside zero=0: torchtitan shards over the ranks of a ring by FSDP2 (ZeRO stage 3)"
+            )
+        if setup.dp % groups:
+            setup.note(
+                f"hsdp={groups} is left out: torchtitan's groups are of whole rings, of which there are {setup.dp}"
+            )
+            groups = 1
     give("parallelism.data_parallel_replicate_degree", groups)
     give("parallelism.data_parallel_shard_degree", setup.dp // groups)
     if zero:
@@ -160,5 +171,6 @@ TARGET = Target(
     stem="torchtitan",
     forms={"shell": _shell},
     checked=CHECKED,
+    sequences=("cp",),
     start=lambda setup, file: f"bash {file}",
 )

@@ -1,6 +1,6 @@
 """Collectives that gradients pass through, over one axis of the mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +42,29 @@ def axis_of(mesh: Any, name: str) -> Axis | None:
     return Axis(name, group.size(), mesh.get_local_rank(name), group.group_name)
 
 
-def divided(mesh: Any, name: str, groups: int) -> Any:
-    """An axis of a mesh as a mesh of two, `replicate` and `shard`: so many groups of neighbours along it.
+def divided(mesh: Any, name: str, sizes: Mapping[str, int]) -> Any:
+    """An axis of a mesh as a mesh of its own axes, outermost first; the last is of neighbours along it.
 
     All ranks call it. The new process groups wait as long as that of the axis does.
+
+    Args:
+        mesh: the mesh.
+        name: its axis.
+        sizes: of the new axes; their product is the axis's size.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
     along = mesh[name].get_group()
     device = torch.device(mesh.device_type)
     timeout = timeout_of(along, device)
-    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, groups, along.size() // groups)
+    blocks = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).reshape(-1, *sizes.values())
     made = []
-    for axis, ranks in (("replicate", lines.transpose(1, 2)), ("shard", lines)):
-        every = ranks.flatten(0, 1).tolist()
-        own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=f"mesh_{axis}")
+    for axis, new in enumerate(sizes, start=1):
+        every = blocks.movedim(axis, -1).flatten(0, -2).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(every, timeout=timeout, group_desc=f"mesh_{new}")
         made.append(own)
-    (mine,) = lines[(lines == dist.get_rank()).any(dim=(1, 2))]
-    return DeviceMesh.from_group(made, mesh.device_type, mesh=mine, mesh_dim_names=("replicate", "shard"))
+    (mine,) = (each for each in blocks if bool((each == dist.get_rank()).any()))
+    return DeviceMesh.from_group(made, mesh.device_type, mesh=mine, mesh_dim_names=tuple(sizes))
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -109,6 +114,33 @@ def all_to_all(tensor: torch.Tensor, dim: int, join: int, axis: Axis) -> torch.T
         if not pieces.is_meta:
             dist.all_to_all_single(received, pieces.contiguous(), group=axis.group)
     return torch.cat([each.movedim(0, dim) for each in received], join)
+
+
+class PassedOn:
+    """A tensor on its way to the next rank of a ring, and one of the same shape from the rank before.
+
+    Args:
+        tensor: which goes; it stays as it is until `received`.
+        axis: the ring.
+        tag: of those that are on their way at once each kind has its own.
+    """
+
+    def __init__(self, tensor: torch.Tensor, axis: Axis, tag: int = 0) -> None:
+        self._sent = tensor.detach().contiguous()
+        self._arriving = torch.empty_like(self._sent)
+        group, ahead, behind = axis.group, (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, group=group, tag=tag, group_peer=ahead),
+                dist.P2POp(dist.irecv, self._arriving, group=group, tag=tag, group_peer=behind),
+            ]
+        )
+
+    def received(self) -> torch.Tensor:
+        """What arrives, once it is there and the other has left."""
+        for each in self._works:
+            each.wait()
+        return self._arriving
 
 
 def _traced(name: str, *args: Any) -> torch.Tensor:

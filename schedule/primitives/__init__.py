@@ -5,6 +5,7 @@ from .cast import cast
 from .checkpoint import checkpoint
 from .compile import compile
 from .cut_pipeline_stage import cut_pipeline_stage
+from .cut_sequence import cut_sequence
 from .decompose import decompose
 from .find import find
 from .float8 import float8
@@ -24,7 +25,6 @@ from .shard import shard
 from .shard_data import shard_data
 from .sync import sync
 from .trace import trace
-from .ulysses import ulysses
 
 __all__ = [
     "annotate",
@@ -32,6 +32,7 @@ __all__ = [
     "checkpoint",
     "compile",
     "cut_pipeline_stage",
+    "cut_sequence",
     "decompose",
     "find",
     "float8",
@@ -51,5 +52,4 @@ __all__ = [
     "shard_data",
     "sync",
     "trace",
-    "ulysses",
 ]

@@ -125,7 +125,11 @@ def _apply(
     if param_dtype is not None and reduce_dtype is None:
         reduce_dtype = torch.float32
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    mesh = sch.mesh["dp"] if hsdp == 1 else divided(sch.mesh, "dp", hsdp)
+    mesh = (
+        sch.mesh["dp"]
+        if hsdp == 1
+        else divided(sch.mesh, "dp", {"replicate": hsdp, "shard": sch.mesh["dp"].size() // hsdp})
+    )
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
     pipeline = context.pipeline
     if pipeline is not None:

@@ -146,7 +146,7 @@ def test_more_stages_than_blocks_never_finish():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"tp": 3}, r"tp \* sp \* pp must divide the devices, 64, but is 3"),
+        ({"tp": 3}, r"tp \* sp \* cp \* pp must divide the devices, 64, but is 3"),
         ({"micro_batch": 3}, r"micro_batch \* dp must divide the global batch, 512, but is 192"),
         ({"micro_batch": 0}, "micro_batch must be at least 1"),
         ({"tp": 0}, "tp must be at least 1"),

@@ -40,7 +40,7 @@ def test_nothing_within_the_budget_is_nothing():
 
 def refined(**options):
     asked = {"devices": 8, "seq_len": 2048, "global_batch": 64, **options}
-    fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, **asked.pop("fix", {})}
+    fix = {"precision": "bf16", "fusion": False, "offload": "none", "sp": 1, "cp": 1, **asked.pop("fix", {})}
     request = estimate_request(SHAPE, asked.pop("hardware", "a100-40gb"), fix=fix, **asked)
     return request, estimate_document(request, layerwise=True, top=1)
 

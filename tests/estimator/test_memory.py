@@ -98,8 +98,10 @@ def test_activations_are_divided_by_the_ranks_of_a_sequence(attention):
 
 def test_tokens_that_the_ranks_do_not_divide_have_no_estimate():
     setup = TrainingSetup(seq_len=4096, devices=63, grad_accum=1, **MIXED)
-    with pytest.raises(UsageError, match="sp must divide the tokens of a sample, 4096, but is 3"):
+    with pytest.raises(UsageError, match="sp must divide the 4096 tokens of a sample"):
         terms(setup=setup, micro_batch=1, sp=3)
+    with pytest.raises(UsageError, match=r"2 \* cp, 6, must divide the 4096 tokens of a sample"):
+        terms(setup=setup, micro_batch=1, cp=3)
 
 
 def test_a_checkpointed_model_keeps_the_inputs_of_its_blocks():

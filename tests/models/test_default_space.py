@@ -146,20 +146,22 @@ def test_every_configuration_does_the_same_work(cpu, compiler, total, devices):
     assert len(space) > 0
     for config in space.sample(min(len(space), 2000)):
         assert config["micro_batch"] * config["grad_accum"] * config.get("dp", 1) == total
-        assert prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp")) == devices
+        assert prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == devices
 
 
 def test_several_devices_have_the_parallel_knobs_each_where_it_means_something(cpu, compiler):
     space = default_space(workload("llama-tiny", global_batch=16), cpu, 4)
     space.override("precision", ["fp32"])
     configs = list(space)
-    ways = {(c["tp"], c["sp"], c["pp"], c["dp"]) for c in configs}
+    ways = {(c["tp"], c["sp"], c["pp"], c["dp"]) for c in configs if c["cp"] == 1}
     assert {way for way in ways if way[1] == 1} == {
         (1, 1, 1, 4), (2, 1, 1, 2), (1, 1, 2, 2), (4, 1, 1, 1), (1, 1, 4, 1), (2, 1, 2, 1)
     }  # fmt: skip
     assert {way for way in ways if way[1] > 1} == {(1, 2, 1, 2), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1)}
+    rings = {(c["tp"], c["sp"], c["cp"], c["pp"], c["dp"]) for c in configs if c["cp"] > 1}
+    assert rings == {(1, 1, 2, 1, 2), (1, 1, 4, 1, 1), (2, 1, 2, 1, 1), (1, 2, 2, 1, 1), (1, 1, 2, 2, 1)}
     for config in configs:
-        assert ("zero" in config) is (config["dp"] * config["sp"] > 1)
+        assert ("zero" in config) is (config["dp"] * config["sp"] * config["cp"] > 1)
         assert ("sequence_parallel" in config) is (config["tp"] > 1)
         assert ("pipeline_schedule" in config) is ("virtual_stages" in config) is (config["pp"] > 1)
         if config.get("pipeline_schedule") == "1f1b":

@@ -95,7 +95,7 @@ def test_the_version_is_that_of_the_extra_and_of_the_documentation(target):
 
 def export(target, name, path, form=None, device="cuda"):
     config = CONFIGURATIONS[name]
-    devices = prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+    devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
     measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
     asked = {**DOCUMENT["asked"], "devices": {"type": device, "used": devices}}
     made = render(target, Trial(number=0, config=config, measurement=measured), {"asked": asked}, form=form)
@@ -398,7 +398,7 @@ def test_deepspeed_accepts_its_config(name, deepspeed_reads):
     assert kind == "adamw" and {name: settings[name] for name in ADAMW} == dict(ADAMW)
     assert settings.get("torch_adam", False) is not offload
     assert settings.get("fused", False) is config.get("fused_optimizer", False)
-    assert made["gpus"] == prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+    assert made["gpus"] == prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
     assert made["script"] == ["train.py", "--deepspeed_config", "deepspeed.json"]
 
 
@@ -506,7 +506,7 @@ def test_torchtitan_reads_every_setting_that_an_export_writes():
     read = reads(Path(found.origin).parent, without=("config", "experiments"))
     settings = set()
     for name, config in CONFIGURATIONS.items():
-        devices = prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+        devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
         measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
         text = render("torchtitan", Trial(number=0, config=config, measurement=measured), DOCUMENT).text
         settings |= set(re.findall(r"--(\w+\.\w+)", text))
@@ -622,7 +622,7 @@ def architecture(model):
 def megatron_arguments(model, name, seq_len=128):
     """The arguments that an export gives Megatron, as bash makes them, and whether it sets what tp needs."""
     config = CONFIGURATIONS[name]
-    devices = prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+    devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
     asked = {**DOCUMENT["asked"], "model": model, "shape": shape_of(architecture(model)), "seq_len": seq_len}
     measured = Measurement(status=Status.OK, throughput=10.0, unit="tokens/s", devices=devices)
     made = render("megatron", Trial(number=0, config=config, measurement=measured), {"asked": asked})
@@ -776,7 +776,7 @@ def test_megatrons_own_parser_takes_its_flags(tmp_path):
     for model, name in itertools.product(MODELS, CONFIGURATIONS):
         config = CONFIGURATIONS[name]
         given, connections = megatron_arguments(model, name)
-        devices = prod(config.get(name, 1) for name in ("tp", "sp", "pp", "dp"))
+        devices = prod(config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp"))
         asked[f"{model}, {name}"] = [devices, connections, given]
     read = results(WITHOUT_TRITON + READ_BY_MEGATRON, asked, tmp_path)
     for model, name in itertools.product(MODELS, CONFIGURATIONS):

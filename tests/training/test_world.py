@@ -18,18 +18,24 @@ def test_ranks_that_share_a_layer_are_neighbours_and_stages_are_farthest_apart()
 def test_ranks_that_share_a_sequence_are_next_and_replicas_of_each_others_weights():
     worlds = [World.of({"tp": 2, "sp": 2}, rank, 8) for rank in range(8)]
     assert [each.tp_rank for each in worlds] == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert [each.sp_rank for each in worlds] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [each.sharing.rank for each in worlds] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [each.dp_rank for each in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [each.replica for each in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {(each.dp, each.sp, each.replicas) for each in worlds} == {(2, 2, 4)}
 
 
-@pytest.mark.parametrize(("tp", "sp", "pp"), list(product([1, 2, 4], [1, 2], [1, 2])))
-def test_every_place_is_taken_once(tp, sp, pp):
-    size = 16
-    worlds = [World.of({"tp": tp, "sp": sp, "pp": pp}, rank, size) for rank in range(size)]
-    assert {each.dp for each in worlds} == {size // (tp * sp * pp)}
-    assert len({(each.pp_rank, each.dp_rank, each.sp_rank, each.tp_rank) for each in worlds}) == size
+def test_a_ring_goes_through_the_groups_that_exchange_heads():
+    pieces = [World.of({"cp": 2, "sp": 2}, rank, 8).sharing.piece(torch.arange(16), 0).tolist() for rank in range(8)]
+    assert pieces[:4] == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]] == pieces[4:]
+    assert [World.of({"cp": 2, "sp": 2}, rank, 8).dp_rank for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("tp", "sp", "cp", "pp"), list(product([1, 2, 4], [1, 2], [1, 2], [1, 2])))
+def test_every_place_is_taken_once(tp, sp, cp, pp):
+    size = 32
+    worlds = [World.of({"tp": tp, "sp": sp, "cp": cp, "pp": pp}, rank, size) for rank in range(size)]
+    assert {each.dp for each in worlds} == {size // (tp * sp * cp * pp)}
+    assert len({(each.pp_rank, each.dp_rank, each.sharing.rank, each.tp_rank) for each in worlds}) == size
 
 
 def test_one_rank_has_no_mesh():
@@ -41,6 +47,8 @@ def test_one_rank_has_no_mesh():
     [
         ({"tp": 3}, r"tp \* pp \* dp must be the number of ranks, 8, but 3 \* 1 \* 2 is 6"),
         ({"sp": 3}, r"tp \* sp \* pp \* dp must be the number of ranks, 8, but 1 \* 3 \* 1 \* 2 is 6"),
+        ({"cp": 3}, r"tp \* cp \* pp \* dp must be the number of ranks, 8, but 1 \* 3 \* 1 \* 2 is 6"),
+        ({"cp": 2.0}, r"cp must be a whole number of at least 1, but is 2\.0"),
         ({"sp": 0}, "sp must be a whole number of at least 1, but is 0"),
         ({"tp": 2, "dp": 8}, r"2 \* 1 \* 8 is 16"),
         ({"pp": 0}, "pp must be a whole number of at least 1, but is 0"),
@@ -86,7 +94,7 @@ def _divided(axes, name):
     from redline.schedule.parallel.collectives import divided
 
     world = World.of(axes, dist.get_rank(), 4)
-    made = divided(world.mesh(torch.device("cpu"), 4321.0), name, 2)
+    made = divided(world.mesh(torch.device("cpu"), 4321.0), name, {"replicate": 2, "shard": world.dp // 2})
     groups = [made.get_group(each) for each in ("replicate", "shard")]
     (waits,) = {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
     return [dist.get_process_group_ranks(each) for each in groups], made.get_coordinate(), waits

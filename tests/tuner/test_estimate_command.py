@@ -78,7 +78,7 @@ def test_one_configuration_is_explained_term_by_term(capsys):
     [
         ("tp=3", "no value 3"),
         ("tp=2,dp=8", "dp follows from the other knobs and is 4"),
-        ("micro_batch=64,tp=1,sp=1,pp=1", "global batch"),
+        ("micro_batch=64,tp=1,sp=1,cp=1,pp=1", "global batch"),
         ("kernals=true", "unknown knob 'kernals'"),
     ],
 )

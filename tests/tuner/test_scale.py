@@ -43,7 +43,7 @@ def test_each_count_is_tuned_and_more_are_predicted(scaled):
         assert each.global_batch == 64 and each.peak_memory_mib > 0
     for each in scaling.points:
         assert each.predicted_low < each.predicted_throughput < each.predicted_high
-        assert prod(each.config.get(name, 1) for name in ("tp", "sp", "pp", "dp")) == each.devices
+        assert prod(each.config.get(name, 1) for name in ("tp", "sp", "cp", "pp", "dp")) == each.devices
 
 
 def test_speed_up_and_efficiency_are_against_the_fewest_devices(scaled):

@@ -10,6 +10,7 @@ LAUNCHER = Launcher(
         "grad_accum": "train.global_batch_size={global_batch}",
         "tp": "model.tensor_model_parallel_size={tp}",
         "pp": "model.pipeline_model_parallel_size={pp}",
+        "cp": "model.context_parallel_size={cp}",
         "sequence_parallel": "model.sequence_parallel={sequence_parallel}",
     },
     short="train.train_iters=1000 train.eval_iters=0 logger.log_interval=1 checkpoint.save={trial_dir}",

@@ -10,6 +10,7 @@ LAUNCHER = Launcher(
         "grad_accum": "--global-batch-size {global_batch}",
         "tp": "--tensor-model-parallel-size {tp}",
         "pp": "--pipeline-model-parallel-size {pp}",
+        "cp": "--context-parallel-size {cp}",
     },
     short="--train-iters 1000 --eval-iters 0 --log-interval 1",
     instead={"--train-iters": "--train-samples"},

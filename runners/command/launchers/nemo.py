@@ -10,6 +10,7 @@ LAUNCHER = Launcher(
         "grad_accum": "data.global_batch_size={global_batch}",
         "tp": "trainer.strategy.tensor_model_parallel_size={tp}",
         "pp": "trainer.strategy.pipeline_model_parallel_size={pp}",
+        "cp": "trainer.strategy.context_parallel_size={cp}",
         "sequence_parallel": "trainer.strategy.sequence_parallel={sequence_parallel}",
     },
     # It asks whether to go on.

@@ -14,6 +14,7 @@ LAUNCHER = Launcher(
         "grad_accum": "--training.global_batch_size {global_batch}",
         "tp": "--parallelism.tensor_parallel_degree {tp}",
         "pp": "--parallelism.pipeline_parallel_degree {pp}",
+        "cp": "--parallelism.context_parallel_degree {cp}",
     },
     short="--dump_folder {trial_dir} --training.steps 1000 --metrics.log_freq 1",
     total="--training.global_batch_size",

@@ -1,14 +1,15 @@
 """Sequences cut over ranks: whatever is in a batch, the pieces come to what a whole model computes."""
 
-from types import SimpleNamespace
+from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 from redline.errors import ScheduleError
+from redline.pieces import Sharing
 from redline.schedule import build, create_schedule
-from redline.schedule.parallel import ulysses
-from redline.schedule.parallel.collectives import Axis
+from redline.schedule.parallel import ring, ring_mask, sequences, ulysses
 from redline.schedule.parallel.planned import PlannedMesh
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, GPTNeoConfig, LlamaConfig
@@ -78,7 +79,7 @@ def packed():
     return {**plain(), "position_ids": positions}
 
 
-def departure(make, batch, ranks=2, fault=None):
+def departure(make, batch, degrees, fault=None):
     """By how much loss, or gradients relative to the largest in their tensor, depart from those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,12 +88,12 @@ def departure(make, batch, ranks=2, fault=None):
     expected.backward()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     with pytest.MonkeyPatch.context() as patch:
-        model, _ = build(create_schedule(make(), mesh).ulysses(ranks))
+        model, _ = build(create_schedule(make(), mesh).cut_sequence(**degrees))
         if fault is not None:
             fault(patch)
         output = model(**batch)
         output.loss.backward()
-    assert output.logits.shape[1] == LENGTH // ranks
+    assert output.logits.shape[1] == LENGTH // prod(degrees.values())
     found = mean(output.loss.detach())
     worst = float((found - expected.detach()).abs())
     # The bias of keys has a gradient of nothing but rounding.
@@ -112,20 +113,29 @@ def mean(tensor):
 ROUNDING = 1e-5
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [plain, unevenly_labelled, labelled_in_one_half, padded, hidden_in_one_half, packed],
-    ids=lambda each: each.__name__,
-)
+BATCHES = [plain, unevenly_labelled, labelled_in_one_half, padded, hidden_in_one_half, packed]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_pieces_come_to_the_loss_and_the_gradients_of_whole_samples(two, attention, batch):
-    for found in two.run(departure, lambda: llama(attention), batch()):
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_pieces_come_to_the_loss_and_the_gradients_of_whole_samples(two, axis, attention, batch):
+    for found in two.run(departure, lambda: llama(attention), batch(), {axis: 2}):
         assert found < ROUNDING
 
 
-def test_what_looks_both_ways_sees_tokens_and_padding_of_all_pieces(two):
-    for found in two.run(departure, bert, hidden_in_one_half()):
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("degrees", [{"cp": 4}, {"cp": 2, "sp": 2}], ids=str)
+def test_rings_of_more_ranks_and_of_ranks_that_exchange_heads_do_so_too(four, degrees, batch):
+    for found in four.run(departure, lambda: llama("sdpa"), batch(), degrees):
         assert found < ROUNDING
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_what_looks_both_ways_sees_tokens_and_padding_of_all_pieces(two, axis):
+    for batch in (plain, hidden_in_one_half):
+        for found in two.run(departure, lambda: bert("sdpa"), batch(), {axis: 2}):
+            assert found < ROUNDING
 
 
 def refusal_of_documents():
@@ -136,7 +146,7 @@ def refusal_of_documents():
     AttentionInterface.register("maskless", AttentionInterface()["sdpa"])
     AttentionMaskInterface.register("maskless", flash_attention_mask)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model, _ = build(create_schedule(llama("maskless"), mesh).ulysses(2))
+    model, _ = build(create_schedule(llama("maskless"), mesh).cut_sequence(sp=2))
     model(**plain())
     with pytest.raises(ScheduleError) as refused:
         model(**packed())
@@ -148,7 +158,8 @@ def test_an_attention_without_masks_of_pairs_refuses_several_documents(two):
         assert "the documents of a sample cannot be kept apart; use sdpa or eager" in said
 
 
-def test_a_window_slides_over_the_whole_sequence(two):
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_a_window_slides_over_the_whole_sequence(two, axis):
     from transformers import MistralConfig
 
     def make():
@@ -157,14 +168,14 @@ def test_a_window_slides_over_the_whole_sequence(two):
         )
         return made(AutoModelForCausalLM, config, "sdpa")
 
-    for found in two.run(departure, make, plain()):
+    for found in two.run(departure, make, plain(), {axis: 2}):
         assert found < ROUNDING
 
 
 @pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (12, 6), (12, 3)])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_keys_of_fewer_heads_than_ranks_are_repeated(four, attention, heads, keys):
-    for found in four.run(departure, lambda: llama(attention, heads, keys, hidden_size=8 * heads), plain(), 4):
+    for found in four.run(departure, lambda: llama(attention, heads, keys, hidden_size=8 * heads), plain(), {"sp": 4}):
         assert found < ROUNDING
 
 
@@ -176,8 +187,8 @@ def labels_shifted_behind_the_cut(patch):
         piece = self._piece(labels, labels.shape[1])
         return right(self, logits, nn.functional.pad(piece, (1, 0)).repeat(1, 2)[:, : labels.shape[1]])
 
-    right = ulysses.CutSequence._loss
-    patch.setattr(ulysses.CutSequence, "_loss", loss)
+    right = sequences.CutSequence._loss
+    patch.setattr(sequences.CutSequence, "_loss", loss)
 
 
 def a_mean_over_the_labels_of_the_piece(patch):
@@ -186,7 +197,7 @@ def a_mean_over_the_labels_of_the_piece(patch):
         piece = self._piece(labels, labels.shape[1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), piece.flatten())
 
-    patch.setattr(ulysses.CutSequence, "_loss", loss)
+    patch.setattr(sequences.CutSequence, "_loss", loss)
 
 
 def heads_in_another_order(patch):
@@ -195,60 +206,132 @@ def heads_in_another_order(patch):
     patch.setattr(ulysses, "all_to_all", lambda t, *at: right(t.flip(1) if t.shape[1] == 2 else t, *at))
 
 
-def a_mask_that_is_not_gathered(patch):
-    pieces = SimpleNamespace(all_gather=lambda tensor, dim, axis: tensor.repeat(1, axis.size))
-    patch.setattr(ulysses, "collectives", pieces)
+def a_mask_of_the_first_half_in_the_place_of_all(patch):
+    right = sequences._Whole
+
+    def whole(padding, **given):
+        return right(padding=padding[:, : LENGTH // 2].repeat(1, 2), **given)
+
+    patch.setattr(sequences, "_Whole", whole)
 
 
 def positions_of_each_piece_from_zero(patch):
-    def count(self, module, kwargs, tokens):
+    def count(self, kwargs, tokens):
         kwargs["position_ids"] = torch.arange(tokens.shape[1]).remainder(tokens.shape[1] // 2).unsqueeze(0)
 
-    patch.setattr(ulysses.CutSequence, "_positions", count)
+    patch.setattr(sequences.CutSequence, "_positions", count)
 
 
 def documents_that_nobody_tells_apart(patch):
-    def ignore(self, module, kwargs, tokens):
+    def ignore(self, kwargs, tokens):
         kwargs["attention_mask"] = torch.ones_like(tokens)
 
-    patch.setattr(ulysses.CutSequence, "_positions", ignore)
+    patch.setattr(sequences.CutSequence, "_positions", ignore)
+
+
+def blocks_weighed_alike(patch):
+    def merged(one, other):
+        output, total = right(one, other)
+        seen = (one[1] > -torch.inf).unsqueeze(-1)
+        return torch.where(seen, (one[0] + other[0]) / 2, output), total
+
+    right = ring.merged
+    patch.setattr(ring, "merged", merged)
+
+
+def a_piece_ahead_looked_at(patch):
+    right = ring_mask._by_place
+    patch.setattr(ring_mask, "_by_place", lambda kind, row, column: right(kind, row + (row == 0 < column), column))
+
+
+def gradients_of_keys_that_stay_away_from_home(patch):
+    class Kept(ring.PassedOn):
+        def received(self):
+            arrived = super().received()
+            return self._sent if self._sent.dtype == torch.float64 and self.tag == 1 else arrived
+
+        def __init__(self, tensor, axis, tag=0):
+            self.tag = tag
+            super().__init__(tensor, axis, tag)
+
+    patch.setattr(ring, "PassedOn", Kept)
+
+
+def labels_in_a_row_where_tokens_are_not(patch):
+    def loss(self, logits, labels):
+        before, self.sharing = self.sharing, replace(self.sharing, sp=2, cp=1)
+        try:
+            return right(self, logits, labels)
+        finally:
+            self.sharing = before
+
+    right = sequences.CutSequence._loss
+    patch.setattr(sequences.CutSequence, "_loss", loss)
+
+
+def positions_in_a_row_where_tokens_are_not(patch):
+    def piece(self, value, length):
+        if isinstance(value, torch.Tensor) and value.shape[0] == 1:  # positions are those of every sample
+            return replace(self.sharing, sp=2, cp=1).piece(value, 1)
+        return right(self, value, length)
+
+    right = sequences.CutSequence._piece
+    patch.setattr(sequences.CutSequence, "_piece", piece)
 
 
 @pytest.mark.parametrize(
-    ("fault", "batch"),
+    ("axis", "fault", "batch"),
     [
-        (labels_shifted_behind_the_cut, plain),
-        (a_mean_over_the_labels_of_the_piece, unevenly_labelled),
-        (heads_in_another_order, plain),
-        (a_mask_that_is_not_gathered, hidden_in_one_half),
-        (positions_of_each_piece_from_zero, plain),
-        (documents_that_nobody_tells_apart, packed),
+        ("sp", labels_shifted_behind_the_cut, plain),
+        ("sp", a_mean_over_the_labels_of_the_piece, unevenly_labelled),
+        ("sp", heads_in_another_order, plain),
+        ("sp", a_mask_of_the_first_half_in_the_place_of_all, hidden_in_one_half),
+        ("sp", positions_of_each_piece_from_zero, plain),
+        ("sp", documents_that_nobody_tells_apart, packed),
+        ("cp", blocks_weighed_alike, plain),
+        ("cp", a_piece_ahead_looked_at, plain),
+        ("cp", gradients_of_keys_that_stay_away_from_home, plain),
+        ("cp", labels_in_a_row_where_tokens_are_not, plain),
+        ("cp", positions_in_a_row_where_tokens_are_not, plain),
+        ("cp", a_mask_of_the_first_half_in_the_place_of_all, hidden_in_one_half),
+        ("cp", documents_that_nobody_tells_apart, packed),
     ],
-    ids=lambda each: each.__name__,
+    ids=lambda each: getattr(each, "__name__", each),
 )
-def test_a_planted_fault_is_seen(two, fault, batch):
-    for found in two.run(departure, llama, batch(), 2, fault):
-        assert found > 1000 * ROUNDING
+def test_a_planted_fault_is_seen(two, axis, fault, batch):
+    for found in two.run(departure, llama, batch(), {axis: 2}, fault):
+        assert found > 100 * ROUNDING
 
 
 # What is refused
 
 
-def cut(model, ranks=2, **axes):
-    return create_schedule(model, PlannedMesh(**(axes or {"dp": ranks}))).ulysses(ranks)
+def cut(model, sp=1, cp=1, **axes):
+    return create_schedule(model, PlannedMesh(**(axes or {"dp": sp * cp}))).cut_sequence(sp=sp, cp=cp)
+
+
+def gemma2():
+    from transformers import Gemma2Config
+
+    config = Gemma2Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize(
     ("refused", "said"),
     [
         (lambda: cut(llama(), 3), "sp: 3 ranks must divide the 4 attention heads"),
-        (lambda: cut(llama(), 2, dp=3), r"the mesh's dp axis must be of groups of ranks, .* but has 3 ranks and ranks is 2"),
-        (lambda: cut(llama(), 2, tp=2), "but there is none and ranks is 2"),
+        (lambda: cut(llama(), 2, dp=3), r"the mesh's dp axis must be of groups .* but has 3 ranks and cp \* sp is 1 \* 2"),
+        (lambda: cut(llama(), 2, tp=2), r"but there is none and cp \* sp is 1 \* 2"),
         (lambda: cut(llama(), 4, dp=4, tp=2), r"sp: tp \* sp, 2 \* 4, must divide the 4 attention heads"),
-        (lambda: cut(llama()).ulysses(2), "sequences are cut once, and they already are"),
-        (lambda: cut(nn.Linear(2, 2)), "this is no model of it"),
+        (lambda: cut(llama(), 2).cut_sequence(cp=2), "sequences are cut once, and they already are"),
+        (lambda: cut(llama(), 1, 0), "cp must be a whole number of at least 1, but is 0"),
+        (lambda: cut(llama()), r"two or more, but has 1 ranks and cp \* sp is 1 \* 1"),
+        (lambda: cut(nn.Linear(2, 2), 2), "this is no model of it"),
+        (lambda: cut(gemma2(), cp=2), r"cp: gemma2 bounds the scores of its attention \(attn_logit_softcapping is 50.0\)"),
         (
-            lambda: cut(AutoModelForCausalLM.from_config(NEO)),
+            lambda: cut(AutoModelForCausalLM.from_config(NEO), 2),
             "sp: gpt_neo attends by code of its own, not by the attention functions of transformers",
         ),
     ],
@@ -268,7 +351,12 @@ def test_a_refused_call_leaves_the_model_as_it_was():
 def test_tokens_that_the_ranks_do_not_divide_are_refused():
     model = GPT2Config(n_layer=1, n_embd=8, n_head=4, vocab_size=20)
     model = cut(AutoModelForCausalLM.from_config(model), 4).module
-    with pytest.raises(ScheduleError, match="ulysses: 4 ranks must divide the 10 tokens of a sample"):
+    with pytest.raises(ScheduleError, match="sequences cut over ranks: sp must divide the 10 tokens of a sample"):
+        model(input_ids=torch.zeros(1, 10, dtype=torch.long))
+    model = cut(llama(), cp=2).module
+    with pytest.raises(
+        ScheduleError, match=r"sequences cut over ranks: 2 \* cp, 4, must divide the 10 tokens of a sample"
+    ):
         model(input_ids=torch.zeros(1, 10, dtype=torch.long))
 
 
@@ -276,7 +364,7 @@ def test_roberta_counts_positions_from_behind_its_padding():
     from transformers import RobertaConfig
 
     model = AutoModelForMaskedLM.from_config(RobertaConfig(**SIZES, num_attention_heads=4, pad_token_id=1))
-    layer = ulysses.CutSequence(Axis("sp", 2, 1, ""), False, ulysses._first_position(model))
+    layer = sequences.CutSequence(Sharing(sp=2, rank=1), False, sequences._first_position(model))
     given = {}
-    layer._positions(model, given, torch.zeros(1, 6))
+    layer._positions(given, torch.zeros(1, 6))
     assert given["position_ids"].tolist() == [[2, 3, 4, 5, 6, 7]]

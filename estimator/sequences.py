@@ -1,0 +1,63 @@
+"""What ranks that share sequences exchange around attention, and how long they wait for it.
+
+K, D, T and P: heads of keys and their features, tokens of a sample, ranks of a ring.
+"""
+
+import numpy as np
+
+from .collectives import Group
+from .facts.model_facts import Part
+from .rank import Rank
+
+
+def all_to_alls(rank: Rank, part: Part, ranks: Group, fixed: float) -> np.ndarray:
+    """Seconds of the all-to-alls around one block's attention in a forward pass: of queries, keys and values before it,
+    and of what comes out of it; of its bytes a rank sends all but its own share (Jacobs et al., arXiv:2309.14509).
+
+    Keys of fewer heads than ranks are repeated.
+
+    Args:
+        rank: the configurations.
+        part: the block.
+        ranks: those that exchange heads.
+        fixed: seconds that a collective takes beside what its bytes and its ring do.
+    """
+    kind, sp = part.attention, rank.cols.sp
+    if kind is None or (sp == 1).all():
+        return rank.none
+    keys = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp) * rank.tp
+    width = kind.head_dim * (4 if rank.facts.precision == "fp32" else 2) * rank.tokens / rank.tp
+    return 2 * (ranks.gather(width * kind.heads, fixed) + ranks.gather(width * keys, fixed))
+
+
+def ring_waits(
+    rank: Rank, part: Part, ranks: Group, fixed: float, attention: np.ndarray, attention_back: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, forward and backward, that one block's attention waits for keys and values that go round a ring.
+
+    P - 1 times in a forward pass a rank sends the keys and values of T / P tokens, 2 K D T (P - 1) / P numbers a sample,
+    each time while it computes with those that it has; what takes longer than that is waited for. In the backward pass it
+    does so again, and sends their gradients in float32 after them, P times: the last time nothing is left to compute (Liu
+    et al., arXiv:2310.01889).
+
+    Of ranks that exchange heads each has a ring for its own.
+
+    Args:
+        rank: the configurations.
+        part: the block.
+        ranks: those of a ring.
+        fixed: as above.
+        attention, attention_back: seconds of the block's attention, forward and backward.
+    """
+    kind, cp = part.attention, rank.cols.cp
+    if kind is None or (cp == 1).all():
+        return rank.none, rank.none
+    sp = rank.cols.sp
+    heads = np.lcm(np.maximum(kind.kv_heads // rank.cols.tp, 1), sp)
+    numbers = 2.0 * heads * kind.head_dim * rank.tokens * cp
+    behind = (cp - 1) / cp
+    there = ranks.gather(numbers * (4 if rank.facts.precision == "fp32" else 2), fixed)
+    home = ranks.gather(numbers * 4, fixed)
+    forward = np.maximum(there - behind * attention, 0.0)
+    backward = np.maximum(there + home - behind * attention_back, 0.0) + home / np.maximum(cp - 1, 1)
+    return np.where(cp > 1, forward, 0.0), np.where(cp > 1, backward, 0.0)

@@ -1,0 +1,173 @@
+"""Attention of a block of queries to a block of keys, such that blocks can be put together, and its gradients.
+
+Notation, beside that of `sequences.py`:
+
+| symbol | meaning |
+|---|---|
+| q, k | tokens of the two blocks |
+| s | scores, (B, H, q, k), times the scale |
+| l | log of the sum of exp(s) over keys, (B, H, q), at least float32; -inf where nothing is looked at |
+
+A block gives softmax(s) v and l. Two blocks of the same queries come to the weighted mean of what they give, by
+exp(l_i - l) where l = log(exp(l_1) + exp(l_2)), and so do any number. Gradients of a block are those of attention to all
+keys, where l and the output are of all: its probabilities are exp(s - l).
+
+Source: Liu et al., Ring Attention (arXiv:2310.01889); Dao, FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..._torch import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
+
+MOST_SCORES = 1 << 26
+"""Scores that are formed in one go, where they are."""
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How a block is computed."""
+
+    scale: float
+    """Of the scores."""
+    causal: bool = False
+    """Whether a query looks at the keys up to its own place alone; there are as many of both then."""
+    pairs: torch.Tensor | None = None
+    """Which query may look at which key, broadcast to (B, H, q, k); None for all."""
+    dropout: float = 0.0
+    """The share of probabilities that are dropped."""
+    seed: int = 0
+    """Of what is dropped."""
+    kernels: bool = True
+    """Whether a kernel of torch may compute it."""
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block's output, (B, H, q, D), and l.
+
+    Args:
+        query: (B, H, q, D).
+        key, value: (B, K, k, D), where K divides H.
+        how: how.
+    """
+    if _has_kernel(query, value, how):
+        kernel = flash_attention_on_cpu if query.device.type == "cpu" else flash_attention
+        output, log_sum, *_ = kernel(query, key, value, 0.0, how.causal, scale=how.scale)
+        return output, log_sum
+    outputs, sums = [], []
+    for rows in _rows(query, key, how):
+        least = torch.finfo(rows.scores.dtype).min
+        most = rows.scores.amax(-1, keepdim=True).clamp_min(least)  # -inf where nothing is looked at
+        shares = rows.scores.sub_(most).exp_()
+        total = shares.sum(-1, keepdim=True)
+        sums.append((total.log() + most).squeeze(-1))
+        shares /= total.clamp_min(torch.finfo(rows.scores.dtype).tiny)
+        outputs.append((shares if rows.kept is None else shares * rows.kept) @ value.unsqueeze(2).to(shares.dtype))
+    return torch.cat(outputs, 3).flatten(1, 2), torch.cat(sums, 3).flatten(1, 2)
+
+
+class Queries(NamedTuple):
+    """Queries in the backward pass, with what they came to over all blocks."""
+
+    query: torch.Tensor
+    """(B, H, q, D)."""
+    grad: torch.Tensor
+    """Of the output."""
+    output: torch.Tensor
+    """Of the same shape."""
+    log_sum: torch.Tensor
+    """l of all keys, +inf where nothing is looked at."""
+
+
+def gradients(
+    queries: Queries, key: torch.Tensor, value: torch.Tensor, how: How
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a block adds to the gradients of its queries, keys and values.
+
+    Args:
+        queries: the queries.
+        key, value: as in `attention`.
+        how: how.
+    """
+    query, grad, output, log_sum = queries
+    if _has_kernel(query, value, how):
+        if query.device.type == "cpu":
+            return flash_attention_on_cpu_backward(
+                grad, query, key, value, output, log_sum, 0.0, how.causal, scale=how.scale
+            )
+        # Without dropout and without sequences of several lengths it looks at none of what stands for these.
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        lengths = (None, None, query.shape[2], key.shape[2])
+        return flash_attention_backward(
+            grad, query, key, value, output, log_sum, *lengths, 0.0, how.causal, state, state, scale=how.scale
+        )
+    wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
+    keys, values = (each.unsqueeze(2).to(wide) for each in (key, value))
+    of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+    of_queries = []
+    for rows in _rows(query, key, how):
+        mine, grads, outputs, sums = (each[:, :, rows.at].to(wide).unflatten(1, (groups, -1)) for each in queries)
+        shares = rows.scores.sub_(sums.unsqueeze(-1)).exp_()
+        of_shares = grads @ values.mT
+        if rows.kept is not None:
+            of_shares *= rows.kept
+        of_values += ((shares if rows.kept is None else shares * rows.kept).mT @ grads).sum(2, keepdim=True)
+        of_scores = of_shares.sub_((grads * outputs).sum(-1, keepdim=True)).mul_(shares).mul_(how.scale)
+        of_queries.append((of_scores @ keys).flatten(1, 2))
+        of_keys += (of_scores.mT @ mine).sum(2, keepdim=True)
+    return torch.cat(of_queries, 2), of_keys.squeeze(2), of_values.squeeze(2)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, how: How) -> bool:
+    """Whether torch's flash attention computes it."""
+    if not how.kernels or how.dropout or how.pairs is not None or query.shape[-1] != value.shape[-1]:
+        return False
+    if query.device.type == "cuda":
+        return query.dtype in HALVES and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return query.device.type == "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """Scores of some of the queries."""
+
+    at: slice
+    """Which."""
+    scores: torch.Tensor
+    """(B, K, H / K, rows, k), -inf where it is not looked."""
+    kept: torch.Tensor | None
+    """Of the same shape: 0 for probabilities that are dropped, and what makes up for it for all others."""
+
+
+def _rows(query: torch.Tensor, key: torch.Tensor, how: How) -> Iterator[_Rows]:
+    """The scores, so many rows at once that they are no more than MOST_SCORES."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    generator = torch.Generator(query.device).manual_seed(how.seed) if how.dropout else None
+    samples, heads, length = query.shape[:3]
+    keys = key.unsqueeze(2).to(wide)
+    step = max(1, MOST_SCORES // (samples * heads * key.shape[2]))
+    for first in range(0, length, step):
+        at = slice(first, first + step)
+        scores = query[:, :, at].to(wide).unflatten(1, (key.shape[1], -1)) @ keys.mT
+        scores *= how.scale
+        hidden = None if how.pairs is None else ~how.pairs[:, :, at]
+        if how.causal:
+            ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)[at]
+            hidden = ahead.view(1, 1, *ahead.shape)
+        if hidden is not None:
+            scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        kept = None
+        if generator is not None:
+            kept = torch.empty_like(scores).bernoulli_(1 - how.dropout, generator=generator) / (1 - how.dropout)
+        yield _Rows(at=at, scores=scores, kept=kept)

@@ -1,0 +1,219 @@
+"""Attention of a sequence cut over the P ranks of a ring: keys and values go round, queries stay.
+
+Each rank computes attention of its queries to the keys and values of one rank at a time (`block_attention.py`), while
+those of the next are on their way, and merges what it gets. In the backward pass they go round again, and their gradients
+behind them, until these are home. Which rank has which tokens, and so who looks at whom, is `ring_mask.py`'s.
+
+The notation is that of `sequences.py`; here T' is T / P, the tokens of a rank once ranks that exchange heads have done so.
+
+Source: Liu et al., Ring Attention with Blockwise Transformers (arXiv:2310.01889); Brandon et al., Striped Attention
+(arXiv:2311.09431), for why a rank has no run of neighbours.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ScheduleError
+from .block_attention import How, Queries, attention, gradients
+from .collectives import Axis, PassedOn
+from .ring_mask import Block, Kind, RingMask, make_mask
+
+__all__ = ["attend", "make_mask", "obstacle"]
+
+MORE_THAN_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""What families give their attention that changes scores, or who is looked at."""
+SOFTCAP = ("attn_logit_softcapping", "attn_logit_softcap")
+"""What configurations call a bound on scores."""
+
+
+def obstacle(model: nn.Module) -> str:
+    """What a model's attention does beside softmax(Q K') V; empty where it is that."""
+    config: Any = getattr(model, "config", None)
+    for name in SOFTCAP:
+        if (bound := getattr(config.get_text_config(), name, None)) is not None:
+            return f"bounds the scores of its attention ({name} is {bound}), which is more than a ring computes"
+    for path, _ in model.named_modules():
+        if "relative_attention_bias" in path.rpartition(".")[2]:
+            return f"adds a bias to the scores of its attention ('{path}'), which is more than a ring computes"
+    return ""
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    axis: Axis,
+    kernels: bool,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's queries to the keys of all, in the place of one of transformers' functions.
+
+    Args:
+        module: that attends.
+        query: (B, H, T', D).
+        key, value: (B, K, T', D).
+        attention_mask: of `make_mask`.
+        axis: the ring.
+        kernels: whether torch's kernels compute it where there is one.
+        scaling: of the scores; None for 1 / sqrt(D).
+        dropout: the share of probabilities that are dropped.
+
+    Returns:
+        (B, T', H, D), and no weights.
+
+    Raises:
+        ScheduleError: the model asks for more than softmax(Q K') V, or has a mask from elsewhere.
+    """
+    if query.is_meta:  # shapes are all that is asked for
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    for name in MORE_THAN_SCORES:
+        if kwargs.get(name) is not None:
+            raise ScheduleError(f"cp: attention with {name} is more than a ring computes; use sp")
+    if not isinstance(attention_mask, RingMask):
+        raise ScheduleError(
+            "cp: a ring knows who looks at whom by transformers' mask functions, but the model gives its attention "
+            f"{'none' if attention_mask is None else 'a mask made elsewhere'}; use sp"
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(narrow) for each in (query, key, value))
+    ring = Ring(
+        axis=axis,
+        mask=attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        seed=int(torch.randint(2**48, ())) if dropout else 0,
+        kernels=kernels,
+    )
+    return _Around.apply(query, key, value, ring).transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """What is computed, and among whom."""
+
+    axis: Axis
+    mask: RingMask
+    scale: float
+    dropout: float
+    seed: int
+    kernels: bool
+
+    def sources(self) -> list[int]:
+        """The ranks whose keys arrive, this one's first."""
+        return [(self.axis.rank - step) % self.axis.size for step in range(self.axis.size)]
+
+    def blocks(self, source: int) -> Iterator[tuple[Block, How]]:
+        """What is computed with the keys of a rank."""
+        for number, block in enumerate(self.mask.blocks(source)):
+            how = How(
+                scale=self.scale,
+                causal=block.kind is Kind.CAUSAL,
+                pairs=self.mask.pairs(block, source) if block.kind is Kind.MASKED else None,
+                dropout=self.dropout,
+                seed=self.seed + 4 * source + number,
+                kernels=self.kernels,
+            )
+            yield block, how
+
+
+class _Around(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring) -> torch.Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            output, log_sum = _forward(query, key, value, ring)
+        output = output.to(query.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.autocast(grads[0].device.type, enabled=False):
+            query, key, value, output, log_sum = ctx.saved_tensors
+            found = _backward(grads[0], query, key, value, output, log_sum, ctx.ring)
+        return *(each.to(like.dtype) for each, like in zip(found, (query, key, value))), None
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, (B, H, T', D), and l, (B, H, T'), which is -inf where nothing is looked at; both at least float32."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
+    log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    both = torch.cat((key, value), -1)  # one message
+    sources = ring.sources()
+    for source in sources:
+        coming = PassedOn(both, ring.axis) if source != sources[-1] else None
+        keys, values = both.split((key.shape[-1], value.shape[-1]), -1)
+        for block, how in ring.blocks(source):
+            at = block.queries
+            found = attention(query[:, :, at], keys[:, :, block.keys], values[:, :, block.keys], how)
+            output[:, :, at], log_sum[:, :, at] = merged((output[:, :, at], log_sum[:, :, at]), found)
+        both = both if coming is None else coming.received()
+    return output, log_sum
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def merged(one: Part, other: Part) -> Part:
+    """What two blocks of keys come to for the same queries, each given by its output and its l."""
+    total = torch.logaddexp(one[1], other[1])
+    seen = total > -torch.inf
+    output = torch.zeros_like(one[0])
+    for part, log_sum in (one, other):
+        weight = torch.where(seen, (log_sum - total).exp(), 0.0)
+        output += part * weight.unsqueeze(-1)
+    return output, total
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
+    ring: Ring,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of this rank's queries, keys and values, at least float32.
+
+    Keys and values go round as in the forward pass. What their gradients are so far follows a step behind: it arrives
+    while this rank's part is computed, which is added to it, and leaves again.
+    """
+    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
+    of_queries = torch.zeros_like(query, dtype=log_sum.dtype)
+    both = torch.cat((key, value), -1)
+    sizes = key.shape[-1], value.shape[-1]
+    behind: PassedOn | None = None
+    sources = ring.sources()
+    for source in sources:
+        coming = PassedOn(both, ring.axis) if source != sources[-1] else None
+        keys, values = both.split(sizes, -1)
+        of_both = torch.zeros_like(both, dtype=log_sum.dtype)
+        of_keys, of_values = of_both.split(sizes, -1)
+        for block, how in ring.blocks(source):
+            at, there = block.queries, block.keys
+            mine = Queries(*(each[:, :, at] for each in (query, grad, output, log_sum)))
+            found = gradients(mine, keys[:, :, there], values[:, :, there], how)
+            of_queries[:, :, at] += found[0]
+            of_keys[:, :, there] += found[1]
+            of_values[:, :, there] += found[2]
+        if behind is not None:
+            of_both += behind.received()
+        behind = PassedOn(of_both, ring.axis, tag=1)
+        both = both if coming is None else coming.received()
+    assert behind is not None, "a ring has ranks"
+    of_keys, of_values = behind.received().split(sizes, -1)
+    return of_queries, of_keys, of_values

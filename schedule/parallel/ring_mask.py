@@ -1,0 +1,197 @@
+"""Who looks at whom in a ring: which blocks of queries and keys a rank computes, and how.
+
+A sequence is 2 P stretches of T / 2 P tokens (`sequences.py`). Rank r has the queries of two of them, and the keys and
+values of each rank in turn, also of two. Of these four pairs some are looked at by nobody, some by all, some as far as
+the diagonal, and some as a mask says; those that are alike are computed as one block.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ...errors import ScheduleError
+from .collectives import Axis
+
+MOST_PAIRS = 1 << 24
+"""Pairs of tokens of which a mask is looked at in one go."""
+
+
+class Kind(Enum):
+    """What of a block is looked at."""
+
+    NONE = "none"
+    FULL = "full"
+    CAUSAL = "causal"
+    MASKED = "masked"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries and keys that are computed in one go."""
+
+    queries: slice
+    """Of those that a rank has."""
+    keys: slice
+    """Of those that come from a rank."""
+    kind: Kind
+
+
+Table = Sequence[Sequence[Kind]]
+"""A row for each stretch of queries, a column for each of keys."""
+
+
+def blocks_of(table: Table, stretch: int) -> list[Block]:
+    """The blocks of two stretches of queries and two of keys, of so many tokens each; as few as the kernels allow."""
+    rows = [tuple(row) for row in table]
+    if rows == [(Kind.CAUSAL, Kind.NONE), (Kind.FULL, Kind.CAUSAL)]:
+        # A rank's own: in the order of the sequence, one behind the other.
+        return [Block(slice(0, 2 * stretch), slice(0, 2 * stretch), Kind.CAUSAL)]
+    groups = [(0, 2, rows[0])] if rows[0] == rows[1] else [(0, 1, rows[0]), (1, 2, rows[1])]
+    found = []
+    for first, last, kinds in groups:
+        at = [column for column, kind in enumerate(kinds) if kind is not Kind.NONE]
+        if not at:
+            continue
+        alike = {kinds[column] for column in at}
+        kind = alike.pop() if len(alike) == 1 else Kind.MASKED
+        if kind is Kind.CAUSAL and (last - first, len(at)) != (1, 1):
+            kind = Kind.MASKED
+        keys = slice(at[0] * stretch, (at[-1] + 1) * stretch)
+        found.append(Block(slice(first * stretch, last * stretch), keys, kind))
+    return found
+
+
+class RingMask:
+    """Which tokens of whole sequences may look at which, as a rank of a ring asks for it.
+
+    Args:
+        allowed: by the numbers of samples, heads, queries and keys, which broadcast; None for `kind` everywhere.
+        kind: where there is no `allowed`, FULL or CAUSAL.
+        batch: samples.
+        length: T.
+        ranks, rank: P, and which of them.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        allowed: Callable[..., torch.Tensor] | None,
+        kind: Kind,
+        *,
+        batch: int,
+        length: int,
+        ranks: int,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.allowed, self.kind, self.batch = allowed, kind, batch
+        self.length, self.ranks, self.rank, self.device = length, ranks, rank, device
+        self.stretch = length // (2 * ranks)
+        own = stretches_of(rank, ranks)
+        if allowed is None:
+            self._table = [[_by_place(kind, row, column) for column in range(2 * ranks)] for row in own]
+        else:
+            self._table = self._looked_at(own)
+
+    def __repr__(self) -> str:
+        return f"RingMask(batch={self.batch}, length={self.length}, ranks={self.ranks})"
+
+    def blocks(self, source: int) -> list[Block]:
+        """What this rank computes with the keys of a rank."""
+        columns = stretches_of(source, self.ranks)
+        return blocks_of([[row[column] for column in columns] for row in self._table], self.stretch)
+
+    def pairs(self, block: Block, source: int) -> torch.Tensor:
+        """Which queries of a block may look at which of its keys: (B or 1, H or 1, queries, keys)."""
+        return self._pairs(self._places(self.rank)[block.queries], self._places(source)[block.keys])
+
+    def _places(self, rank: int) -> torch.Tensor:
+        """Where in the sequence the tokens of a rank are."""
+        places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
+        return places[list(stretches_of(rank, self.ranks))].flatten()
+
+    def _pairs(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        assert self.allowed is not None, "blocks with a mask are of a mask"
+        samples = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1)
+        head = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=self.device)
+        found = self.allowed(samples, head, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        return found.expand(*found.shape[:2], len(queries), len(keys))
+
+    def _looked_at(self, own: Sequence[int]) -> list[list[Kind]]:
+        """The kind of each pair of stretches, by looking at all their tokens; waits for the device once."""
+        places = torch.arange(self.length, device=self.device).view(-1, self.stretch)
+        flags = torch.stack([self._flags(places[row], places[column]) for row in own for column in range(len(places))])
+        kinds = [
+            Kind.NONE if not some else Kind.FULL if every else Kind.CAUSAL if causal else Kind.MASKED
+            for some, every, causal in flags.tolist()
+        ]
+        return [kinds[: len(places)], kinds[len(places) :]]
+
+    def _flags(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Whether of two stretches any pair is looked at, all are, and just those that are not ahead of a query are."""
+        step = max(1, MOST_PAIRS // (self.batch * len(keys)))
+        parts = []
+        for some in queries.split(step):
+            pairs = self._pairs(some, keys)
+            ahead = keys.view(1, -1) <= some.view(-1, 1)
+            same = (pairs == ahead).all() & (queries[0] == keys[0])
+            parts.append(torch.stack([pairs.any(), pairs.all(), same]))
+        found = torch.stack(parts)
+        return torch.stack([found[:, 0].any(), found[:, 1].all(), found[:, 2].all()])
+
+
+def stretches_of(rank: int, ranks: int) -> tuple[int, int]:
+    """Which stretches of a sequence a rank of a ring has, of two for each.
+
+    >>> [stretches_of(rank, 2) for rank in range(2)]
+    [(0, 3), (1, 2)]
+    """
+    return rank, 2 * ranks - 1 - rank
+
+
+def _by_place(kind: Kind, row: int, column: int) -> Kind:
+    if kind is Kind.FULL or column < row:
+        return Kind.FULL
+    return Kind.CAUSAL if column == row else Kind.NONE
+
+
+def make_mask(
+    *,
+    axis: Axis,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    device: torch.device,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> RingMask:
+    """The mask of whole sequences, in the place of one of transformers' mask functions.
+
+    Raises:
+        ScheduleError: the model makes a mask of other lengths or by functions that do not take many places at once.
+    """
+    if use_vmap or q_length != kv_length:
+        raise ScheduleError(
+            "cp: the model makes masks of its own, which are not known by the places of tokens; use sp, or samples that "
+            "no ranks share"
+        )
+    shape = {"batch": batch_size, "length": q_length, "ranks": axis.size, "rank": axis.rank, "device": device}
+    plain = attention_mask is None and (local_size is None or local_size >= kv_length)
+    if plain and (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return RingMask(None, Kind.CAUSAL if allow_is_causal_skip else Kind.FULL, **shape)
+    if attention_mask is None:
+        return RingMask(mask_function, Kind.MASKED, **shape)
+    padding = attention_mask
+
+    def allowed(sample: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(sample, head, query, key) & padding[sample, key]
+
+    return RingMask(allowed, Kind.MASKED, **shape)

@@ -1,0 +1,268 @@
+"""Sequences cut over ranks: what each has of a sample, and the loss of it.
+
+All in a transformer is by token, but for positions, masks and the loss, which are those of the whole sequence, and for
+attention: there ranks exchange tokens for heads (`ulysses.py`), or keys and values go round among them (`ring.py`), or
+both, each ring among ranks of the same heads.
+
+Notation, here and in those two:
+
+| symbol | meaning |
+|---|---|
+| S, P | ranks that exchange heads (`sp`); ranks of a ring (`cp`) |
+| B, T | samples of a micro-batch; tokens of a sample, of which a rank has T / (P S) |
+| H, K | heads of queries, and of keys and values, on a tensor-parallel rank |
+| D | features of a head |
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..._transformers import attends_by_name, change_attention
+from ...errors import ScheduleError
+from ...pieces import Sharing, pieces_obstacle
+from ..forward import Layer, add_layer
+from . import ring, ulysses
+from .collectives import Axis
+
+IGNORED = -100
+"""The label of what is not predicted."""
+ATTENTIONS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers, as transformers' configurations call them, that look at other tokens by attention alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Whole:
+    """What the forward pass that runs was given for whole samples."""
+
+    documents: torch.Tensor | None
+    """The number of each token's document, (B, T), where samples hold several."""
+    padding: torch.Tensor | None
+    """Which tokens are no padding, (B, T); None where all are."""
+    known: bool
+    """Whether the model was given a mask, so that it makes none itself."""
+
+
+_whole: ContextVar[_Whole] = ContextVar("whole")
+
+
+def cut_sequence(model: Any, sharing: Sharing, sp: Axis | None, cp: Axis | None, tp: int) -> None:
+    """Has a model of transformers, cut over `tp` ranks, compute on this rank's piece of every sequence it is given.
+
+    Args:
+        model: the model.
+        sharing: who has which piece.
+        sp, cp: the ranks with which this one exchanges heads, and those of its ring; None for none.
+        tp: ranks that share its layers.
+    """
+    for module in model.modules() if sp is not None else ():
+        if hasattr(module, "num_key_value_groups"):
+            # So many queries share a key, and fewer do where keys are repeated.
+            heads = module.config.num_attention_heads // tp
+            module.num_key_value_groups //= ulysses.repeats(heads // module.num_key_value_groups, sharing.sp)
+    change_attention(model, partial(_registered, sharing=sharing, sp=sp, cp=cp, model=model))
+    add_layer(model, CutSequence(sharing, _shifts(model), _first_position(model)))
+
+
+def obstacle(model: nn.Module, sp: int, cp: int, tp: int = 1) -> str:
+    """Why sequences of a model, each layer of which is cut over `tp` ranks, cannot be cut over `sp * cp`; empty where
+    they can."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return "ranks meet in the attention functions of transformers, and this is no model of it"
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return "samples are not made of tokens, so that there is no sequence to cut"
+    if not attends_by_name(model):
+        return f"{config.model_type} attends by code of its own, not by the attention functions of transformers"
+    if why := _mixes_tokens(model, config) or (ring.obstacle(model) if cp > 1 else ""):
+        return f"{config.model_type} {why}"
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if sp > 1 and (not isinstance(heads, int) or heads % (sp * tp)):
+        given = f"tp * sp, {tp} * {sp}," if tp > 1 else f"{sp} ranks"
+        return f"{given} must divide the {heads} attention heads"
+    return ""
+
+
+def _mixes_tokens(model: nn.Module, config: Any) -> str:
+    """What of a model, beside attention, looks at other tokens or at a head by its number; empty where nothing does."""
+    if config.is_encoder_decoder:
+        return "has an encoder beside its decoder"
+    if getattr(config, "output_router_logits", False):
+        return "balances its experts by a loss over all tokens (output_router_logits)"
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - ATTENTIONS
+    if kinds:
+        return f"has layers of {', '.join(sorted(kinds))}, which look at other tokens as well"
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            return f"has a convolution ('{path}'), which looks at other tokens as well"
+        if hasattr(module, "num_key_value_groups") and any(True for _ in module.parameters(recurse=False)):
+            return f"has weights of each head in its attention ('{path}')"
+    return ""
+
+
+def _shifts(model: Any) -> bool:
+    """Whether a token's label is the token behind it, as transformers' loss of the model has it."""
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
+def _first_position(model: nn.Module) -> int | None:
+    """The number of the first position; None where the model takes none. RoBERTa counts from behind its padding."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    for path, module in model.named_modules():
+        if (
+            isinstance(module, nn.Embedding)
+            and "position" in path.rpartition(".")[2]
+            and module.padding_idx is not None
+        ):
+            return module.padding_idx + 1
+    return 0
+
+
+def _registered(name: str, sharing: Sharing, sp: Axis | None, cp: Axis | None, model: nn.Module) -> str:
+    """The name under which transformers finds an attention by its name, and its masks, with the exchanges around it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    groups = " and ".join(each.group_name for each in (sp, cp) if each is not None)
+    made = f"{name} of {type(model).__module__} over {groups}"
+    masks = AttentionMaskInterface()
+    make = masks.get(name)
+    if cp is not None:
+        # What goes round is no part of a graph.
+        attention = torch.compiler.disable(partial(ring.attend, axis=cp, kernels=name != "eager"))
+        make = partial(ring.make_mask, axis=cp)
+    elif name == "eager":  # each family's own
+        attention = sys.modules[type(model).__module__].eager_attention_forward
+    else:
+        attention = AttentionInterface()[name]
+    if sp is not None:
+        attention = partial(ulysses.attend, attention=attention, axis=sp)
+    AttentionInterface.register(made, attention)
+    if make is not None:
+        AttentionMaskInterface.register(made, partial(whole_mask, make=make, ranks=sharing.ranks))
+    return made
+
+
+def whole_mask(
+    *,
+    make: Callable[..., Any],
+    ranks: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """The mask of whole sequences, where transformers asks for that of this rank's piece.
+
+    Args:
+        make: one of transformers' mask functions, or `ring.make_mask`.
+        ranks: how many have a piece.
+        q_length, kv_length: tokens of the piece.
+        mask_function: which token may look at which, by their places in the sequence.
+        attention_mask: the piece's tokens that are no padding.
+
+    Raises:
+        ScheduleError: samples hold several documents, and this attention takes no mask that keeps them apart; or the model
+            has found padding by itself.
+    """
+    whole = _whole.get()
+    if attention_mask is not None and not whole.known and not attention_mask.all():
+        raise ScheduleError(
+            "sequences cut over ranks: the model has found padding by itself, which is known of this rank's piece alone; "
+            "give it an attention_mask"
+        )
+    if whole.documents is not None:
+        from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+        mask_function = and_masks(packed_sequence_mask_function(whole.documents), mask_function)
+    mask = make(
+        q_length=q_length * ranks,
+        kv_length=kv_length * ranks,
+        mask_function=mask_function,
+        attention_mask=None if whole.padding is None else whole.padding.bool(),
+        allow_is_causal_skip=allow_is_causal_skip and whole.documents is None,
+        **kwargs,
+    )
+    if whole.documents is not None and (mask is None or (isinstance(mask, torch.Tensor) and mask.dim() < 4)):
+        # transformers' flash attention finds documents by positions, and would find a piece's.
+        raise ScheduleError(
+            "sequences cut over ranks: this attention takes no mask of pairs, so that the documents of a sample cannot be "
+            "kept apart; use sdpa or eager, or samples of one document"
+        )
+    return mask
+
+
+class CutSequence(Layer):
+    """Around a whole model: it is given whole samples, computes on a piece of each, and returns the piece's logits and its
+    part of the loss. The mean of that over the ranks is the loss of the samples."""
+
+    order = 60
+    divisible = True
+
+    def __init__(self, sharing: Sharing, shifts: bool, first_position: int | None) -> None:
+        self.sharing, self.shifts, self.first_position = sharing, shifts, first_position
+
+    def __call__(
+        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args)), **kwargs}
+        tokens = kwargs["inputs_embeds" if kwargs.get("input_ids") is None else "input_ids"]
+        length = tokens.shape[1]
+        if why := pieces_obstacle(length, self.sharing.sp, self.sharing.cp):
+            raise ScheduleError(f"sequences cut over ranks: {why}")
+        labels, documents = kwargs.pop("labels", None), self._positions(kwargs, tokens)
+        padding = kwargs.get("attention_mask")
+        if padding is None and (documents is not None or self.sharing.cp > 1):
+            # transformers looks for documents where there is no mask, and would find them by this piece's positions.
+            kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        pieces = {name: self._piece(each, length) for name, each in kwargs.items()}
+        own = padding is None and kwargs.get("attention_mask") is not None
+        before = _whole.set(_Whole(documents=documents, padding=padding, known=padding is not None or own))
+        try:
+            output = inner(**pieces)
+        finally:
+            _whole.reset(before)
+        if labels is not None:
+            output.loss = self._loss(output.logits, labels)
+        return output
+
+    def _piece(self, value: Any, length: int) -> Any:
+        """This rank's of what has a place for every token."""
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != length:
+            return value
+        return self.sharing.piece(value, 1)
+
+    def _positions(self, kwargs: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor | None:
+        """Puts in the positions that the model would count itself; returns the documents that given ones tell apart."""
+        if self.first_position is None:
+            return None
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            ahead = torch.arange(tokens.shape[1], device=tokens.device) + self.first_position
+            kwargs["position_ids"] = ahead.unsqueeze(0)
+            return None
+        from transformers.masking_utils import find_packed_sequence_indices
+
+        if kwargs.get("attention_mask") is not None:
+            return None
+        return find_packed_sequence_indices(positions.expand(tokens.shape[:2]))
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean over all labels that are not ignored, times the ranks."""
+        if self.shifts:  # before they are cut: the last token of a piece predicts the first of the next
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        count = (labels != IGNORED).sum()
+        piece = self._piece(labels, labels.shape[1])
+        losses = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), piece.reshape(-1), reduction="sum")
+        return losses * (self.sharing.ranks / count)
