@@ -178,6 +178,12 @@ def _attention(space: Space, model: Architecture, device: Device) -> None:
         space.require(
             (attention != "flash_attention_2") | (space["precision"] != "fp32"), "flash attention has no float32"
         )
+    other = [name for name in names if name not in ("eager", "sdpa")]
+    if other and "cp" in space.by_name:
+        space.require(
+            ~attention.isin(other) | (space["cp"] == 1),
+            "a ring attends by code of its own, which computes blocks by torch's flash attention where attention is sdpa",
+        )
 
 
 def _kernels(space: Space, device: Device) -> None:

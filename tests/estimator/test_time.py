@@ -297,10 +297,32 @@ def test_ranks_of_a_sequence_exchange_what_attention_is_given_and_gives():
     assert terms(setup, single, micro_batch=1, sp=8, zero=3)["sequence exchange"] == pytest.approx(fewer)
 
 
-def test_ranks_of_a_sequence_divide_its_work():
+def test_a_ring_waits_for_what_attention_does_not_hide():
+    """Keys and values of 32 layers, 2 bytes a number and 4 of their gradients, of which a rank sends 7 of 8 parts; and
+    once more an eighth of the gradients, when nothing is left to compute."""
+    setup = SETUP.but(global_batch=1)
+    constants = Constants()
+    link = A100.intra_node.gb_per_s * 1e9 * constants.link_efficiency
+    start = constants.collective_us * 1e-6 + 7 * A100.intra_node.latency_us / 4 * 1e-6
+    found = terms(setup, micro_batch=1, cp=8, zero=3)
+    passes, numbers = found["attention"] / (32 * 3.5), 2 * 4096 * 2048 * 7 / 8 / link
+    there, home = numbers * 2 + start, numbers * 4 + start
+    back = there + home - 7 / 8 * 2.5 * passes + home / 7
+    assert there > 7 / 8 * passes
+    assert found["sequence exchange"] == pytest.approx(32 * (there - 7 / 8 * passes + back), rel=1e-3)
+    grouped = {**LLAMA2_7B, "kv_heads": 8}
+    assert terms(setup, grouped, micro_batch=1, cp=8, zero=3)["sequence exchange"] < found["sequence exchange"] / 2
+    # With more tokens a rank computes for longer than keys are on their way: what is left is their way home.
+    long = terms(setup.but(seq_len=131072), grouped, micro_batch=1, cp=8, zero=3)
+    home = 2 * 1024 * 131072 * 7 / 8 / link * 4 + start
+    assert long["sequence exchange"] == pytest.approx(32 * home / 7, rel=1e-3)
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_ranks_of_a_sequence_divide_its_work(axis):
     setup = SETUP.but(global_batch=8)
     whole = terms(setup, micro_batch=1, zero=3, grad_accum=1)
-    cut = terms(setup.but(global_batch=8), micro_batch=8, sp=8, zero=3, grad_accum=1)
+    cut = terms(setup.but(global_batch=8), micro_batch=8, zero=3, grad_accum=1, **{axis: 8})
     # A rank has as many tokens either way, and as much of their attention.
     for name in ("matmul", "attention", "memory-bound", "data parallel", "parameter gathers", "optimizer"):
         assert cut[name] == pytest.approx(whole[name])

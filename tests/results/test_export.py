@@ -200,6 +200,25 @@ def test_what_has_no_sequences_that_are_cut_runs_on_fewer_devices_and_says_so():
     assert "On 8 devices: tp 1 x sp 2 x pp 1 x dp 4" in made["_comment"]
 
 
+def test_rings_are_written_for_those_that_have_them_and_others_say_that_they_have_none():
+    knobs = {"micro_batch": 1, "grad_accum": 1, "cp": 2, "dp": 4, "zero": 3}
+    megatron, torchtitan = (render(target, trial(**knobs), DOCUMENT).text for target in ("megatron", "torchtitan"))
+    assert "--context-parallel-size 2" in megatron and "On 8 devices: tp 1 x cp 2 x pp 1 x dp 4" in megatron
+    assert "--parallelism.context_parallel_degree 2" in torchtitan
+    assert "--parallelism.data_parallel_shard_degree 4" in torchtitan
+    alone = render("torchtitan", trial(micro_batch=1, grad_accum=4, cp=2, dp=1, zero=0), DOCUMENT)
+    assert any("cp=2 beside zero=0: torchtitan shards over the ranks of a ring" in each for each in alone.notes)
+    for target in ("accelerate", "lightning", "deepspeed"):
+        made = render(target, trial(**knobs), DOCUMENT)
+        assert any(
+            "cp=2 has no counterpart here: this file runs on 4 instead of 8 devices" in each for each in made.notes
+        )
+        assert any(
+            "2 times the tokens and activations; megatron, torchtitan and python cut them" in each
+            for each in made.notes
+        )
+
+
 def test_accelerate_says_that_it_has_no_pipeline():
     made, notes = parsed("accelerate", **FULL)
     assert made["num_processes"] == 8

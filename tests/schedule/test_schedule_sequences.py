@@ -9,7 +9,7 @@ import torch.distributed as dist
 from redline.errors import ScheduleError
 from redline.pieces import Sharing
 from redline.schedule import build, create_schedule
-from redline.schedule.parallel import ring, ring_mask, sequences, ulysses
+from redline.schedule.parallel import block_attention, ring, ring_mask, sequences, ulysses
 from redline.schedule.parallel.planned import PlannedMesh
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, GPT2Config, GPTNeoConfig, LlamaConfig
@@ -177,6 +177,138 @@ def test_a_window_slides_over_the_whole_sequence(two, axis):
 def test_keys_of_fewer_heads_than_ranks_are_repeated(four, attention, heads, keys):
     for found in four.run(departure, lambda: llama(attention, heads, keys, hidden_size=8 * heads), plain(), {"sp": 4}):
         assert found < ROUNDING
+
+
+# Rings
+
+
+def dropped(degrees, seed):
+    """This rank's logits and the gradient of its keys, with dropout in attention and with tokens as long as heads are wide."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, _ = build(create_schedule(llama(attention_dropout=0.5), mesh).cut_sequence(**degrees))
+    model.train()
+    torch.manual_seed(seed)
+    output = model(**plain())
+    output.loss.backward()
+    return output.logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad
+
+
+def test_dropout_in_a_ring_follows_from_the_seed_and_drops(two):
+    first, again, other = (two.run(dropped, {"cp": 2}, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for one, two_ in zip(first, again) for a, b in zip(one, two_))
+    assert not torch.equal(first[0][0], other[0][0])
+
+
+def test_gradients_of_a_block_with_dropout_are_those_of_what_it_computed():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 5, 3, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    )
+    pairs = torch.ones(5, 5, dtype=torch.bool).tril(-1).view(1, 1, 5, 5)
+    how = block_attention.How(scale=0.4, pairs=pairs, dropout=0.3, seed=7)
+    output, log_sum = block_attention.attention(query, key, value, how)
+    assert output[:, :, 0].abs().max() == 0 and (log_sum[:, :, 0] == -torch.inf).all()  # it looks at nothing
+    kept = next(block_attention._rows(query.detach(), key.detach(), how)).kept.flatten(1, 2)
+    grad = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    keys, values = (each.repeat_interleave(2, 1) for each in (key, value))
+    scores = (query @ keys.mT * 0.4).masked_fill(~pairs, -torch.inf)
+    expected = (torch.softmax(scores[:, :, 1:], -1) * kept[:, :, 1:]) @ values
+    assert torch.allclose(output[:, :, 1:], expected, atol=1e-14)
+    wanted = torch.autograd.grad(expected, (query, key, value), grad[:, :, 1:])
+    mine = block_attention.Queries(*(each.detach() for each in (query, grad, output, log_sum)))
+    mine = mine._replace(log_sum=mine.log_sum.masked_fill(mine.log_sum == -torch.inf, torch.inf))
+    for found, right in zip(block_attention.gradients(mine, key.detach(), value.detach(), how), wanted):
+        assert torch.allclose(found, right, atol=1e-13)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [1 << 26, 40])
+def test_a_kernel_and_plain_attention_compute_the_same(causal, rows, monkeypatch):
+    monkeypatch.setattr(block_attention, "MOST_SCORES", rows)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(2, heads, 6, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    found = []
+    for kernels in (True, False):
+        how = block_attention.How(scale=0.3, causal=causal, kernels=kernels)
+        output, log_sum = block_attention.attention(query, key, value, how)
+        mine = block_attention.Queries(query, grad, output, log_sum)
+        found.append([output, log_sum, *block_attention.gradients(mine, key, value, how)])
+    for one, other in zip(*found):
+        assert torch.allclose(one, other, atol=1e-13)
+
+
+def kinds(text):
+    names = {"n": "none", "f": "full", "c": "causal", "m": "masked"}
+    return [[ring_mask.Kind(names[each]) for each in row] for row in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("table", "blocks"),
+    [
+        ("cn fc", ["0:8 0:8 causal"]),
+        ("fn fn", ["0:8 0:4 full"]),
+        ("nn ff", ["4:8 0:8 full"]),
+        ("ff ff", ["0:8 0:8 full"]),
+        ("nn nn", []),
+        ("mn fm", ["0:4 0:4 masked", "4:8 0:8 masked"]),
+    ],
+)
+def test_pairs_of_stretches_are_computed_in_as_few_blocks_as_can_be(table, blocks):
+    found = ring_mask.blocks_of(kinds(table), 4)
+    written = [f"{b.queries.start}:{b.queries.stop} {b.keys.start}:{b.keys.stop} {b.kind.value}" for b in found]
+    assert written == blocks
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_of_a_ring_look_at_as_many_pairs_each_where_tokens_look_back(ranks):
+    length, pairs = 64, []
+    for rank in range(ranks):
+        mask = ring_mask.RingMask(
+            None, ring_mask.Kind.CAUSAL, batch=1, length=length, ranks=ranks, rank=rank, device=torch.device("cpu")
+        )
+        found = 0
+        for source in range(ranks):
+            for block in mask.blocks(source):
+                queries, keys = (each.stop - each.start for each in (block.queries, block.keys))
+                found += queries * (queries + 1) // 2 if block.kind is ring_mask.Kind.CAUSAL else queries * keys
+        pairs.append(found)
+    assert sum(pairs) == length * (length + 1) // 2
+    assert len(set(pairs)) == 1
+
+
+def test_what_a_window_hides_is_not_computed():
+    def near(sample, head, query, key):
+        return (key <= query) & (key > query - 4)
+
+    mask = ring_mask.RingMask(
+        near, ring_mask.Kind.MASKED, batch=1, length=64, ranks=4, rank=0, device=torch.device("cpu")
+    )
+    assert [len(mask.blocks(source)) for source in range(4)] == [2, 1, 0, 0]
+
+
+def compiled(seed):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    sch = create_schedule(llama("sdpa"), mesh).cut_sequence(cp=2)
+    for number in range(2):
+        sch[f"model.layers.{number}"].compile(backend="aot_eager")
+    model, _ = build(sch)
+    plainly, _ = build(create_schedule(llama("sdpa"), mesh).cut_sequence(cp=2))
+    losses = [each(**plain()).loss for each in (model, plainly)]
+    for each in losses:
+        each.backward()
+    grads = [each.model.layers[0].self_attn.k_proj.weight.grad for each in (model, plainly)]
+    return float((losses[0] - losses[1]).abs().detach()), float((grads[0] - grads[1]).abs().max())
+
+
+def test_compiled_blocks_leave_the_ring_as_it_is(two):
+    for departures in two.run(compiled, 0):
+        assert max(departures) < 1e-9
 
 
 # Faults, planted in both ranks, and seen

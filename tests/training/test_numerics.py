@@ -29,6 +29,8 @@ QUICK = [
     ("albert", "tp2"),
     ("llama", "sp2"),
     ("bert", "sp2"),
+    ("llama", "cp2"),
+    ("mistral", "cp2+zero3"),
     ("opt", "zero3+kernels"),
     ("t5", "pp2+kernels"),
 ]
@@ -39,6 +41,7 @@ MORE = [
     *(("mixtral", cell) for cell in ("tp2", "zero3", "pp2 1f1b", "pp2 zbv")),
     ("llama", "kernels"),
     *((family, "sp2") for family in ("gpt2", "mistral", "albert", "mixtral")),
+    *((family, "cp2") for family in ("bert", "gpt2", "mistral", "albert", "mixtral")),
     ("opt", "pp2 1f1b"),
     ("gpt2", "tp2+kernels"),
 ]
@@ -71,7 +74,7 @@ def test_stages_of_a_pipeline_that_share_weights_are_replicated(four, seed):
     hold(four, "gpt2", "pp2·dp2+zero1", seed)
 
 
-@pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2"])
+@pytest.mark.parametrize("combination", ["sp2·tp2", "sp2·dp2+zero3", "pp2·sp2", "cp2·tp2", "cp2·sp2", "pp2·cp2"])
 def test_sequences_are_cut_beside_all_else(four, seed, combination):
     hold(four, "llama", combination, seed)
 
@@ -83,9 +86,10 @@ def test_every_family_in_every_combination(two, four, seed, family, combination)
     if reason:
         assert (family, combination.partition(" ")[0].partition("+")[0]) in {
             ("albert", "pp2"), ("albert", "tp2·pp2"), ("albert", "pp2·dp2"), ("albert", "tp2"), ("vit", "tp2"),
-            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"), ("albert", "pp2·sp2"),
+            ("wide_resnet", "tp2"), ("t5", "pp2·dp2"), ("albert", "pp2·sp2"), ("albert", "pp2·cp2"), ("albert", "cp2·tp2"),
             *((family, ranks) for family in ("gpt_neo", "t5", "vit", "wide_resnet")
-              for ranks in ("sp2", "sp4", "sp2·tp2", "sp2·dp2", "pp2·sp2")),
+              for ranks in ("sp2", "sp4", "sp2·tp2", "sp2·dp2", "pp2·sp2",
+                            "cp2", "cp4", "cp2·tp2", "cp2·sp2", "pp2·cp2")),
             *((family, ranks) for family in ("vit", "wide_resnet")
               for ranks in ("kernels", "tp2", "zero3", "pp2")),
         }  # fmt: skip

@@ -277,6 +277,7 @@ def test_what_does_not_compose_is_refused(two, small):
     two.run(refused, workload, {"hsdp": True, "zero": 3}, "hsdp must be a whole number of groups")
     uneven = replace(workload, seq_len=15)
     two.run(refused, uneven, {"sp": 2}, "sp=2 cannot be: sp must divide the 15 tokens of a sample")
+    two.run(refused, uneven, {"cp": 2}, r"cp=2 cannot be: 2 \* cp, 4, must divide the 15 tokens of a sample")
     own = replace(workload, loss=lambda output, batch: output.loss)
     two.run(refused, own, {"sp": 2}, "sp=2 cannot be: the workload's own loss is of whole samples")
     two.run(refused, workload, {"micro_batch": 3}, "micro_batch must divide a replica's samples, 4, but is 3")

@@ -206,6 +206,8 @@ def gpt2_on_two(two):
             {"dp": 2, "zero": 3, "micro_batch": 4, "checkpoint_ratio": 0.5},
             {"tp": 2, "sequence_parallel": True, "micro_batch": 2, "checkpoint_ratio": 1.0},
             {"sp": 2, "zero": 2, "micro_batch": 4, "kernels": True},
+            {"cp": 2, "zero": 2, "micro_batch": 4, "kernels": True},
+            {"cp": 2, "micro_batch": 2, "attention": "eager", "checkpoint_ratio": 1.0},
             {"pp": 2, "micro_batch": 1, "pipeline_schedule": "1f1b", "attention": "eager"},
         ],
         [
