@@ -171,6 +171,7 @@ def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys
                             "tensor_model_parallel_size": [1, 2],
                             "micro_batch_size": [2, 4],
                             "context_parallel_size": [1, 2],
+                            "expert_model_parallel_size": [1, 2],
                             "use_distributed_optimizer": "auto",
                             "use_recompute": [False],
                         }
@@ -185,10 +186,11 @@ def test_a_model_takes_the_values_of_knobs_that_it_has_and_keeps_the_rest(capsys
     space = json.loads(out)
     listed = {each["name"]: each.get("values") for each in space["knobs"]}
     assert listed["micro_batch"] == [2, 4] and listed["zero"] == [0, 1] and listed["tp"] == [1, 2]
-    assert listed["precision"] == ["fp32"] and listed["checkpoint_ratio"] == [0.0] and "cp" not in listed
+    assert listed["precision"] == ["fp32"] and listed["checkpoint_ratio"] == [0.0]
+    assert listed["cp"] == [1, 2] and "ep" not in listed
     assert {"require": "dp in [2]", "reason": "data_parallel_size"} in space["constraints"]
     assert space["valid"] == 4  # both micro-batches, with and without ZeRO, on two replicas
     told = "\n".join(space["notes"])
-    assert "not carried over: cp: the model has no such knob" in told and "precision=fp32" in told
+    assert "not carried over: ep: the model has no such knob" in told and "precision=fp32" in told
     code, out, err = run(capsys, *shown, "--set", "checkpoint_ratio=0,1")
     assert code == 0 and json.loads(out)["valid"] == 8, err
