@@ -76,7 +76,10 @@ BAD = [
         ["tune", "gpt2-tiny", "--devices", "3", "--global-batch", "9", "--fix", "tp=3"],
         "must divide the 8 attention heads",
     ),
-    (["tune", "gpt2-tiny", "--devices", "2", "--fix", "pp=2", "--fix", "tp=2"], "where dp = `2 // (tp * sp * cp * pp)`"),
+    (
+        ["tune", "gpt2-tiny", "--devices", "2", "--fix", "pp=2", "--fix", "tp=2"],
+        "where dp = `2 // (tp * sp * cp * pp)`",
+    ),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "tp=2", "--fix", "zero=3"], "zero=3 would have no effect"),
     (["tune", "gpt2-tiny", "--devices", "2", "--fix", "zero=4"], "'zero' has no value 4"),
     (["tune", "gpt2-tiny", "--lora", "rank=16"], "unknown part of lora 'rank'"),
