@@ -178,7 +178,7 @@ A number is the largest departure of a gradient, relative to the largest in its 
 6e-08. A note says why a combination cannot be: the same sentence with which the default space leaves it out.
 With `kernels` the loss is computed [without all logits](kernels.md), alone on one process with two micro-batches.
 `tp2+sp` is `sequence_parallel`, the sequence cut between layers that are cut; `sp2` and `sp4` are
-[sequences over ranks](parallel.md#sequences-over-ranks), four of them with two heads of keys.
+[sequences over ranks](parallel.md#sequences-over-ranks), four of them with two heads of keys; `cp2` and `cp4` are rings.
 
 {table}
 ## Sizes that ranks do not divide
