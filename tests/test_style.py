@@ -18,27 +18,20 @@ rl.tune('gpt2', trials=3).best.throughput.upper()
 """A user's program, with mistakes."""
 
 
-@pytest.fixture(scope="module")
-def mistakes(tmp_path_factory):
-    """What mypy finds in the repository, which is `redline` there however it is called, and in a user's program."""
-    folder = tmp_path_factory.mktemp("checked")
-    (folder / "redline").symlink_to(ROOT, target_is_directory=True)
-    (folder / "theirs.py").write_text(THEIRS)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+@pytest.mark.slow
+def test_the_types_hold_and_a_user_s_mistakes_are_found(tmp_path):
+    """Of the repository, which is `redline` here however it is called; what users write is checked down to primitives.
+
+    One test, for mypy's cache is one database: where two look at once, one may find it locked.
+    """
+    (tmp_path / "redline").symlink_to(ROOT, target_is_directory=True)
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    command = [sys.executable, "-m", "mypy", "--show-traceback", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--cache-dir", str(ROOT / ".mypy_cache"), "-p", "redline", "-m", "theirs"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     assert done.returncode == 1, done.stdout + done.stderr  # there are mistakes; 2 would be a fault of its own
-    return [line for line in done.stdout.splitlines() if ": error:" in line]
-
-
-@pytest.mark.slow
-def test_the_types_hold(mistakes):
+    mistakes = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert [line for line in mistakes if not line.startswith("theirs.py:")] == []
-
-
-@pytest.mark.slow
-def test_a_user_s_mistakes_are_found(mistakes):
-    """What users write is checked against signatures, down to the primitives."""
     assert {line.split(":")[1] for line in mistakes if line.startswith("theirs.py:")} == {"4", "5", "7", "8"}
 
 
