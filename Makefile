@@ -3,12 +3,14 @@ MODEL  ?= gpt2-tiny
 ARGS   ?=
 PYTHON ?= python3
 VENV   ?= .venv
+# Tested versions; empty for the newest that setup.cfg admits.
+CONSTRAINTS ?= constraints.txt
 
 BIN   := $(VENV)/bin
 # What decides whether the installation is current: the dependencies, not the sources (the install is editable).
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-for-tests
-PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS))
 
 .PHONY: tune test test-slow test-exhaustive test-portable bench docs setup clean
 
@@ -40,7 +42,7 @@ docs: $(TEST_STAMP)
 
 setup: $(TEST_STAMP)
 
-$(STAMP): setup.cfg pyproject.toml Makefile
+$(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redline needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "torch>=2.11,<2.14"

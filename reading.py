@@ -5,13 +5,14 @@ words. docs/security.md says what is trusted and what is not.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from .errors import UsageError
 
@@ -176,17 +177,17 @@ def absolute(given: str | os.PathLike[str]) -> str:
 
 
 def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
-    """What a YAML document holds: dict with texts as keys, list, str, int, float, bool, None.
+    """Returns the content of a YAML document: dict with text keys, list, str, int, float, bool, None.
 
-    It is built from the parser's events, without recursion, so that no nesting reaches the stack. Dates stay texts; any
-    other tag is refused.
+    The document is measured before it is loaded. Dates and merge keys stay texts; other tags are refused.
 
     Args:
         data: UTF-8 or text.
         nodes: as `MOST_NODES`.
 
     Raises:
-        Refused: it is no YAML, holds other tags, or is larger, deeper or wider than the limits.
+        TooMuch: it is larger, deeper or wider than the limits.
+        Refused: it is not YAML, or has other tags.
     """
     import yaml
 
@@ -194,37 +195,32 @@ def parse_yaml(data: bytes | str, *, nodes: int = MOST_NODES) -> Any:
         raise TooMuch(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+        _measure(text, nodes)
+        return yaml.load(text, Loader=_loader())
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise Refused(f"it is not UTF-8 at {error.start}") from error
-    except yaml.YAMLError as error:  # a character that YAML does not know
-        raise Refused(" ".join(str(error).split())) from error
-    try:
-        return _Building(loader, nodes).document()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        said = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
-        raise Refused(f"{place}{said or ' '.join(str(error).split())}") from error
-    finally:
-        loader.dispose()
+        problem = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", ""))))
+        raise Refused(f"{place}{problem or ' '.join(str(error).split())}") from error
 
 
 def measure_yaml(text: str, *, nodes: int = MOST_NODES) -> None:
-    """Whether a document is within the limits, before another loader has it; what else is wrong with it, that one says.
-
-    Args:
-        text: the document.
-        nodes: as `MOST_NODES`.
+    """Checks a document's size before another loader reads it, which reports any other fault.
 
     Raises:
         TooMuch: it is larger, deeper or wider than the limits.
     """
+    import yaml
+
+    if len(text) > LARGEST_DOCUMENT:
+        raise TooMuch(f"it is larger than {LARGEST_DOCUMENT >> 20} MiB")
     try:
-        parse_yaml(text, nodes=nodes)
+        _measure(text, nodes)
     except TooMuch:
         raise
-    except Refused:
+    except (Refused, yaml.YAMLError, UnicodeEncodeError):
         return
 
 
@@ -236,97 +232,83 @@ def with_power(value: Any) -> Any:
     return float(value) if isinstance(value, str) and _POWER.fullmatch(value) else value
 
 
-_CORE = "tag:yaml.org,2002:"
-_EMPTY = object()
+def _measure(text: str, nodes: int) -> None:
+    """Refuses what is too deep or too wide, by the parser's events, which need neither recursion nor memory."""
+    import yaml
 
-
-class _Building:
-    """A document in the making. An open list or mapping stands on `stack` with its anchor, its key that waits for a
-    value, and the count of nodes at its start."""
-
-    def __init__(self, loader: Any, nodes: int) -> None:
-        self.loader = loader
-        self.most = nodes
-        self.nodes = 0
-        self.anchors: dict[str, tuple[Any, int]] = {}
-        self.stack: list[list[Any]] = []
-        self.root: Any = _EMPTY
-
-    def document(self) -> Any:
-        import yaml
-
-        while True:
-            event = self.loader.get_event()
-            kind = type(event)
-            if kind is yaml.ScalarEvent:
-                self.count(1)
-                self.put(self.scalar(event), event.anchor, 1)
-            elif kind is yaml.SequenceStartEvent or kind is yaml.MappingStartEvent:
-                self.count(1)
-                wanted = "seq" if kind is yaml.SequenceStartEvent else "map"
-                if event.tag not in (None, "!", _CORE + wanted):
-                    raise Refused(f"line {event.start_mark.line + 1}: the tag {event.tag[:60]} is not known here")
-                if len(self.stack) >= DEEPEST:
+    count = 0
+    sizes: dict[str, int] = {}
+    opened: list[tuple[str | None, int]] = []
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise Refused(
+                    f"line {event.start_mark.line + 1}: the alias *{event.anchor[:60]} has no complete anchor"
+                )
+            count += sizes[event.anchor]
+        elif isinstance(event, yaml.NodeEvent):
+            count += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                if len(opened) >= DEEPEST:
                     raise TooMuch(f"line {event.start_mark.line + 1}: nested more than {DEEPEST} deep")
-                self.stack.append([[] if wanted == "seq" else {}, event.anchor, _EMPTY, self.nodes])
-            elif kind is yaml.SequenceEndEvent or kind is yaml.MappingEndEvent:
-                made, anchor, _, begun = self.stack.pop()
-                self.put(made, anchor, self.nodes - begun + 1)
-            elif kind is yaml.AliasEvent:
-                if event.anchor not in self.anchors:
-                    raise Refused(
-                        f"line {event.start_mark.line + 1}: the alias *{event.anchor[:60]} stands for nothing whole"
-                    )
-                made, size = self.anchors[event.anchor]
-                self.count(size)
-                self.put(made, None, size)
-            elif kind is yaml.DocumentStartEvent and self.root is not _EMPTY:
-                raise Refused("it holds several documents")
-            elif kind is yaml.StreamEndEvent:
-                return None if self.root is _EMPTY else self.root
+                opened.append((event.anchor, count))
+            elif event.anchor:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = opened.pop()
+            if anchor:
+                sizes[anchor] = count - start + 1
+        if count > nodes:
+            raise TooMuch(f"it has more than {nodes:,} values")
 
-    def count(self, more: int) -> None:
-        self.nodes += more
-        if self.nodes > self.most:
-            raise TooMuch(f"it holds more than {self.most:,} values")
 
-    def put(self, made: Any, anchor: str | None, size: int) -> None:
-        if anchor:
-            self.anchors[anchor] = made, size
-        if not self.stack:
-            self.root = made
-            return
-        holder = self.stack[-1]
-        if isinstance(holder[0], list):
-            holder[0].append(made)
-        elif holder[2] is not _EMPTY:
-            holder[0][holder[2]], holder[2] = made, _EMPTY
-        elif isinstance(made, list | dict):
-            raise Refused("a key of a mapping is a list or a mapping")
-        else:
-            holder[2] = made if isinstance(made, str) else _key(made)
+@functools.cache
+def _loader() -> Any:
+    """PyYAML's safe loader, for the types that JSON has too, and with text keys."""
+    import yaml
 
-    def scalar(self, event: Any) -> Any:
-        import yaml
+    core = "tag:yaml.org,2002:"
+    kinds = [core + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")]
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-        text, tag = event.value, event.tag
-        if tag in (None, "!"):
-            tag = self.loader.resolve(yaml.ScalarNode, text, event.implicit)
-        kind = tag.removeprefix(_CORE)
-        if kind in ("str", "timestamp", "merge", "value"):
-            return text
-        if kind not in ("null", "bool", "int", "float"):
-            raise Refused(f"line {event.start_mark.line + 1}: the tag {tag[:60]} is not known here")
-        if len(text) > LONGEST_NUMBER:
-            raise TooMuch(f"line {event.start_mark.line + 1}: a number of {len(text)} characters")
-        try:
-            return self.loader.yaml_constructors[tag](self.loader, yaml.ScalarNode(tag, text))
-        except (ValueError, KeyError, IndexError, OverflowError):
-            raise Refused(f"line {event.start_mark.line + 1}: {text!r} is no {kind}") from None
+    class Loader(base):  # type: ignore[misc]
+        yaml_constructors: ClassVar = {tag: base.yaml_constructors[tag] for tag in kinds} | {
+            None: base.yaml_constructors[None]
+        }
+        yaml_implicit_resolvers: ClassVar = {
+            first: [(tag, pattern) for tag, pattern in found if tag in kinds]
+            for first, found in base.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            made = {}
+            for key_node, value_node in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, list | dict):
+                    raise Refused(f"line {key_node.start_mark.line + 1}: a key of a mapping is a list or a mapping")
+                made[key if isinstance(key, str) else _key(key)] = self.construct_object(value_node, deep=deep)
+            return made
+
+    def number(kind: str) -> None:
+        construct = base.yaml_constructors[core + kind]
+
+        def checked(loader: Any, node: Any) -> Any:
+            if len(node.value) > LONGEST_NUMBER:
+                raise TooMuch(f"line {node.start_mark.line + 1}: a number of {len(node.value)} characters")
+            try:
+                return construct(loader, node)
+            except (ValueError, KeyError, IndexError, OverflowError):
+                raise Refused(f"line {node.start_mark.line + 1}: {node.value!r} is not a valid {kind}") from None
+
+        Loader.yaml_constructors[core + kind] = checked
+
+    for kind in ("int", "float", "bool"):
+        number(kind)
+    return Loader
 
 
 def _key(value: Any) -> str:
-    """A key that YAML takes for something else than a text, as it is written."""
+    """A key that YAML takes for something else than a text, as YAML writes it."""
     return {None: "null", True: "true", False: "false"}.get(value) or str(value)
 
 

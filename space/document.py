@@ -189,7 +189,7 @@ def read_yaml(space: Any, path: str | os.PathLike[str]) -> None:
         raise SpaceError(f"{path}: {error}") from error
     loader = None
     try:
-        loader = yaml.SafeLoader(text)  # what yaml.safe_load uses; it also tells where a node stands
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)  # its nodes have the lines that messages name
         node = loader.get_single_node()
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
